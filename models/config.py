@@ -1,0 +1,69 @@
+"""The one description that drives the transformer: a frozen, hashable `ModelConfig`."""
+
+import dataclasses
+
+from .rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama lineage.
+
+    Attributes:
+        family: Hugging Face `model_type` whose tensor names and tokenizer habits the checkpoint follows.
+        vocab_size: V.
+        hidden_size: D, width of the residual stream.
+        intermediate_size: F, width of the gated MLP.
+        num_layers: L.
+        num_heads: N, query heads.
+        num_kv_heads: K, key-value heads; N is a multiple of K.
+        head_dim: H; need not be D / N.
+        max_position: length of the trained window, in tokens.
+        rope: rotary embedding.
+        norm_eps: epsilon of every RMS norm.
+        tied: the output head is the embedding.
+        qkv_bias, output_bias, mlp_bias: which projections add a bias.
+        qk_norm: RMS norm over each query and key head before rotation (Qwen3).
+        sandwich_norms: a second norm after attention and after the MLP (GLM-4-0414).
+        windows: sliding attention window of each layer in tokens, None where attention is full.
+        eos: token ids that end a sequence.
+        bos: token id that starts one, where the family uses it.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rope: RopeConfig
+    norm_eps: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    windows: tuple[int | None, ...] = ()
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if len(self.windows) != self.num_layers:
+            raise ValueError(f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one a layer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
+                "each KV head serves the same number of query heads"
+            )
+        if self.rope.dim % 2 or self.rope.dim > self.head_dim:
+            raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
+
+    def cache_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes a full cache spends on one token over all layers: a key and a value in every KV head."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

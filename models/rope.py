@@ -1,0 +1,181 @@
+"""Rotary position embeddings: plain, and the four context extensions that the supported families use.
+
+A `RopeConfig` is what a checkpoint says; `RopeConfig.resolve(length)` turns it into a `Rope`, which holds plain numbers
+and rotates arrays. Both are frozen and hashable, so they can be static arguments of a compiled function.
+
+Frequencies are computed in float32 with the same formulas as the reference implementations: at position 8000 one unit in
+the last place of a frequency is already 5e-4 rad.
+"""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotations of the first `2 * len(inv_freq)` channels of a head; the rest pass through.
+
+    Attributes:
+        inv_freq: angle per position of each channel pair, in radians.
+        amplitude: factor on cosine and sine (YaRN's and LongRoPE's attention factor).
+        interleaved: pairs are channels (2i, 2i+1) as in GLM, rather than (i, i + half) as in Llama.
+    """
+
+    inv_freq: tuple[float, ...]
+    amplitude: float = 1.0
+    interleaved: bool = False
+
+    def cos_sin(self, pos: Int[Array, "*S"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
+        """Cosine and sine of every pair's angle at each position, in float32."""
+        angle = pos.astype(jnp.float32)[..., None] * jnp.asarray(self.inv_freq, jnp.float32)
+        return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
+
+    def rotate(self, x: Float[Array, "*S H"], pos: Int[Array, "*S"]) -> Float[Array, "*S H"]:
+        """Rotate each head vector of `x` to the position given for it; float32 inside, dtype of `x` out."""
+        return self.apply(x, *self.cos_sin(pos))
+
+    def rotate_by_table(self, x: Float[Array, "*S H"], pos: Int[Array, "*S"], size: int) -> Float[Array, "*S H"]:
+        """`rotate` for positions below `size` that differ from head to head.
+
+        One table of `size` rows is computed and rows are gathered from it: for a cache of C slots in K heads and L layers
+        that is C sines instead of L·K·C a step (the table is the same expression in every layer, so XLA computes it once).
+        """
+        cos, sin = self.cos_sin(jnp.arange(size, dtype=jnp.int32))
+        return self.apply(x, jnp.take(cos, pos, axis=0, mode="clip"), jnp.take(sin, pos, axis=0, mode="clip"))
+
+    def apply(self, x: Float[Array, "*S H"], cos: Float[Array, "*S R"], sin: Float[Array, "*S R"]) -> Float[Array, "*S H"]:
+        """Rotate `x` by angles given as cosine and sine."""
+        half = len(self.inv_freq)
+        turned, passed = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+        if self.interleaved:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+        else:
+            a, b = turned[..., :half], turned[..., half:]
+            turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        return jnp.concatenate([turned.astype(x.dtype), passed], axis=-1)
+
+
+NO_ROPE = Rope(inv_freq=())
+"""Rotates nothing: for attention layers that use no rotary embedding, or rotate on their own."""
+
+
+class RopeScaling(Protocol):
+    """A context extension: changes the plain frequencies for a sequence of `length` positions."""
+
+    def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
+        """The new frequencies and the factor on cosine and sine."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Position interpolation (Chen et al. 2023): every position is divided by `factor`."""
+
+    factor: float
+
+    def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
+        return inv_freq / np.float32(self.factor), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
+        wavelength = 2 * math.pi / inv_freq
+        smooth = (self.original_max_position / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        smooth = np.clip(smooth, 0, 1).astype(np.float32)
+        return (1 - smooth) * inv_freq / np.float32(self.factor) + smooth * inv_freq, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al. 2023): NTK-by-parts interpolation with an attention factor."""
+
+    factor: float
+    original_max_position: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
+        half = len(inv_freq)
+
+        def channel(rotations: float) -> float:
+            """The (fractional) channel that turns this often within the original window."""
+            return half * math.log(self.original_max_position / (rotations * 2 * math.pi)) / math.log(theta)
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        if low == high:
+            high += 0.001
+        interpolated = np.clip((np.arange(half, dtype=np.float32) - low) / (high - low), 0, 1).astype(np.float32)
+        factor = self.attention_factor
+        if factor is None:
+            factor = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return inv_freq / np.float32(self.factor) * interpolated + inv_freq * (1 - interpolated), factor
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024), as in Phi-3: one factor a channel, another set beyond the original window."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int
+    factor: float
+    attention_factor: float | None = None
+
+    def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
+        extension = self.long_factor if length > self.original_max_position else self.short_factor
+        factor = self.attention_factor
+        if factor is None:
+            factor = math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position)) if self.factor > 1 else 1.0
+        return inv_freq / np.asarray(extension, np.float32), factor
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """What a checkpoint says of its rotary embedding.
+
+    Attributes:
+        theta: base of the wavelengths.
+        dim: how many channels of a head are rotated (all, or the first part).
+        interleaved: see `Rope`.
+        scaling: a context extension, if any.
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+    def resolve(self, length: int) -> Rope:
+        """The rotation for a sequence that reaches `length` positions.
+
+        Only LongRoPE depends on `length`; the choice is made once for a sequence, by the length it will reach, so that keys
+        cached early and late agree. (Switching in mid-sequence, as some implementations do, leaves keys of both kinds in
+        one cache.)
+        """
+        exponent = np.arange(0, self.dim, 2).astype(np.float32) / np.float32(self.dim)
+        inv_freq = (1.0 / np.power(np.float32(self.theta), exponent)).astype(np.float32)
+        amplitude = 1.0
+        if self.scaling is not None:
+            inv_freq, amplitude = self.scaling.scale(inv_freq, self.theta, length)
+        return Rope(tuple(float(f) for f in inv_freq.astype(np.float32)), amplitude, self.interleaved)
