@@ -1,0 +1,71 @@
+"""What all tests share: strict JAX, checked annotations, real data where it is at hand, and a tiny model."""
+
+import os
+from pathlib import Path
+
+# Before JAX is imported: the tests mean the CPU, whatever else the machine has.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis
+import jax
+import pytest
+import runtime_types
+
+runtime_types.install()
+
+from kvjax.models import ModelConfig, Params, init
+from kvjax.models.rope import RopeConfig
+
+CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+
+# No deadline: the first example of a shape compiles. In CI the examples are the same each time.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if CI else "local")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strict_jax():
+    """No silent promotion of types or ranks: what is mixed is mixed on purpose."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of real text and checkpoints: $KVJAX_SHARED, or `shared` beside the repository."""
+    folder = Path(os.environ.get("KVJAX_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+    if not (folder / "data").is_dir():
+        pytest.skip(f"no real data at {folder}: set KVJAX_SHARED to a folder with data/text and data/models")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Params:
+    """The default model, SmolLM2-135M-Instruct, in float32."""
+    from kvjax.conversion import CheckpointError, load
+
+    try:
+        return load(dtype="float32")
+    except (CheckpointError, OSError) as error:
+        if CI:
+            raise
+        pytest.skip(f"the default model cannot be had here: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Params:
+    """A random Llama in float32: 2 layers, 4 query heads on 2 KV heads of 16, vocabulary 64, window 256."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position=256,
+        rope=RopeConfig(theta=10000.0, dim=16),
+    )
+    return init(config, jax.random.key(0))

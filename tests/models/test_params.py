@@ -1,0 +1,101 @@
+"""Parameters and configuration: shapes come from one place, and a wrong configuration says what is wrong."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.models import ModelConfig, Params, abstract, init
+from kvjax.models.params import count, tree_map_named
+from kvjax.models.rope import RopeConfig
+
+FULL = ModelConfig(
+    family="llama",
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=128,
+    rope=RopeConfig(theta=1e4, dim=8),
+)
+VARIANTS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "norms": {"qk_norm": True, "sandwich_norms": True},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_random_parameters_have_the_abstract_shapes(name: str, dtype) -> None:
+    config = dataclasses.replace(FULL, **VARIANTS[name])
+    shapes, params = abstract(config, dtype), init(config, jax.random.key(1), dtype)
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    assert params.dtype == dtype
+
+
+def test_count_is_the_sum_written_out() -> None:
+    D, F, V, N, K, H = 24, 40, 50, 6, 2, 8
+    layer = 2 * D * N * H + 2 * D * K * H + 3 * D * F + 2 * D
+    assert count(abstract(FULL)) == 3 * layer + 2 * V * D + D
+    assert count(abstract(dataclasses.replace(FULL, tied=True))) == 3 * layer + V * D + D
+    biased = dataclasses.replace(FULL, qkv_bias=True, output_bias=True, mlp_bias=True)
+    assert count(abstract(biased)) - count(abstract(FULL)) == 3 * (N * H + 2 * K * H + D + 2 * F + D)
+
+
+def test_initial_scale() -> None:
+    wide = dataclasses.replace(FULL, hidden_size=512, qkv_bias=True)
+    layer = init(wide, jax.random.key(2)).layers[0]
+    assert float(layer.attn.q.std()) == pytest.approx(512**-0.5, rel=0.05)
+    assert bool((layer.attn_norm == 1).all())
+    assert layer.attn.q_bias is not None
+    assert not layer.attn.q_bias.any()
+
+
+def test_layers_differ(tiny: Params) -> None:
+    first, second = tiny.layers[0], tiny.layers[1]
+    assert not jnp.allclose(first.attn.q, second.attn.q)
+    assert not jnp.allclose(first.mlp.gate, first.mlp.up)
+
+
+def test_leaves_are_named_by_their_path(tiny: Params) -> None:
+    names: list[str] = []
+    tree_map_named(lambda name, leaf: names.append(name), tiny)
+    assert len(names) == len(jax.tree.leaves(tiny))
+    assert {"embed", "head", "norm", "layers.1.attn.q", "layers.0.mlp.down"} <= set(names)
+
+
+def test_params_are_a_pytree_with_static_configuration(tiny: Params) -> None:
+    doubled = jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p))(tiny)
+    assert doubled.config == tiny.config
+    assert jnp.array_equal(doubled.embed, tiny.embed * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_kv_heads": 4}, r"num_heads=6 .* num_kv_heads=4"),
+        ({"windows": (16, None)}, r"2 entries for 3 layers"),
+        ({"rope": RopeConfig(theta=1e4, dim=7)}, r"rope\.dim=7 .* even"),
+        ({"rope": RopeConfig(theta=1e4, dim=10)}, r"rope\.dim=10 .* at most head_dim=8"),
+    ],
+)
+def test_a_wrong_configuration_says_what_is_wrong(change: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(FULL, **change)
+
+
+def test_configurations_compare_and_hash_by_value() -> None:
+    assert dataclasses.replace(FULL) == FULL
+    assert hash(FULL) == hash(dataclasses.replace(FULL))
+    assert FULL.windows == (None, None, None)
+
+
+def test_cache_bytes_per_token() -> None:
+    assert FULL.cache_bytes_per_token(itemsize=2) == 3 * 2 * (2 * 8) * 2
