@@ -156,7 +156,7 @@ def name_of(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _struct(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def _struct(*shape: int, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
