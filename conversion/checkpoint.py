@@ -1,0 +1,170 @@
+"""What every checkpoint format looks like to the loader, and the loader itself.
+
+A format's module opens its files, reads headers only, and describes what it found as a `Checkpoint`. `assemble` then fills
+the parameters one tensor at a time.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.params import Params, abstract, name_of
+
+from .errors import CheckpointError, listed
+from .layout import Layout
+from .progress import Meter
+
+FLOATS: Mapping[str, Any] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Floating-point types that parameters may have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint, not read yet.
+
+    Attributes:
+        shape: as the layout expects it, [out, in] for projections.
+        dtype: name of the stored type: one of `FLOATS`, or a quantisation such as "Q4_1".
+        nbytes: bytes in the file.
+        file: where it is.
+        read: `read(start, stop, dtype)` gives rows start to stop as a host array of that type, memory-mapped if possible.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    file: Path
+    read: Callable[[int, int, np.dtype], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, headers read.
+
+    Attributes:
+        source: directory or file, for messages.
+        format: "safetensors", "gguf" or "orbax".
+        config: the model.
+        tensors: what the files hold, by the format's own names.
+        layout: what they should hold.
+        ignored: whether a tensor that the layout does not know is harmless (recomputable buffers).
+        tokenizer: reads the tokenizer; None where the checkpoint has none.
+    """
+
+    source: Path
+    format: str
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+    layout: Layout
+    ignored: Callable[[str], bool]
+    tokenizer: Callable[[], Any]
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Bytes held in each stored type, largest first."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+    @property
+    def own_dtype(self) -> str:
+        """The floating-point type that most of the weights have; bfloat16 for quantised ones."""
+        main = next(iter(self.dtypes), "float32")
+        return main if main in FLOATS else "bfloat16"
+
+    def check(self) -> None:
+        """Compare what is there with what should be.
+
+        Raises:
+            CheckpointError: missing, unexpected or wrongly shaped tensors, all of them from headers alone.
+        """
+        expected = expected_shapes(self.config, self.layout)
+        missing = expected.keys() - self.tensors.keys()
+        if missing:
+            raise CheckpointError(f"{self.source}: {_count(missing)} missing: {listed(missing)}")
+        unexpected = {name for name in self.tensors if name not in expected and not self.ignored(name)}
+        if unexpected:
+            raise CheckpointError(
+                f"{self.source}: {_count(unexpected)} that a {self.config.family} model of this configuration "
+                f"does not have: {listed(unexpected)}"
+            )
+        for name, shape in expected.items():
+            if self.tensors[name].shape != shape:
+                raise CheckpointError(
+                    f"{self.tensors[name].file}: tensor {name} has shape {list(self.tensors[name].shape)}, "
+                    f"the configuration asks for {list(shape)}"
+                )
+
+
+def expected_shapes(config: ModelConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the layout: the rows of its parameters added up."""
+    shapes = parameter_shapes(config)
+    return {tensor: (sum(shapes[name][0] for name in held), *shapes[held[0]][1:]) for tensor, held in layout.items()}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter by its dotted name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract(config))
+    return {name_of(path): leaf.shape for path, leaf in leaves}
+
+
+def read_parameters(checkpoint: Checkpoint, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Parameters one at a time as host arrays (views of the memory map where no conversion is needed)."""
+    shapes = parameter_shapes(checkpoint.config)
+    for tensor, held in checkpoint.layout.items():
+        start = 0
+        for name in held:
+            stop = start + shapes[name][0]
+            yield name, checkpoint.tensors[tensor].read(start, stop, dtype)
+            start = stop
+
+
+def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: bool | None = None) -> Params:
+    """Fill the parameters from a checkpoint, one tensor after another.
+
+    Host memory never holds more than one tensor beside what is already on the device.
+
+    Args:
+        checkpoint: headers read by one of the formats.
+        dtype: type of the parameters, one of `FLOATS`.
+        device: a jax device or sharding; None is the default device.
+        progress: see `kvjax.conversion.load`.
+
+    Raises:
+        CheckpointError: as `Checkpoint.check`, or a file that ends early or does not decode.
+    """
+    checkpoint.check()
+    wanted = FLOATS[dtype]
+    tokenizer = checkpoint.tokenizer()
+    shapes = parameter_shapes(checkpoint.config)
+    total = sum(math.prod(shape) for shape in shapes.values()) * wanted.itemsize
+    arrays: dict[str, jax.Array] = {}
+    with Meter(f"Loading {checkpoint.source.name}", total, progress) as meter:
+        for name, array in read_parameters(checkpoint, wanted):
+            # A copy always: a memory map must not outlive this loop. Waiting keeps one tensor in flight.
+            arrays[name] = jax.device_put(array, device, may_alias=False).block_until_ready()
+            meter.advance(array.nbytes)
+            del array
+    return unflatten(checkpoint.config, arrays, tokenizer)
+
+
+def unflatten(config: ModelConfig, arrays: Mapping[str, Any], tokenizer: Any = None) -> Params:
+    """Parameters from their dotted names."""
+    shapes = abstract(config, tokenizer=tokenizer)
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(path)], shapes)
+
+
+def _count(names: set[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"

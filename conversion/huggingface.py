@@ -1,0 +1,157 @@
+"""A Hugging Face model directory: `config.json`, safetensors (one file or shards), tokenizer files."""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from kvjax.models.config import ModelConfig
+
+from .checkpoint import FLOATS, Checkpoint, StoredTensor
+from .errors import CheckpointError, listed
+from .hf_config import from_hf
+from .layout import hf_layout
+from .tokenizer import Tokenizer
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of checkpoints that unpickling, and so possibly code, would open."""
+
+INDEX = "model.safetensors.index.json"
+
+_FLOAT_OF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def open_directory(path: Path) -> Checkpoint:
+    """Read the headers of a Hugging Face directory.
+
+    Raises:
+        CheckpointError: no or damaged configuration or weights, pickled weights, a tensor twice.
+    """
+    config = read_config(path)
+    return Checkpoint(
+        source=path,
+        format="safetensors",
+        config=config,
+        tensors=read_headers(weight_files(path)),
+        layout=hf_layout(config),
+        ignored=ignored(config),
+        tokenizer=functools.partial(Tokenizer.from_directory, path, eos=config.eos, bos=config.bos),
+    )
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The configuration in a directory's `config.json` and `generation_config.json`."""
+    generation = path / "generation_config.json"
+    return from_hf(
+        read_json(path / "config.json"),
+        read_json(generation) if generation.exists() else None,
+        source=str(path / "config.json"),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        CheckpointError: no such file, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}: no {path.name} there") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object was expected, got {type(value).__name__}")
+    return value
+
+
+def refuse_pickle(path: Path) -> None:
+    """Refuse a pickled checkpoint by its name, before anything opens it."""
+    raise CheckpointError(
+        f"{path}: a {path.suffix} checkpoint is a pickle, which can run code when opened; it was not opened. "
+        "Use the model's safetensors files, or convert it where you trust it"
+    )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that make up the model: those the index names, or else all there are."""
+    index = path / INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: no weight_map, which says what shard holds each tensor")
+        files = [path / name for name in sorted(set(weight_map.values()))]
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            raise CheckpointError(f"{path}: {len(absent)} of {len(files)} shards missing: {listed(absent)}")
+        return files
+    single = path / "model.safetensors"
+    files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    if not files:
+        for pickle in sorted(file for file in path.iterdir() if file.suffix in PICKLES):
+            refuse_pickle(pickle)
+        raise CheckpointError(f"{path}: no .safetensors file there")
+    return files
+
+
+def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
+    """What tensors the files hold, from their headers.
+
+    Raises:
+        CheckpointError: a damaged file, or a tensor that two files (or one file twice) hold.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_header(file).items():
+            if name in found:
+                raise CheckpointError(f"{file}: duplicate tensor {name}, also in {found[name].file.name}")
+            found[name] = tensor
+    return found
+
+
+def ignored(config: ModelConfig) -> Callable[[str], bool]:
+    """Tensors that some checkpoints carry and no model needs: rotary frequencies, and a tied head stored again."""
+    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        # The library checks that header and length of the file agree; it does not tell where the tensors are.
+        with safe_open(file, framework="numpy"):
+            pass
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length), object_pairs_hook=functools.partial(_unique, file))
+    except (SafetensorError, OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    return {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
+
+
+def _unique(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        twice = {name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1}
+        raise CheckpointError(f"{file}: duplicate tensor {listed(twice)}")
+    return entries
+
+
+def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    stored = FLOATS.get(_FLOAT_OF.get(dtype, ""))
+
+    def read(start: int, stop: int, wanted: np.dtype) -> np.ndarray:
+        if stored is None:
+            raise CheckpointError(f"{file}: tensor {name} is {dtype}; supported are {', '.join(_FLOAT_OF)}")
+        row = math.prod(shape[1:]) * stored.itemsize
+        # A map for this tensor alone: its pages leave memory with it.
+        rows = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=(stop - start, *shape[1:]))
+        return np.asarray(rows).astype(wanted, copy=False)
+
+    return StoredTensor(shape, _FLOAT_OF.get(dtype, dtype), end - begin, file, read)

@@ -1,0 +1,51 @@
+"""Which parameters each checkpoint tensor holds: the one table that loading and writing share.
+
+A layout maps a tensor's name in the checkpoint to the parameters stacked in its rows, in order. Most tensors hold one;
+fused projections hold two or three. Loading slices the rows, writing concatenates them.
+"""
+
+from collections.abc import Mapping
+
+from kvjax.models.config import ModelConfig
+
+from .hf_config import FAMILIES
+
+Layout = Mapping[str, tuple[str, ...]]
+"""Checkpoint tensor name → names of the parameters in its rows (as `kvjax.models.params.name_of` spells them)."""
+
+
+def hf_layout(config: ModelConfig) -> Layout:
+    """The layout of a Hugging Face checkpoint of `config.family`."""
+    family = FAMILIES[config.family]
+    block = {
+        "input_layernorm.weight": ("attn_norm",),
+        "self_attn.o_proj.weight": ("attn.o",),
+        "mlp.down_proj.weight": ("mlp.down",),
+    }
+    if family.fused_qkv:
+        block["self_attn.qkv_proj.weight"] = ("attn.q", "attn.k", "attn.v")
+    else:
+        block |= {f"self_attn.{x}_proj.weight": (f"attn.{x}",) for x in "qkv"}
+    if config.qkv_bias:
+        block |= {f"self_attn.{x}_proj.bias": (f"attn.{x}_bias",) for x in "qkv"}
+    if config.output_bias:
+        block["self_attn.o_proj.bias"] = ("attn.o_bias",)
+    if config.qk_norm:
+        block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
+    if config.sandwich_norms:
+        block["post_self_attn_layernorm.weight"] = ("attn_post_norm",)
+        block["post_mlp_layernorm.weight"] = ("mlp_post_norm",)
+    block["post_attention_layernorm.weight"] = ("mlp_norm",)
+    if family.fused_gate_up:
+        block["mlp.gate_up_proj.weight"] = ("mlp.gate", "mlp.up")
+    else:
+        block |= {f"mlp.{x}_proj.weight": (f"mlp.{x}",) for x in ("gate", "up")}
+    if config.mlp_bias:
+        block |= {f"mlp.{x}_proj.bias": (f"mlp.{x}_bias",) for x in ("gate", "up", "down")}
+
+    layout = {"model.embed_tokens.weight": ("embed",), "model.norm.weight": ("norm",)}
+    if not config.tied:
+        layout["lm_head.weight"] = ("head",)
+    for i in range(config.num_layers):
+        layout |= {f"model.layers.{i}.{name}": tuple(f"layers.{i}.{p}" for p in held) for name, held in block.items()}
+    return layout

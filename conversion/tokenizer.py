@@ -1,0 +1,192 @@
+"""A tokenizer as one hashable value: vocabulary, special tokens and chat template.
+
+It travels as a static field of `Params`, so it takes part in the keys of compiled programs: two tokenizers of the same
+content are equal and hash alike.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from . import chat
+from .errors import CheckpointError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        backend: the vocabulary, as the `tokenizers` library has it.
+        eos: ids that end a sequence.
+        bos: id that starts one, if any.
+        chat_template: the model's Jinja template, if any.
+        special: texts of special tokens by their usual names (``bos_token`` …), which templates refer to.
+
+    Attributes:
+        eos, bos, chat_template, special: as given.
+        vocab_size: ids that the vocabulary defines, special tokens included.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos: Sequence[int] = (),
+        bos: int | None = None,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.eos = tuple(eos)
+        self.bos = bos
+        self.chat_template = chat_template
+        self.special = dict(special or {})
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, path: Path, *, eos: Sequence[int] = (), bos: int | None = None) -> Self | None:
+        """Read `tokenizer.json` and its companions; None if the directory has none.
+
+        Raises:
+            CheckpointError: one of the files is damaged.
+        """
+        file = path / "tokenizer.json"
+        if not file.exists():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = _json(path / "tokenizer_config.json")
+        special = {name: _text(config[name]) for name in _SPECIAL if config.get(name) is not None}
+        if not eos and "eos_token" in special:
+            eos = _known(backend, special["eos_token"])
+        if bos is None and "bos_token" in special:
+            bos = next(iter(_known(backend, special["bos_token"])), None)
+        return cls(backend, eos=eos, bos=bos, chat_template=_template(path, config), special=special)
+
+    def save(self, path: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
+        self.backend.save(str(path / "tokenizer.json"))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.special
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False."""
+        return self.backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids, without special tokens unless `skip_special` is False."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's own template.
+
+        Args:
+            messages: ``{"role": …, "content": …}`` each.
+            add_generation_prompt: end with the opening of the assistant's answer.
+
+        Raises:
+            ValueError: the model has no template, or the template refuses the messages.
+        """
+        return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt), add_special=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text that `chat` encodes."""
+        if self.chat_template is None:
+            raise ValueError(
+                "this model has no chat template: it was not trained on conversations, or its files do not say how; "
+                "pass the prompt as a string instead of messages"
+            )
+        return chat.render(self.chat_template, messages, self.special, add_generation_prompt)
+
+    def stream_decoder(self, *, skip_special: bool = True) -> "StreamDecoder":
+        """A decoder that takes ids one at a time."""
+        return StreamDecoder(self, skip_special)
+
+    @functools.cached_property
+    def _digest(self) -> bytes:
+        fields = [self.backend.to_str(), self.eos, self.bos, self.chat_template, sorted(self.special.items())]
+        return hashlib.sha256(json.dumps(fields).encode()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Tokenizer) and self._digest == other._digest)
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocab_size={self.vocab_size}, eos={self.eos}, bos={self.bos}, chat={self.chat_template is not None})"
+
+
+class StreamDecoder:
+    """Text of a growing sequence, piece by piece; a character is given only once all its bytes are there.
+
+    The pieces joined are what `Tokenizer.decode` gives for the whole sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._decode = functools.partial(tokenizer.decode, skip_special=skip_special)
+        self._ids: list[int] = []
+        self._context = 0
+        self._given = 0
+
+    def push(self, token: int) -> str:
+        """Take one id; the text that became certain, often empty."""
+        self._ids.append(int(token))
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence: bytes that never became a character come as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        # Decoding starts at ids already given, since what a token looks like (a leading space, a byte) depends on those
+        # before it, but not on all of them: the cost stays constant as the sequence grows.
+        before = self._decode(self._ids[self._context : self._given])
+        text = self._decode(self._ids[self._context :])
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+            return ""
+        self._context, self._given = self._given, len(self._ids)
+        return text[len(before) :]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+
+
+def _template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template: a file of its own (newer checkpoints), or a field of the tokenizer's configuration."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template") or _json(path / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several named templates
+        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return template
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _known(backend: tokenizers.Tokenizer, token: str) -> tuple[int, ...]:
+    found = backend.token_to_id(token)
+    return () if found is None else (found,)
