@@ -1,0 +1,10 @@
+"""Cache policies: one file a method. Importing this package registers them all."""
+
+from .base import Policy as Policy
+from .base import PolicyError as PolicyError
+from .full import Full as Full
+from .registry import get_policy as get_policy
+from .registry import policies as policies
+from .registry import register as register
+from .streaming_llm import StreamingLLM as StreamingLLM
+from .treekv import TreeKV as TreeKV

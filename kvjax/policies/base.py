@@ -1,0 +1,153 @@
+"""The policy protocol: what to keep of the past, as a few pure functions over a cache state.
+
+A policy is a frozen dataclass of plain hyperparameters. It is hashable, so equal policies share one compiled program. The model
+calls it once a layer for the prompt, and three times a layer for every new token:
+
+    state, carry = policy.prefill(spec, q, k, v, lengths, carry)
+
+    state = policy.append(spec, state, k, v, pos)
+    out, state, carry = policy.attend(spec, state, q, pos, carry)
+    state = policy.compress(spec, state)              # every `interval` tokens
+
+Queries and keys arrive *unrotated*: a policy that keeps original positions rotates keys when it stores them, one that
+reassigns positions rotates when it attends. `spec.rope` does either. The state's leaves never change shape or dtype. `carry` travels
+from layer to layer within one step, for what a layer tells the next ones.
+"""
+
+import dataclasses
+from fractions import Fraction
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+from kvjax.models.config import ModelConfig
+
+State = Any
+"""A policy's cache of one layer: any pytree of fixed shape."""
+
+Carry = Any
+"""What travels from layer to layer: any pytree, or None."""
+
+
+class PolicyError(ValueError):
+    """An unknown policy, a hyperparameter it does not have or cannot take, or a budget it cannot work with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Base of all policies: keeps everything, at original positions. Subclasses override what they do differently.
+
+    Class attributes describe the method to people (`kvjax policies` prints them):
+        name: how it is asked for.
+        paper: authors, year, title.
+        keeps: what it keeps, in one phrase.
+        memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), or "full".
+        interval: decoded tokens between calls of `compress`; None if it never compresses while decoding.
+    """
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    keeps: ClassVar[str] = ""
+    memory: ClassVar[str] = "full"
+    interval: ClassVar[int | None] = None
+
+    def check(self, tokens: int) -> None:
+        """Raise `PolicyError` if the policy cannot serve a sequence that will reach `tokens` tokens."""
+
+    def capacity(self, spec: LayerSpec) -> int:
+        """Slots to allocate in one head of this layer."""
+        return cache.round_slots(spec.max_tokens)
+
+    def init(self, spec: LayerSpec) -> State:
+        """The state of a sequence of no tokens."""
+        return cache.empty(spec, self.capacity(spec))
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[State, Carry]:
+        """The state after a right-padded prompt.
+
+        Args:
+            q, k, v: unrotated queries and keys, and values.
+            lengths: tokens in each row.
+        """
+        keep = jnp.ones((spec.batch, spec.num_kv_heads, k.shape[1]), bool)
+        slots, _ = cache.select(spec, self.capacity(spec), rotated(spec, k), v, keep, lengths)
+        return slots, carry
+
+    def append(self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> State:
+        """The state with one new token a row, at original position `pos`."""
+        return cache.insert(state, spec.rope.rotate(k, pos[:, None]), v, pos)
+
+    def attend(
+        self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], State, Carry]:
+        """The attention output of the newest token; scores that the state keeps may move."""
+        out, _ = cache.attend(spec, state, spec.rope.rotate(q, pos[:, None]), pos)
+        return out, state, carry
+
+    def compress(self, spec: LayerSpec, state: State) -> State:
+        """The state within its budget again; called after every `interval` decoded tokens."""
+        return state
+
+    def slots(self, state: State) -> Slots:
+        """The slot pytree inside a state, for looking at what is kept."""
+        return state if isinstance(state, Slots) else state.slots
+
+    def nbytes(self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16) -> int:
+        """Bytes the cache of a whole model will hold, known before anything runs.
+
+        Args:
+            prompt_len: tokens of the longest prompt.
+            dtype: type of keys and values.
+        """
+        specs = cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
+        return sum(_nbytes(jax.eval_shape(partial(self.init, spec))) for spec in specs)
+
+
+def rotated(spec: LayerSpec, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """A prompt's queries or keys, rotated to their original positions."""
+    return spec.rope.rotate(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None])
+
+
+def budget_tokens(budget: int | float, tokens: int) -> int:
+    """A budget in slots: as given, or as a fraction of the `tokens` a sequence will reach, rounded down."""
+    return budget if isinstance(budget, int) else tokens * _ratio(budget).numerator // _ratio(budget).denominator
+
+
+def budget_rows(budget: int | float, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+    """`budget_tokens` for every row, in exact integer arithmetic."""
+    if isinstance(budget, int):
+        return jnp.full_like(tokens, budget)
+    ratio = _ratio(budget)
+    whole, rest = tokens // ratio.denominator, tokens % ratio.denominator
+    return whole * ratio.numerator + rest * ratio.numerator // ratio.denominator
+
+
+def check_budget(name: str, budget: Any) -> None:
+    """Raise `PolicyError` unless `budget` is a positive number of tokens or a fraction in (0, 1]."""
+    tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+    fraction = isinstance(budget, float) and 0 < budget <= 1
+    if not (tokens or fraction):
+        raise PolicyError(
+            f"{name}: budget={budget!r}; give a positive whole number of tokens (512) or a fraction of prompt + new tokens (0.2)"
+        )
+
+
+def _ratio(fraction: float) -> Fraction:
+    return Fraction(fraction).limit_denominator(10_000)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,103 @@
+"""StreamingLLM: attention sinks and a rolling window of recent tokens."""
+
+import dataclasses
+from typing import ClassVar
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+
+from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget
+from .registry import register
+
+
+@flax.struct.dataclass
+class Stream:
+    """Slots with unrotated keys, and each row's budget."""
+
+    slots: Slots
+    budget: Int[Array, " B"]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Keep the first `sinks` tokens and the most recent ones (Xiao et al. 2023, section 3.2).
+
+    Keys are kept unrotated; a token's position is its place in the cache, so that a sequence of any length never leaves the
+    trained window.
+
+    Attributes:
+        budget: slots in all, sinks included: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: first tokens that are never evicted.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+    paper: ClassVar[str] = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks"
+    keeps: ClassVar[str] = "the first tokens and the most recent ones, at positions within the cache"
+    memory: ClassVar[str] = "freed"
+    interval: ClassVar[int | None] = 1
+
+    budget: int | float = 1024
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_budget(self.name, self.budget)
+        if self.sinks < 0:
+            raise PolicyError(f"{self.name}: sinks={self.sinks}; give 0 or more")
+        if isinstance(self.budget, int):
+            self.check(0)
+
+    def check(self, tokens: int) -> None:
+        budget = budget_tokens(self.budget, tokens)
+        if budget <= self.sinks:
+            raise PolicyError(
+                f"{self.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks and at least one recent "
+                f"token need {self.sinks + 1}; raise budget or lower sinks"
+            )
+
+    def capacity(self, spec: LayerSpec) -> int:
+        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.max_tokens) + 1)
+
+    def init(self, spec: LayerSpec) -> Stream:
+        tokens = jnp.full((spec.batch,), spec.new_tokens, jnp.int32)
+        return Stream(cache.empty(spec, self.capacity(spec)), budget_rows(self.budget, tokens))
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Stream, Carry]:
+        budget = budget_rows(self.budget, lengths + spec.new_tokens)
+        pos = jnp.arange(k.shape[1], dtype=jnp.int32)
+        keep = (pos < self.sinks) | (pos >= (lengths - budget + self.sinks)[:, None])
+        keep = jnp.broadcast_to(keep[:, None], (spec.batch, spec.num_kv_heads, k.shape[1]))
+        slots, _ = cache.select(spec, self.capacity(spec), k, v, keep, lengths)
+        return Stream(slots, budget), carry
+
+    def append(self, spec: LayerSpec, state: Stream, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Stream:
+        return state.replace(slots=cache.insert(state.slots, k, v, pos))
+
+    def attend(
+        self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], Stream, Carry]:
+        slots = state.slots
+        evicted = slots.seen[:, None] - slots.count  # of the tokens between sinks and window
+        place = jnp.where(slots.pos < self.sinks, slots.pos, slots.pos - evicted[..., None])
+        keys = spec.rope.rotate_by_table(slots.k, jnp.maximum(place, 0), slots.k.shape[2])
+        q = spec.rope.rotate(q, pos[:, None] - jnp.repeat(evicted, spec.num_heads // spec.num_kv_heads, axis=1))
+        out, _ = cache.attend(spec, slots, q, pos, keys)
+        return out, state, carry
+
+    def compress(self, spec: LayerSpec, state: Stream) -> Stream:
+        slots = state.slots
+        oldest = jnp.argmin(jnp.where(slots.live & (slots.pos >= self.sinks), slots.pos, jnp.iinfo(jnp.int32).max), axis=-1)
+        full = slots.count > state.budget[:, None]
+        return state.replace(slots=cache.evict(slots, oldest.astype(jnp.int32), full))

@@ -1,0 +1,272 @@
+"""TreeKV: evictions that cycle through the cache from old to new, leaving it sparse on the left and dense on the right."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+from kvjax.pallas_kernels import window_scores
+
+from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .registry import register
+
+
+@flax.struct.dataclass
+class Tree:
+    """A TreeKV cache: [sinks | tree | recent], in order of rank. B rows, K KV heads, C slots.
+
+    Attributes:
+        slots: unrotated keys, and values.
+        rank: place of a slot's token among those kept, 0 for the oldest; C where free.
+        score: S, attention mass that a token has received since it was first attended to.
+        steps: C in the paper, the number of queries that S sums over.
+        scope: left end of the eviction scope, counted from the first token of the tree.
+        tree, budget: tokens in the tree region and in all, of each row.
+    """
+
+    slots: Slots
+    rank: Int[Array, "B K C"]
+    score: Float[Array, "B K C"]
+    steps: Float[Array, "B K C"]
+    scope: Int[Array, "B K"]
+    tree: Int[Array, " B"]
+    budget: Int[Array, " B"]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TreeKV(Policy):
+    """Evict one of two neighbours, the less attended, and move on to the next pair (He et al. 2025, Algorithm 1).
+
+    The cache has three regions: sinks and recent tokens that stay, and between them the tree, into which a token passes when it
+    leaves the recent window. Whenever the tree holds one token too many, the one with the lower average attention of the pair
+    {scope, scope + 1} goes, and the scope moves one to the right, around the tree. Positions are reassigned by place in the
+    cache (section 4.1, Position Encoding), so sequences far beyond the trained window work.
+
+    A prompt is compressed the same way in blocks of tokens (section 4.2), scored by the queries of its last block; those
+    scores are where the averages of decoding start from.
+
+    Attributes:
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: first tokens that are never evicted.
+        recent: latest tokens that are never evicted; by default half of the budget less the sinks, which is the paper's
+            1024 = 4 sinks + 512 tree + 508 recent. `sinks=0, recent=0` is the bare Algorithm 1.
+        block: tokens in a prompt block, and queries in the observation window.
+        keep: "score", or "left" for the ablation of section 5.4 that ignores attention and keeps the older of the two.
+        cycle: "text" moves the scope 1, 2, 3, … as the paper's text and Figure 3 do; "printed" follows the formula printed in
+            Algorithm 1, line 16, which for an even tree skips every second place.
+    """
+
+    name: ClassVar[str] = "treekv"
+    paper: ClassVar[str] = "He et al. 2025, TreeKV: Smooth Key-Value Cache Compression with Tree Structures"
+    keeps: ClassVar[str] = "sinks, recent tokens, and ever fewer of the older ones, by average attention"
+    memory: ClassVar[str] = "freed"
+    interval: ClassVar[int | None] = 1
+
+    budget: int | float = 1024
+    sinks: int = 4
+    recent: int | None = None
+    block: int = 32
+    keep: Literal["score", "left"] = "score"
+    cycle: Literal["text", "printed"] = "text"
+
+    def __post_init__(self) -> None:
+        check_budget(self.name, self.budget)
+        for field, least in (("sinks", 0), ("recent", 0), ("block", 1)):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise PolicyError(f"{self.name}: {field}={value}; give {least} or more")
+        for field, allowed in (("keep", ("score", "left")), ("cycle", ("text", "printed"))):
+            if getattr(self, field) not in allowed:
+                raise PolicyError(f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}")
+        if isinstance(self.budget, int):
+            self.check(0)
+
+    def check(self, tokens: int) -> None:
+        budget = budget_tokens(self.budget, tokens)
+        least = self.sinks + (self.recent or 0) + 1
+        if budget < least:
+            raise PolicyError(
+                f"{self.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks, {self.recent or 0} recent "
+                f"tokens and a tree of at least one need {least}; raise budget, or lower sinks or recent"
+            )
+
+    def capacity(self, spec: LayerSpec) -> int:
+        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.max_tokens) + 1)
+
+    def init(self, spec: LayerSpec) -> Tree:
+        slots = cache.empty(spec, self.capacity(spec))
+        zeros = jnp.zeros(slots.pos.shape, jnp.float32)
+        return self._tree(slots, zeros, zeros, jnp.full((spec.batch,), spec.new_tokens, jnp.int32))
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Tree, Carry]:
+        observed = window_scores(
+            rotated(spec, q), rotated(spec, k), lengths, window=self.block, scale=spec.scale, sliding_window=spec.window
+        )
+        tokens = lengths + spec.new_tokens
+        keep = self._keep(observed, lengths, *self._regions(tokens))
+        slots, index = cache.select(spec, self.capacity(spec), k, v, keep, lengths)
+        observers = jnp.minimum(lengths, self.block).astype(jnp.float32)[:, None, None]
+        steps = jnp.where(slots.live, observers, 0.0)
+        score = jnp.where(slots.live, jnp.take_along_axis(observed, index, axis=-1) * observers, 0.0)
+        return self._tree(slots, score, steps, tokens), carry
+
+    def append(self, spec: LayerSpec, state: Tree, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Tree:
+        slots = state.slots
+        new = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32) == slots.next[..., None]
+        return state.replace(
+            slots=cache.insert(slots, k, v, pos),
+            rank=jnp.where(new, slots.count[..., None], state.rank),
+            score=jnp.where(new, 0.0, state.score),
+            steps=jnp.where(new, 0.0, state.steps),
+        )
+
+    def attend(
+        self, spec: LayerSpec, state: Tree, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], Tree, Carry]:
+        slots = state.slots
+        keys = spec.rope.rotate_by_table(slots.k, state.rank, slots.k.shape[2])
+        newest = jnp.repeat(slots.count - 1, spec.num_heads // spec.num_kv_heads, axis=1)
+        out, probs = cache.attend(spec, slots, spec.rope.rotate(q, newest), pos, keys)
+        state = state.replace(
+            score=state.score + jnp.where(slots.live, probs, 0.0), steps=state.steps + slots.live.astype(jnp.float32)
+        )
+        return out, state, carry
+
+    def compress(self, spec: LayerSpec, state: Tree) -> Tree:
+        over = state.slots.count > state.budget[:, None]
+        left = self.sinks + state.scope
+        is_left, is_right = state.rank == left[..., None], state.rank == left[..., None] + 1
+        average = state.score / jnp.maximum(state.steps, 1.0)
+        victim = jnp.where(self._keep_left(_at(average, is_left), _at(average, is_right)), left + 1, left)
+        slot = jnp.argmax(state.rank == victim[..., None], axis=-1).astype(jnp.int32)
+        free = state.rank.shape[-1]
+        closed = jnp.where(state.rank > victim[..., None], state.rank - 1, jnp.where(state.rank == victim[..., None], free, state.rank))
+        return state.replace(
+            slots=cache.evict(state.slots, slot, over),
+            rank=jnp.where(over[..., None], jnp.where(state.rank == free, free, closed), state.rank),
+            scope=jnp.where(over, self._next(state.scope, state.tree[:, None]), state.scope),
+        )
+
+    def _tree(self, slots: Slots, score: Array, steps: Array, tokens: Int[Array, " B"]) -> Tree:
+        """A state whose slots are filled in order of position."""
+        _, tree, budget = self._regions(tokens)
+        places = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32)
+        rank = jnp.where(slots.live, places, slots.pos.shape[-1])
+        return Tree(slots, rank, score, steps, jnp.zeros_like(slots.next), tree, budget)
+
+    def _regions(self, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+        """Sizes in tokens of the recent region, the tree, and the whole budget."""
+        budget = budget_rows(self.budget, tokens)
+        recent = jnp.maximum(budget // 2 - self.sinks, 0) if self.recent is None else jnp.full_like(budget, self.recent)
+        return recent, budget - self.sinks - recent, budget
+
+    def _keep(
+        self, observed: Float[Array, "B K T"], lengths: Int[Array, " B"], recent: Array, tree: Array, budget: Array
+    ) -> Bool[Array, "B K T"]:
+        """Which prompt tokens survive: sinks, recent ones (the observation block at least), and the blocks the tree keeps.
+
+        Blocks are counted from the right end of what lies between, so the first one may be partial.
+        """
+        recent = jnp.maximum(recent, jnp.minimum(self.block, tree + recent))
+        tree = budget - self.sinks - recent
+        middle = jnp.maximum(lengths - self.sinks - recent, 0)
+        blocks = -(-middle // self.block)
+        pos = jnp.arange(observed.shape[-1], dtype=jnp.int32)
+        start = (lengths - recent - blocks * self.block)[:, None]  # of the first block, were it whole
+        block = jnp.where(pos < self.sinks, -1, (pos - start) // self.block)  # [B, T]; < 0 sinks, >= blocks recent
+        inside = (block >= 0) & (block < blocks[:, None])
+
+        count = -(-observed.shape[-1] // self.block)
+        kept = jax.vmap(self._tournament)(
+            self._block_scores(observed, jnp.where(inside, block, count), count), tree // self.block, blocks
+        )
+        survives = jnp.take_along_axis(kept, jnp.where(inside, block, 0)[:, None], axis=-1)
+        return jnp.where(inside[:, None], survives, True) | (lengths <= budget)[:, None, None]
+
+    def _block_scores(self, observed: Float[Array, "B K T"], block: Int[Array, "B T"], count: int) -> Float[Array, "B K M"]:
+        """Mean observed attention of the tokens of each block; what is numbered `count` belongs to none."""
+
+        def mean(row: Float[Array, "K T"], block: Int[Array, " T"]) -> Float[Array, "K M"]:
+            total = jax.ops.segment_sum(row.T, block, num_segments=count + 1)[:count]
+            size = jax.ops.segment_sum(jnp.ones_like(block), block, num_segments=count + 1)[:count]
+            return (total / jnp.maximum(size, 1).astype(jnp.float32)[:, None]).T
+
+        return jax.vmap(mean)(observed, block)
+
+    def _tournament(self, scores: Float[Array, "K M"], capacity: Int[Array, ""], blocks: Int[Array, ""]) -> Bool[Array, "K M"]:
+        """Which of the first `blocks` blocks are left when all have passed through a tree of `capacity` blocks."""
+        step = self._round if self.cycle == "text" else self._single
+        size = scores.shape[-1]
+        order = jnp.arange(size, dtype=jnp.int32)
+
+        def play(scores: Float[Array, " M"]) -> Bool[Array, " M"]:
+            def cond(carry: tuple[Array, Array, Array]) -> Array:
+                return (carry[1] < blocks) & (capacity > 0)
+
+            kept, _, _ = jax.lax.while_loop(
+                cond, lambda carry: step(scores, capacity, blocks, *carry), (order, capacity, jnp.zeros((), jnp.int32))
+            )
+            survivors = jnp.where(order < jnp.minimum(capacity, blocks), kept, size)
+            return jnp.zeros(size, bool).at[survivors].set(True, mode="drop")
+
+        return jax.vmap(play)(scores)
+
+    def _round(
+        self, scores: Array, capacity: Array, blocks: Array, kept: Int[Array, " M"], arrived: Array, scope: Array
+    ) -> tuple[Array, Array, Array]:
+        """One full turn of the scope. With static scores, `capacity` single evictions are one round of a pairwise tournament.
+
+        The list of `capacity` kept blocks and as many arrivals is paired off (0, 1), (2, 3), …; each pair keeps its better
+        block. If only j arrivals are left, the first j pairs play and the rest of the list stays as it is.
+        """
+        places = jnp.arange(kept.shape[0], dtype=jnp.int32)
+        arrivals = jnp.minimum(capacity, blocks - arrived)
+
+        def listed(i: Array) -> Array:
+            return jnp.where(i < capacity, jnp.take(kept, i, mode="clip"), arrived + i - capacity)
+
+        a, b = listed(2 * places), listed(2 * places + 1)
+        score = partial(jnp.take, scores, mode="clip")
+        winner = jnp.where(self._keep_left(score(a), score(b)), a, b)
+        return jnp.where(places < arrivals, winner, listed(places + arrivals)), arrived + arrivals, scope
+
+    def _single(
+        self, scores: Array, capacity: Array, blocks: Array, kept: Int[Array, " M"], arrived: Array, scope: Array
+    ) -> tuple[Array, Array, Array]:
+        """One eviction, for a scope that does not simply go round."""
+        places = jnp.arange(kept.shape[0], dtype=jnp.int32)
+
+        def listed(i: Array) -> Array:
+            return jnp.where(i < capacity, jnp.take(kept, i, mode="clip"), arrived)
+
+        score = partial(jnp.take, scores, mode="clip")
+        victim = scope + self._keep_left(score(listed(scope)), score(listed(scope + 1))).astype(jnp.int32)
+        return listed(places + (places >= victim).astype(jnp.int32)), arrived + 1, self._next(scope, capacity)
+
+    def _keep_left(self, left: Array, right: Array) -> Bool[Array, "..."]:
+        """Whether the older of two neighbours stays (Algorithm 1, line 11: on a tie it goes)."""
+        return left > right if self.keep == "score" else jnp.ones_like(left, bool)
+
+    def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The scope after an eviction, counted from 0 (Algorithm 1, line 16)."""
+        return (scope + (1 if self.cycle == "text" else 2)) % jnp.maximum(tree, 1)
+
+
+def _at(values: Float[Array, "B K C"], where: Bool[Array, "B K C"]) -> Float[Array, "B K"]:
+    """The value at the one place marked in each head."""
+    return jnp.sum(jnp.where(where, values, 0.0), axis=-1)

@@ -1,0 +1,145 @@
+"""The transformer's forward pass, as plain functions over a parameter pytree.
+
+One block serves three uses, which differ only in what attention sees: `forward` (every position, no cache), `prefill` (a
+prompt in, a cache out) and `decode_step` (one token in, cache updated). The cache is reached through the policy protocol
+alone, so nothing here knows any method.
+
+Layers are unrolled: each has weights and a cache of its own shape, and a scan would copy both (measured on an H200 at the
+Llama-3.1-8B shape: 4.94 ms a token unrolled, 17.95 scanned).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.pallas_kernels import prefill_attention
+
+from .config import ModelConfig
+from .params import MLP, Attention, Layer, Params
+from .rope import Rope
+
+
+class CachePolicy(Protocol):
+    """What the model asks of a cache policy; `kvjax.policies.base` documents each function."""
+
+    def prefill(self, spec: Any, q: Array, k: Array, v: Array, lengths: Array, carry: Any) -> tuple[Any, Any]: ...
+    def append(self, spec: Any, state: Any, k: Array, v: Array, pos: Array) -> Any: ...
+    def attend(self, spec: Any, state: Any, q: Array, pos: Array, carry: Any) -> tuple[Array, Any, Any]: ...
+
+
+Attend = Callable[[Array, Array, Array], Array]
+"""Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
+
+
+def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Logits of every position, float32, attending to all tokens before it. Rows may be padded on the right."""
+    config = params.config
+    rope = config.rope.resolve(tokens.shape[1])
+    x = _embed(params, tokens)
+    for layer, window in zip(params.layers, config.windows, strict=True):
+        x = _block(config, layer, x, lambda q, k, v, window=window: _causal(rope, config, window, q, k, v))
+    return _logits(params, x)
+
+
+def prefill(
+    params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], policy: CachePolicy, specs: Sequence[Any]
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """Read a right-padded prompt.
+
+    Args:
+        lengths: tokens in each row.
+        specs: one `LayerSpec` a layer.
+
+    Returns:
+        Logits of each row's last token (only that position goes through the vocabulary head), and one state a layer.
+    """
+    config = params.config
+    x = _embed(params, tokens)
+    states, carry = [], None
+    for layer, spec in zip(params.layers, specs, strict=True):
+
+        def attend(q: Array, k: Array, v: Array, spec: Any = spec) -> Array:
+            nonlocal carry
+            state, carry = policy.prefill(spec, q, k, v, lengths, carry)
+            states.append(state)
+            return _causal(spec.rope, config, spec.window, q, k, v)
+
+        x = _block(config, layer, x, attend)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return _logits(params, last), tuple(states)
+
+
+def decode_step(
+    params: Params,
+    states: Sequence[Any],
+    token: Int[Array, " B"],
+    pos: Int[Array, " B"],
+    policy: CachePolicy,
+    specs: Sequence[Any],
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """Read one token a row, at original position `pos`; logits of the next, and the caches with it appended."""
+    x = _embed(params, token)
+    updated, carry = [], None
+    for layer, spec, state in zip(params.layers, specs, states, strict=True):
+
+        def attend(q: Array, k: Array, v: Array, spec: Any = spec, state: Any = state) -> Array:
+            nonlocal carry
+            state = policy.append(spec, state, k, v, pos)
+            out, state, carry = policy.attend(spec, state, q, pos, carry)
+            updated.append(state)
+            return out
+
+        x = _block(params.config, layer, x, attend)
+    return _logits(params, x), tuple(updated)
+
+
+def _embed(params: Params, tokens: Array) -> Array:
+    return jnp.take(params.embed, tokens, axis=0)
+
+
+def _block(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend) -> Float[Array, "... D"]:
+    """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
+    h = _attention(config, layer.attn, rms_norm(x, layer.attn_norm, config.norm_eps), attend)
+    x = x + (h if layer.attn_post_norm is None else rms_norm(h, layer.attn_post_norm, config.norm_eps))
+    h = _mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps))
+    return x + (h if layer.mlp_post_norm is None else rms_norm(h, layer.mlp_post_norm, config.norm_eps))
+
+
+def _attention(config: ModelConfig, p: Attention, x: Array, attend: Attend) -> Array:
+    def heads(w: Array, bias: Array | None, norm: Array | None = None) -> Array:
+        h = _linear(x, w, bias).reshape(*x.shape[:-1], -1, config.head_dim)
+        return h if norm is None else rms_norm(h, norm, config.norm_eps)
+
+    out = attend(heads(p.q, p.q_bias, p.q_norm), heads(p.k, p.k_bias, p.k_norm), heads(p.v, p.v_bias))
+    return _linear(out.reshape(*x.shape[:-1], -1), p.o, p.o_bias)
+
+
+def _mlp(p: MLP, x: Array) -> Array:
+    return _linear(jax.nn.silu(_linear(x, p.gate, p.gate_bias)) * _linear(x, p.up, p.up_bias), p.down, p.down_bias)
+
+
+def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Array, v: Array) -> Array:
+    pos = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
+    scale = config.head_dim**-0.5
+    return prefill_attention(rope.rotate(q, pos), rope.rotate(k, pos), v, scale=scale, window=window)
+
+
+def _logits(params: Params, x: Array) -> Array:
+    head = params.embed if params.head is None else params.head
+    x = rms_norm(x, params.norm, params.config.norm_eps)
+    return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
+
+
+def _linear(x: Array, w: Float[Array, "O D"], bias: Array | None) -> Array:
+    y = jnp.einsum("...d,od->...o", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
+
+
+def rms_norm(x: Float[Array, "... D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x²) + eps) · gain, in float32 inside."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * jnp.broadcast_to(gain, x.shape)

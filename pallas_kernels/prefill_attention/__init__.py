@@ -1,0 +1,3 @@
+"""Exact causal attention over a prompt."""
+
+from .reference import prefill_attention as prefill_attention
