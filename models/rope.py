@@ -35,11 +35,11 @@ class Rope:
         angle = pos.astype(jnp.float32)[..., None] * jnp.asarray(self.inv_freq, jnp.float32)
         return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
 
-    def rotate(self, x: Float[Array, "*S H"], pos: Int[Array, "*S"]) -> Float[Array, "*S H"]:
+    def rotate(self, x: Float[Array, "*S H"], pos: Int[Array, "*#S"]) -> Float[Array, "*S H"]:
         """Rotate each head vector of `x` to the position given for it; float32 inside, dtype of `x` out."""
         return self.apply(x, *self.cos_sin(pos))
 
-    def rotate_by_table(self, x: Float[Array, "*S H"], pos: Int[Array, "*S"], size: int) -> Float[Array, "*S H"]:
+    def rotate_by_table(self, x: Float[Array, "*S H"], pos: Int[Array, "*#S"], size: int) -> Float[Array, "*S H"]:
         """`rotate` for positions below `size` that differ from head to head.
 
         One table of `size` rows is computed and rows are gathered from it: for a cache of C slots in K heads and L layers
@@ -48,7 +48,7 @@ class Rope:
         cos, sin = self.cos_sin(jnp.arange(size, dtype=jnp.int32))
         return self.apply(x, jnp.take(cos, pos, axis=0, mode="clip"), jnp.take(sin, pos, axis=0, mode="clip"))
 
-    def apply(self, x: Float[Array, "*S H"], cos: Float[Array, "*S R"], sin: Float[Array, "*S R"]) -> Float[Array, "*S H"]:
+    def apply(self, x: Float[Array, "*S H"], cos: Float[Array, "*#S R"], sin: Float[Array, "*#S R"]) -> Float[Array, "*S H"]:
         """Rotate `x` by angles given as cosine and sine."""
         half = len(self.inv_freq)
         turned, passed = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]

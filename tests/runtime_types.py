@@ -4,16 +4,23 @@ from collections.abc import Callable
 from typing import Any
 
 import beartype
+import beartype.roar
 import jaxtyping
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have beartype check the arguments and the result of `function`, constructors excepted.
+    """Have beartype check the arguments and the result of `function`.
 
-    JAX rebuilds pytrees with placeholders, abstract shapes and whole arrays of shardings as leaves, so what a field of a
-    pytree holds is checked where it is used, not where it is stored.
+    Two kinds are left unchecked: constructors, since JAX rebuilds pytrees with placeholders, abstract shapes and shardings
+    as leaves; and functions whose annotations have no run-time check
+    (`typing.Self`, a plain `typing.Protocol`).
     """
-    return function if function.__name__ == "__init__" else beartype.beartype(function)
+    if function.__name__ == "__init__":
+        return function
+    try:
+        return beartype.beartype(function)
+    except beartype.roar.BeartypeDecorHintException:
+        return function
 
 
 def install() -> None:

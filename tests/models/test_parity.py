@@ -1,0 +1,46 @@
+"""The forward pass against transformers: every supported architecture, every position, prompts of ragged length."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import oracles
+import pytest
+
+from kvjax.models import Params
+from kvjax.models.transformer import forward
+
+pytestmark = pytest.mark.oracle
+
+LENGTHS = (40, 23, 7, 1)
+
+
+def transformers_logits(model: Any, prompt: np.ndarray) -> np.ndarray:
+    """Logits [T, V] of one prompt by itself."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model(torch.from_numpy(prompt)[None].long()).logits[0].numpy()
+
+
+def ragged(vocab_size: int, lengths: tuple[int, ...]) -> np.ndarray:
+    """A batch [B, T] of random tokens. Those past a row's length are random too: nothing may depend on them."""
+    return np.random.default_rng(0).integers(0, vocab_size, (len(lengths), max(lengths)), dtype=np.int32)
+
+
+def largest_difference(model: Any, params: Params, lengths: tuple[int, ...]) -> float:
+    tokens = ragged(params.config.vocab_size, lengths)
+    got = np.asarray(jax.jit(forward)(params, tokens))
+    worst = 0.0
+    for row, length in enumerate(lengths):
+        want = transformers_logits(model, tokens[row, :length])
+        assert 0.3 < want.std() < 3, "the comparison is meant for logits of order 1"
+        worst = max(worst, np.abs(got[row, :length] - want).max())
+    return worst
+
+
+@pytest.mark.parametrize("name", oracles.ARCHITECTURES)
+def test_logits_equal_transformers(name: str) -> None:
+    model = oracles.transformers_model(name)
+    # LongRoPE picks its factors by the length of the batch: all rows are on the same side of the original window.
+    lengths = (40, 23, 7, 5) if name == "phi-3-longrope-long" else LENGTHS
+    assert largest_difference(model, oracles.converted(model), lengths) <= 1e-4

@@ -1,0 +1,139 @@
+"""Small random transformers models of every supported architecture, and the same models in kvjax.
+
+Importing this module is free; transformers and torch are imported when a model is built.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.conversion import from_hf, from_state_dict
+from kvjax.models import Params
+
+_SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 36,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def _longrope(original: int, pairs: int) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": 8 * original,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.05 * i for i in range(pairs)],
+            "long_factor": [1.0 + 0.9 * i for i in range(pairs)],
+            "original_max_position_embeddings": original,
+        },
+    }
+
+
+def _plain(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+# name → transformers model_type, and what differs from the sizes above. Windows of 16 and 8 are shorter than the prompts.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("llama", {"num_key_value_heads": 6, "head_dim": 6, **_plain(1e4)}),
+    "llama-3": ("llama", _plain(5e5)),
+    "llama-3.1": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-3.2": ("llama", {"rope_parameters": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True, **_plain(1e4)}),
+    "deepseek-r1-distill-llama": ("llama", {"rope_parameters": _LLAMA3, "rms_norm_eps": 1e-5, "head_dim": 6}),
+    "yi": ("llama", {"num_key_value_heads": 1, **_plain(5e6)}),
+    "longchat": (
+        "llama",
+        {"num_key_value_heads": 6, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}},
+    ),
+    "smollm2": (
+        "llama",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, **_plain(1e5)},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, **_plain(1e6)}),
+    "qwen2-windows": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+            **_plain(1e6),
+        },
+    ),
+    "qwen2.5-yarn": ("qwen2", {"rope_parameters": _YARN}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16, **_plain(1e6)}),
+    "qwen3-yarn-biased": ("qwen3", {"attention_bias": True, "rope_parameters": _YARN | {"attention_factor": 1.3}}),
+    "mistral": ("mistral", {"sliding_window": 16, **_plain(1e4)}),
+    "mistral-nemo": ("mistral", {"sliding_window": None, "head_dim": 16, **_plain(1e6)}),
+    "phi-3": ("phi3", {"num_key_value_heads": 6, "sliding_window": 8, **_plain(1e4)}),
+    "phi-3-longrope-short": ("phi3", {"head_dim": 6, "sliding_window": 200, **_longrope(64, 3)}),
+    "phi-3-longrope-long": ("phi3", {"head_dim": 6, "sliding_window": 200, **_longrope(4, 3)}),
+    "phi-4": ("phi3", {"sliding_window": None, **_plain(2.5e5)}),
+    "phi-4-mini": (
+        "phi3",
+        {
+            "hidden_size": 48,
+            "head_dim": 8,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+            **_longrope(64, 3),
+        },
+    ),
+    "glm": ("glm", {"attention_bias": True, "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
+    "glm-4-0414": ("glm4", {"attention_bias": False, "head_dim": 16, **_plain(1e4)}),
+}
+
+
+def transformers_model(name: str, seed: int = 0) -> Any:
+    """A transformers model of architecture `name`, float32, with random weights.
+
+    Weights are scaled so that logits are of order 1 and attention has clear favourites; transformers' own initialisation
+    gives attention so even that a wrong rotary embedding would hardly show.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model_type, changes = ARCHITECTURES[name]
+    config = transformers.AutoConfig.for_model(model_type, **_SIZES | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for path, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim == 2:
+            fan_in = weight.shape[1]
+            sharpness = 1.7 if any(part in path for part in ("q_proj.", "k_proj.", "qkv_proj.")) else 1.0
+            weight.data = noise * sharpness / fan_in**0.5
+        elif path.endswith("bias"):
+            weight.data = 0.3 * noise
+        else:
+            weight.data = 1 + 0.2 * noise
+    return model.eval()
+
+
+def converted(model: Any) -> Params:
+    """The same model in kvjax, through the conversion that files go through."""
+    tensors = {name: np.asarray(tensor.detach()) for name, tensor in model.state_dict().items()}
+    config = from_hf(model.config.to_dict())
+    if config.tied:
+        tensors.pop("lm_head.weight", None)
+    return from_state_dict(config, tensors)
