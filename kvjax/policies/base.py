@@ -17,7 +17,7 @@ from layer to layer within one step, for what a layer tells the next ones.
 import dataclasses
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,16 @@ class Policy:
         paper: authors, year, title.
         keeps: what it keeps, in one phrase.
         memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), or "full".
+        positions: "original" (a token stays where it stood in the text) or "cache" (its place among the kept ones, which keeps
+            any sequence inside the trained window).
         interval: decoded tokens between calls of `compress`; None if it never compresses while decoding.
     """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     keeps: ClassVar[str] = ""
-    memory: ClassVar[str] = "full"
+    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "full"
+    positions: ClassVar[Literal["original", "cache"]] = "original"
     interval: ClassVar[int | None] = None
 
     def check(self, tokens: int) -> None:

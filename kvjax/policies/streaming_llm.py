@@ -1,7 +1,7 @@
 """StreamingLLM: attention sinks and a rolling window of recent tokens."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.struct
 import jax.numpy as jnp
@@ -38,7 +38,8 @@ class StreamingLLM(Policy):
     name: ClassVar[str] = "streaming_llm"
     paper: ClassVar[str] = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks"
     keeps: ClassVar[str] = "the first tokens and the most recent ones, at positions within the cache"
-    memory: ClassVar[str] = "freed"
+    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    positions: ClassVar[Literal["original", "cache"]] = "cache"
     interval: ClassVar[int | None] = 1
 
     budget: int | float = 1024

@@ -66,7 +66,8 @@ class TreeKV(Policy):
     name: ClassVar[str] = "treekv"
     paper: ClassVar[str] = "He et al. 2025, TreeKV: Smooth Key-Value Cache Compression with Tree Structures"
     keeps: ClassVar[str] = "sinks, recent tokens, and ever fewer of the older ones, by average attention"
-    memory: ClassVar[str] = "freed"
+    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    positions: ClassVar[Literal["original", "cache"]] = "cache"
     interval: ClassVar[int | None] = 1
 
     budget: int | float = 1024

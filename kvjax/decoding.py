@@ -1,0 +1,129 @@
+"""The two compiled programs of generation: read the prompts, and decode in one loop on the device.
+
+The loop appends, attends, compresses, samples and stops rows without the host. It fills a buffer of `CHUNK` tokens a call, so
+its memory does not depend on how many tokens are decoded in all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kvjax.cache import LayerSpec
+from kvjax.models import Params
+from kvjax.models import transformer
+from kvjax.policies import Policy
+from kvjax.program import Program
+from kvjax.sampling import Sampler
+
+CHUNK = 256
+"""Tokens a call of the decode program can return."""
+
+Specs = tuple[LayerSpec, ...]
+
+
+@flax.struct.dataclass
+class Decoding:
+    """Everything that continuing a batch needs: a value that can be saved, copied and resumed.
+
+    Attributes:
+        caches: the policy's state of each layer.
+        token: each row's latest token, drawn but not yet read.
+        pos: that token's position.
+        steps: tokens decoded since the prompt.
+        done: rows that have drawn an end token.
+        seed: what each row's draws depend on, besides the position.
+    """
+
+    caches: tuple[Any, ...]
+    token: Int[Array, " B"]
+    pos: Int[Array, " B"]
+    steps: Int[Array, ""]
+    done: Bool[Array, " B"]
+    seed: UInt32[Array, " B"]
+
+
+def step(
+    policy: Policy, specs: Specs, params: Params, caches: Sequence[Any], token: Int[Array, " B"], pos: Int[Array, " B"], steps: Int[Array, ""]
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """Read one token a row; the next one's logits, and the caches compressed if it is time.
+
+    Args:
+        steps: tokens read this way before.
+    """
+    logits, caches = transformer.decode_step(params, caches, token, pos, policy, specs)
+    if policy.interval is not None:
+
+        def compress(caches: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(policy.compress(spec, cache) for spec, cache in zip(specs, caches, strict=True))
+
+        if policy.interval == 1:
+            caches = compress(caches)
+        else:
+            caches = jax.lax.cond((steps + 1) % policy.interval == 0, compress, lambda caches: caches, caches)
+    return logits, caches
+
+
+def _prefill(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    seed: UInt32[Array, " B"],
+    sampler: Sampler,
+    ends: Int[Array, " E"],
+) -> tuple[Decoding, Float[Array, " B"]]:
+    logits, caches = transformer.prefill(params, tokens, lengths, policy, specs)
+    token, logprob = _draw(logits, sampler, seed, lengths)
+    state = Decoding(caches, token, lengths, jnp.zeros((), jnp.int32), jnp.isin(token, ends), seed)
+    return state, logprob
+
+
+def _decode(
+    policy: Policy, specs: Specs, params: Params, state: Decoding, count: Int[Array, ""], sampler: Sampler, ends: Int[Array, " E"]
+) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
+    rows = state.token.shape[0]
+    buffers = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
+
+    def proceed(carry: tuple[Any, ...]) -> Array:
+        i, state, _, _ = carry
+        return (i < count) & ~jnp.all(state.done)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, state, tokens, logprobs = carry
+        logits, caches = step(policy, specs, params, state.caches, state.token, state.pos, state.steps)
+        token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
+        state = state.replace(
+            caches=caches, token=token, pos=state.pos + 1, steps=state.steps + 1, done=state.done | jnp.isin(token, ends)
+        )
+        return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
+
+    _, state, tokens, logprobs = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state, *buffers))
+    return state, tokens, logprobs
+
+
+def _draw(
+    logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """A token a row for position `pos`, and its log-probability under the model itself (before temperature and filters)."""
+    token = sampler(logits, seed, pos)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+prefill = Program(_prefill, static=2)
+"""`prefill(policy, specs, params, tokens, lengths, seed, sampler, ends)`: read right-padded prompts and draw the first token.
+
+Returns the `Decoding` state and the first tokens' log-probabilities.
+"""
+
+decode = Program(_decode, static=2, donate=(3,))
+"""`decode(policy, specs, params, state, count, sampler, ends)`: draw up to `count` <= `CHUNK` more tokens a row.
+
+Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
+tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
+"""

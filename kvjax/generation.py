@@ -1,0 +1,385 @@
+"""Text in, text out: `generate` and `stream`."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decoding
+from kvjax.cache import bucket, layer_specs
+from kvjax.models import Params
+from kvjax.policies import Full, Policy, get_policy
+from kvjax.sampling import Greedy, Sample, make_sampler
+
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message, such as {"role": "user", "content": "Hello"}."""
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text to continue, token ids, or a chat (put through the model's own template)."""
+
+StopReason = Literal["eos", "length", "stop"]
+
+STREAM_STEPS = 8
+"""Tokens decoded between looks at the host, when text is streamed or stop strings are given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What one call did; of a batch, all rows together.
+
+    Attributes:
+        prompt_tokens, new_tokens: tokens read and drawn.
+        prefill_seconds, decode_seconds: time to run the two programs, compilation not included.
+        compile_seconds: time to compile them, 0 when they were compiled before.
+        cache_bytes: bytes the policy's cache holds.
+        full_cache_bytes: bytes a full cache would hold for the same prompts and new tokens.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    cache_bytes: int
+    full_cache_bytes: int
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens read a second."""
+        return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens drawn a second after the first, which the prefill draws."""
+        return self.new_tokens / max(self.decode_seconds, 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One continued prompt.
+
+    Attributes:
+        text: the new text, without special tokens and stop string; None for a model without tokenizer.
+        tokens: the new token ids, the end token included if one was drawn.
+        logprobs: each token's log-probability under the model, before temperature and filters.
+        stop_reason: "eos" (drew an end token), "stop" (produced a stop string), or "length".
+        stats: what the call did.
+    """
+
+    text: str | None
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    stats: Stats
+
+
+@overload
+def generate(params: Params, prompt: str, **options: Any) -> Generation: ...
+@overload
+def generate(params: Params, prompt: Any, **options: Any) -> Any: ...
+
+
+def generate(
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    policy: str | Policy = "full",
+    budget: int | float | None = None,
+    max_new_tokens: int = 128,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+) -> Generation | list[Generation]:
+    """Continue one prompt, or several at once.
+
+    Args:
+        params: a model, from `kvjax.load`.
+        prompt: text, token ids, or chat messages; or a list of any of these. Rows of a list may have any lengths: each
+            gets what it would get alone.
+        policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
+        budget: cache slots a head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
+        max_new_tokens: most tokens to draw.
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: filters on what may be drawn, see `kvjax.sampling.Sample`.
+        seed: with the same seed a prompt draws the same tokens; row i of a list draws as it would alone with `seed + i`.
+        stop: strings that end the text where they appear (they are not part of it).
+        ignore_eos: go on past end tokens.
+
+    Returns:
+        A `Generation`; for a list of prompts a list of them.
+
+    Raises:
+        ValueError: the prompt is empty or not of a known kind, or an option is out of range.
+        PolicyError: the policy is unknown, or cannot work with this budget.
+    """
+    run = _Run(params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos)
+    for _ in run.chunks(decoding.CHUNK):
+        pass
+    generations = run.generations()
+    return generations[0] if run.single else generations
+
+
+def stream(
+    params: Params,
+    prompt: Prompt,
+    policy: str | Policy = "full",
+    budget: int | float | None = None,
+    max_new_tokens: int = 128,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+) -> Iterator[str]:
+    """Continue one prompt and yield its text as it comes.
+
+    The pieces joined are the `text` that `generate` returns for the same arguments; the generator's return value (what
+    `yield from` evaluates to) is that `Generation`. Text that might turn out to be the beginning of a stop string or of a
+    character is held back until it is known.
+
+    Args and errors: as for `generate`.
+    """
+    run = _Run(params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos)
+    if not run.single:
+        raise ValueError("stream continues one prompt; call generate for a list")
+    if params.tokenizer is None:
+        raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
+    shown = 0
+    for finished in run.chunks(STREAM_STEPS):
+        text = run.rows[0].text()
+        end = len(text) if finished else _settled(text, run.stop)
+        if end > shown:
+            yield text[shown:end]
+            shown = end
+    return run.generations()[0]
+
+
+def _settled(text: str, stop: Sequence[str]) -> int:
+    """How much of an unfinished text can no longer change: not a broken character, nor what may begin a stop string."""
+    end = len(text.rstrip("\ufffd"))
+    for string in stop:
+        for size in range(min(len(string) - 1, end), 0, -1):
+            if text[:end].endswith(string[:size]):
+                end -= size
+                break
+    return end
+
+
+@dataclasses.dataclass
+class _Row:
+    """What one row has drawn so far."""
+
+    prompt: list[int]
+    decode: Callable[[list[int]], str] | None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stopped_text: str | None = None
+
+    def text(self) -> str:
+        """The new text; taken from prompt and new tokens decoded together, since decoders treat a first token apart."""
+        if self.stopped_text is not None:
+            return self.stopped_text
+        assert self.decode is not None
+        before, whole = self.decode(self.prompt), self.decode(self.prompt + self.tokens)
+        return whole[len(before) :] if whole.startswith(before) else self.decode(self.tokens)
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int], stop: Sequence[str]) -> None:
+        """Take in newly drawn tokens up to the row's end."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if self.stop_reason is not None:
+                return
+            self.tokens.append(int(token))
+            self.logprobs.append(float(logprob))
+            if token in ends:
+                self.stop_reason = "eos"
+            if stop:
+                text = self.text()
+                found = [at for at in (text.find(string) for string in stop) if at >= 0]
+                if found:
+                    self.stop_reason, self.stopped_text = "stop", text[: min(found)]
+
+
+class _Run:
+    """One call of `generate` or `stream`: checks the arguments, runs the programs, collects what they draw."""
+
+    def __init__(
+        self,
+        params: Params,
+        prompt: Any,
+        policy: str | Policy,
+        budget: int | float | None,
+        max_new_tokens: int,
+        sampling: tuple[float, int | None, float | None, float | None],
+        seed: int,
+        stop: str | Sequence[str],
+        ignore_eos: bool,
+    ) -> None:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}; give a whole number, 1 or more")
+        self.params = params
+        self.policy = get_policy(policy, budget=budget)
+        self.max_new_tokens = max_new_tokens
+        self.sampler: Greedy | Sample = make_sampler(*sampling)
+        self.seed = seed
+        self.stop = [stop] if isinstance(stop, str) else list(stop)
+        if self.stop and (params.tokenizer is None or not all(self.stop)):
+            raise ValueError(f"stop={stop!r}; give non-empty strings, and a model with a tokenizer")
+        self.ends = () if ignore_eos else params.config.eos
+        prompts, self.single = _token_ids(params, prompt)
+        decode = None if params.tokenizer is None else params.tokenizer.decode
+        self.rows = [_Row(ids, decode) for ids in prompts]
+        self._check_lengths()
+        self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
+        self.cache_bytes = self.full_cache_bytes = 0
+
+    def chunks(self, size: int) -> Iterator[bool]:
+        """Draw tokens for all rows; yields after every look at the host whether all is done."""
+        if self.stop:
+            size = min(size, STREAM_STEPS)
+        for group in self._groups():
+            yield from self._group_chunks(group, size)
+
+    def generations(self) -> list[Generation]:
+        """The results, once all chunks have run."""
+        stats = Stats(
+            prompt_tokens=sum(len(row.prompt) for row in self.rows),
+            new_tokens=sum(len(row.tokens) for row in self.rows),
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            compile_seconds=self.compile_seconds,
+            cache_bytes=self.cache_bytes,
+            full_cache_bytes=self.full_cache_bytes,
+        )
+        return [
+            Generation(None if r.decode is None else r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats)
+            for r in self.rows
+        ]
+
+    def _check_lengths(self) -> None:
+        window = self.params.config.max_position
+        for row in self.rows:
+            self.policy.check(len(row.prompt) + self.max_new_tokens)
+        longest = max(len(row.prompt) for row in self.rows)
+        reach = longest if self.policy.positions == "cache" else longest + self.max_new_tokens
+        if reach > window:
+            warnings.warn(
+                f"positions up to {reach} are beyond the {window} this model was trained on, where its text degrades"
+                + ("" if longest > window else "; policies such as treekv reassign positions within the cache and can go on"),
+                stacklevel=4,
+            )
+
+    def _groups(self) -> list[list[int]]:
+        """Rows that can run in one batch: those whose length asks for the same rotation (only LongRoPE has two)."""
+        groups: dict[Any, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            groups.setdefault(self.params.config.rope.resolve(len(row.prompt) + self.max_new_tokens), []).append(i)
+        return list(groups.values())
+
+    def _group_chunks(self, group: list[int], size: int) -> Iterator[bool]:
+        rows = [self.rows[i] for i in group]
+        lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
+        longest = int(lengths.max())
+        dtype = self.params.dtype
+        specs = layer_specs(
+            self.params.config, len(rows), longest, self.max_new_tokens, dtype, reach=longest + self.max_new_tokens
+        )
+        tokens = np.zeros((len(rows), bucket(longest)), np.int32)
+        for row, ids in zip(tokens, rows, strict=True):
+            row[: len(ids.prompt)] = ids.prompt
+        seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
+        ends = jnp.asarray(self.ends, jnp.int32)
+
+        args = (self.policy, specs, self.params, jnp.asarray(tokens), jnp.asarray(lengths), seed, self.sampler, ends)
+        self._compile(decoding.prefill, args)
+        start = time.perf_counter()
+        state, logprobs = decoding.prefill(*args)
+        first = np.asarray(state.token)
+        self.prefill_seconds += time.perf_counter() - start
+        self.cache_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
+        self.full_cache_bytes += Full().nbytes(self.params.config, len(rows), longest, self.max_new_tokens, dtype)
+        self._collect(rows, first[:, None], np.asarray(logprobs)[:, None])
+
+        drawn = 1
+        while drawn < self.max_new_tokens and any(row.stop_reason is None for row in rows):
+            yield False
+            if self.stop:
+                state = state.replace(done=jnp.asarray([row.stop_reason is not None for row in rows]))
+            count = min(size, self.max_new_tokens - drawn)
+            args = (self.policy, specs, self.params, state, jnp.asarray(count, jnp.int32), self.sampler, ends)
+            self._compile(decoding.decode, args)
+            start = time.perf_counter()
+            state, new, logprobs = decoding.decode(*args)
+            filled = int(state.steps) - (drawn - 1)
+            self.decode_seconds += time.perf_counter() - start
+            self._collect(rows, np.asarray(new)[:, :filled], np.asarray(logprobs)[:, :filled])
+            drawn += filled
+        yield True
+
+    def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        for row, row_tokens, row_logprobs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.extend(row_tokens, row_logprobs, self.ends, self.stop)
+
+    def _compile(self, program: Any, args: tuple[Any, ...]) -> None:
+        before = program.compile_seconds
+        program.compiled(*args)
+        self.compile_seconds += program.compile_seconds - before
+
+
+def _token_ids(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
+    """Every prompt as token ids, and whether one prompt was given rather than a list of them."""
+    one = _kind(prompt)
+    prompts = [prompt] if one else prompt
+    if not one and (isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or len(prompts) == 0):
+        raise ValueError(f"prompt is {_shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these")
+    return [_ids(params, p) for p in prompts], one is not None
+
+
+def _kind(prompt: Any) -> Literal["text", "ids", "chat"] | None:
+    if isinstance(prompt, str):
+        return "text"
+    if isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer):
+        return "ids"
+    if isinstance(prompt, Sequence) and len(prompt):
+        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in prompt):
+            return "ids"
+        if all(isinstance(x, Mapping) for x in prompt):
+            return "chat"
+    return None
+
+
+def _ids(params: Params, prompt: Any) -> list[int]:
+    kind = _kind(prompt)
+    if kind is None:
+        raise ValueError(f"a prompt is {_shown(prompt)}; give text, token ids or chat messages")
+    if kind == "ids":
+        ids = [int(i) for i in prompt]
+    elif params.tokenizer is None:
+        raise ValueError("this model has no tokenizer; give token ids instead of text")
+    elif kind == "chat":
+        ids = params.tokenizer.chat(cast(Sequence[Message], prompt))
+    else:
+        ids = params.tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("a prompt is empty; give at least one token")
+    bad = [i for i in ids if not 0 <= i < params.config.vocab_size]
+    if bad:
+        raise ValueError(f"token id {bad[0]} is outside this model's vocabulary of {params.config.vocab_size}")
+    return ids
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"

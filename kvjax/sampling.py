@@ -1,0 +1,99 @@
+"""Samplers: how the next token is drawn from logits, on the device.
+
+Each is a small pytree whose numbers are leaves: another temperature runs the same compiled program. A filter that is None is
+not in the program at all.
+"""
+
+from typing import Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+
+class Sampler(Protocol):
+    """Draws one token a row; `seed` and `pos` make the draw a function of the row alone, whatever batch it is in."""
+
+    def __call__(self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]) -> Int[Array, " B"]: ...
+
+
+@flax.struct.dataclass
+class Greedy:
+    """The most likely token; of equals, the one with the lowest id."""
+
+    def __call__(self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]) -> Int[Array, " B"]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@flax.struct.dataclass
+class Sample:
+    """Draw from softmax(logits / temperature), after filters applied in this order.
+
+    Attributes:
+        temperature: > 0.
+        top_k: keep the k most likely tokens (and those equal to the k-th).
+        top_p: keep the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
+        min_p: keep tokens with at least this fraction of the likeliest one's probability (Nguyen et al. 2024).
+    """
+
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""] | None = None
+    top_p: Float[Array, ""] | None = None
+    min_p: Float[Array, ""] | None = None
+
+    def __call__(self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]) -> Int[Array, " B"]:
+        logits = logits / self.temperature
+        for number, keep in ((self.top_k, _top_k), (self.top_p, _top_p), (self.min_p, _min_p)):
+            if number is not None:
+                logits = jnp.where(keep(logits, number), logits, -jnp.inf)
+
+        def draw(logits: Float[Array, " V"], seed: Array, pos: Array) -> Int[Array, ""]:
+            return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), pos), logits)
+
+        return jax.vmap(draw)(logits, seed, pos).astype(jnp.int32)
+
+
+def make_sampler(
+    temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+) -> Greedy | Sample:
+    """A sampler from plain numbers; temperature 0 is greedy.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    for name, value, ok, allowed in (
+        ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "a whole number, 1 or more"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "a number above 0, up to 1"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "a number from 0 to 1"),
+    ):
+        if not ok:
+            raise ValueError(f"{name}={value}; give {allowed}")
+    if temperature == 0:
+        return Greedy()
+    return Sample(
+        temperature=jnp.asarray(temperature, jnp.float32),
+        top_k=None if top_k is None else jnp.asarray(top_k, jnp.int32),
+        top_p=None if top_p is None else jnp.asarray(top_p, jnp.float32),
+        min_p=None if min_p is None else jnp.asarray(min_p, jnp.float32),
+    )
+
+
+def _top_k(logits: Float[Array, "B V"], k: Int[Array, ""]) -> Bool[Array, "B V"]:
+    ascending = jnp.sort(logits, axis=-1)
+    kth = jnp.take(ascending, jnp.maximum(logits.shape[-1] - k, 0), axis=-1)
+    return logits >= kth[:, None]
+
+
+def _top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V"]:
+    descending = -jnp.sort(-logits, axis=-1)
+    probs = jax.nn.softmax(descending, axis=-1)
+    inside = jnp.cumsum(probs, axis=-1) - probs < p  # the likeliest token always is
+    last = jnp.sum(inside, axis=-1, dtype=jnp.int32) - 1
+    return logits >= jnp.take_along_axis(descending, last[:, None], axis=-1)
+
+
+def _min_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V"]:
+    probs = jax.nn.softmax(logits, axis=-1)
+    return probs >= p * jnp.max(probs, axis=-1, keepdims=True)
