@@ -48,7 +48,9 @@ class Rope:
         cos, sin = self.cos_sin(jnp.arange(size, dtype=jnp.int32))
         return self.apply(x, jnp.take(cos, pos, axis=0, mode="clip"), jnp.take(sin, pos, axis=0, mode="clip"))
 
-    def apply(self, x: Float[Array, "*S H"], cos: Float[Array, "*#S R"], sin: Float[Array, "*#S R"]) -> Float[Array, "*S H"]:
+    def apply(
+        self, x: Float[Array, "*S H"], cos: Float[Array, "*#S R"], sin: Float[Array, "*#S R"]
+    ) -> Float[Array, "*S H"]:
         """Rotate `x` by angles given as cosine and sine."""
         half = len(self.inv_freq)
         turned, passed = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
@@ -146,7 +148,9 @@ class LongRope:
         extension = self.long_factor if length > self.original_max_position else self.short_factor
         factor = self.attention_factor
         if factor is None:
-            factor = math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position)) if self.factor > 1 else 1.0
+            factor = (
+                math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position)) if self.factor > 1 else 1.0
+            )
         return inv_freq / np.asarray(extension, np.float32), factor
 
 
@@ -174,7 +178,8 @@ class RopeConfig:
         one cache.)
         """
         exponent = np.arange(0, self.dim, 2).astype(np.float32) / np.float32(self.dim)
-        inv_freq = (1.0 / np.power(np.float32(self.theta), exponent)).astype(np.float32)
+        # The power in float64, rounded once: numpy's float32 power is up to two units off torch's, which is all but exact.
+        inv_freq = np.float32(1) / np.power(self.theta, exponent.astype(np.float64)).astype(np.float32)
         amplitude = 1.0
         if self.scaling is not None:
             inv_freq, amplitude = self.scaling.scale(inv_freq, self.theta, length)

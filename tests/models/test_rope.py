@@ -155,5 +155,17 @@ def test_frequencies_equal_transformers(name: str, length: int) -> None:
     )
     inv_freq, amplitude = functions[kind](config, device="cpu", seq_len=length)
     rope = from_hf(config.to_dict()).rope.resolve(length)
-    np.testing.assert_allclose(rope.inv_freq, inv_freq.numpy(), rtol=3e-7)
+    np.testing.assert_array_max_ulp(np.array(rope.inv_freq, np.float32), inv_freq.numpy(), maxulp=1)
     assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("theta", [1e4, 1e5, 5e5, 1e6, 5e6])
+def test_plain_frequencies_equal_transformers(theta: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": theta}
+    )
+    inv_freq = modeling.LlamaRotaryEmbedding(config).inv_freq.numpy()
+    np.testing.assert_array_max_ulp(np.array(RopeConfig(theta, 64).resolve(1).inv_freq, np.float32), inv_freq, maxulp=1)
