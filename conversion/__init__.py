@@ -1,8 +1,11 @@
 """Checkpoints in and out: Hugging Face safetensors, GGUF, Orbax; tokenizers and chat templates with them."""
 
+from .describing import Description as Description
+from .describing import describe as describe
 from .errors import CheckpointError as CheckpointError
 from .hf_config import from_hf as from_hf
 from .hf_config import to_hf as to_hf
 from .loading import load as load
 from .state_dict import from_state_dict as from_state_dict
 from .tokenizer import Tokenizer as Tokenizer
+from .writing import convert as convert

@@ -5,6 +5,7 @@ the parameters one tensor at a time.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -78,11 +79,35 @@ class Checkpoint:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
+    def size(self, dtype: np.dtype) -> int:
+        """Bytes of all parameters in a type."""
+        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values()) * dtype.itemsize
+
     @property
     def own_dtype(self) -> str:
         """The floating-point type that most of the weights have; bfloat16 for quantised ones."""
         main = next(iter(self.dtypes), "float32")
         return main if main in FLOATS else "bfloat16"
+
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[str, int, int]]:
+        """Parameter → tensor and rows that hold it, in the order of the layout."""
+        shapes = parameter_shapes(self.config)
+        places = {}
+        for tensor, held in self.layout.items():
+            start = 0
+            for name in held:
+                places[name] = (tensor, start, start := start + shapes[name][0])
+        return places
+
+    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+        """One parameter as a host array (a view of the memory map where no conversion is needed)."""
+        tensor, start, stop = self._places[parameter]
+        return self.tensors[tensor].read(start, stop, dtype)
+
+    def read_all(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        """Every parameter with its name, one at a time."""
+        return ((name, self.read(name, dtype)) for name in self._places)
 
     def check(self) -> None:
         """Compare what is there with what should be.
@@ -120,17 +145,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name_of(path): leaf.shape for path, leaf in leaves}
 
 
-def read_parameters(checkpoint: Checkpoint, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Parameters one at a time as host arrays (views of the memory map where no conversion is needed)."""
-    shapes = parameter_shapes(checkpoint.config)
-    for tensor, held in checkpoint.layout.items():
-        start = 0
-        for name in held:
-            stop = start + shapes[name][0]
-            yield name, checkpoint.tensors[tensor].read(start, stop, dtype)
-            start = stop
-
-
 def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: bool | None = None) -> Params:
     """Fill the parameters from a checkpoint, one tensor after another.
 
@@ -148,11 +162,9 @@ def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: b
     checkpoint.check()
     wanted = FLOATS[dtype]
     tokenizer = checkpoint.tokenizer()
-    shapes = parameter_shapes(checkpoint.config)
-    total = sum(math.prod(shape) for shape in shapes.values()) * wanted.itemsize
     arrays: dict[str, jax.Array] = {}
-    with Meter(f"Loading {checkpoint.source.name}", total, progress) as meter:
-        for name, array in read_parameters(checkpoint, wanted):
+    with Meter(f"Loading {checkpoint.source.name}", checkpoint.size(wanted), progress) as meter:
+        for name, array in checkpoint.read_all(wanted):
             # A copy always: a memory map must not outlive this loop. Waiting keeps one tensor in flight.
             arrays[name] = jax.device_put(array, device, may_alias=False).block_until_ready()
             meter.advance(array.nbytes)

@@ -90,7 +90,7 @@ def from_hf(
         CheckpointError: unknown architecture, activation or rope type; quantised weights; a missing or impossible value.
     """
     family_name = config.get("model_type")
-    if family_name not in FAMILIES:
+    if not isinstance(family_name, str) or family_name not in FAMILIES:
         raise CheckpointError(f"{source}: unknown model_type {family_name!r}; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[family_name]
     _refuse_unsupported(config, source)

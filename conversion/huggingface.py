@@ -143,8 +143,10 @@ def _unique(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    stored = FLOATS.get(_FLOAT_OF.get(dtype, ""))
+    dtype: str = entry["dtype"]
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    float_name = _FLOAT_OF.get(dtype, dtype)
+    stored = FLOATS.get(float_name)
 
     def read(start: int, stop: int, wanted: np.dtype) -> np.ndarray:
         if stored is None:
@@ -154,4 +156,4 @@ def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
         rows = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=(stop - start, *shape[1:]))
         return np.asarray(rows).astype(wanted, copy=False)
 
-    return StoredTensor(shape, _FLOAT_OF.get(dtype, dtype), end - begin, file, read)
+    return StoredTensor(shape, float_name, end - begin, file, read)

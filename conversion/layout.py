@@ -17,7 +17,7 @@ Layout = Mapping[str, tuple[str, ...]]
 def hf_layout(config: ModelConfig) -> Layout:
     """The layout of a Hugging Face checkpoint of `config.family`."""
     family = FAMILIES[config.family]
-    block = {
+    block: dict[str, tuple[str, ...]] = {
         "input_layernorm.weight": ("attn_norm",),
         "self_attn.o_proj.weight": ("attn.o",),
         "mlp.down_proj.weight": ("mlp.down",),
@@ -43,7 +43,7 @@ def hf_layout(config: ModelConfig) -> Layout:
     if config.mlp_bias:
         block |= {f"mlp.{x}_proj.bias": (f"mlp.{x}_bias",) for x in ("gate", "up", "down")}
 
-    layout = {"model.embed_tokens.weight": ("embed",), "model.norm.weight": ("norm",)}
+    layout: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("embed",), "model.norm.weight": ("norm",)}
     if not config.tied:
         layout["lm_head.weight"] = ("head",)
     for i in range(config.num_layers):

@@ -1,5 +1,6 @@
 """`load`: one function for every kind of checkpoint."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,45 +9,80 @@ import numpy as np
 
 from kvjax.models.params import Params
 
+from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble
 from .errors import CheckpointError
+from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
+from .orbax_directory import MARK, open_orbax
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load(source: str | Path, *, dtype: Any = None, device: Any = None, progress: bool | None = None) -> Params:
+def load(
+    source: str | Path | None = None, *, dtype: Any = None, device: Any = None, progress: bool | None = None
+) -> Params:
     """Load a model, its tensors streaming from the file to the device one at a time.
 
     Args:
-        source: a Hugging Face directory.
+        source: a Hugging Face directory or hub id (``owner/name``), a GGUF file, a directory that `convert` wrote, or None
+            for the default model, SmolLM2-135M-Instruct.
         dtype: type of the parameters, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
-            elsewhere.
+            elsewhere (bfloat16 for quantised ones).
         device: a jax device or sharding to put the parameters on; None is jax's default device.
-        progress: draw a progress bar; None draws one if the error stream is a terminal.
+        progress: draw progress bars; None draws them if the error stream is a terminal.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
+        ValueError: a dtype that parameters cannot have.
     """
-    checkpoint = open_checkpoint(source)
-    return assemble(checkpoint, _dtype(dtype, checkpoint, device), device, progress)
+    wanted = None if dtype is None else float_name(dtype)
+    checkpoint = open_checkpoint(source, progress)
+    if wanted is None:
+        wanted = "float32" if _platform(device) == "cpu" else checkpoint.own_dtype
+    return assemble(checkpoint, wanted, device, progress)
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Find a checkpoint and read its headers."""
-    path = Path(source)
+def open_checkpoint(source: str | Path | None, progress: bool | None = None) -> Checkpoint:
+    """Find a checkpoint, downloading it if need be, and read its headers."""
+    path = default_model.locate(progress) if source is None else Path(source)
     if path.suffix in PICKLES:
         refuse_pickle(path)
     if path.is_dir():
-        return open_directory(path)
-    raise CheckpointError(f"{source}: no such file or directory")
+        return _open_directory(path)
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise CheckpointError(
+                f"{path}: a safetensors file says nothing of the model; give the directory it lies in"
+            )
+        return open_gguf(path)
+    if _HUB_ID.fullmatch(str(source)):
+        return open_directory(hub.fetch(str(source), progress=progress))
+    raise CheckpointError(f"{source}: no such file or directory, and not a hub id, which looks like owner/name")
 
 
-def _dtype(dtype: Any, checkpoint: Checkpoint, device: Any) -> str:
-    if dtype is None:
-        return "float32" if _platform(device) == "cpu" else checkpoint.own_dtype
-    name = np.dtype(dtype).name
+def float_name(dtype: Any) -> str:
+    """Name of a floating-point type that parameters may have.
+
+    Raises:
+        ValueError: any other type.
+    """
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = ""
     if name not in FLOATS:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(FLOATS)}")
     return name
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    if (path / MARK).exists():
+        return open_orbax(path)
+    quantised = sorted(path.glob("*.gguf"))
+    if len(quantised) == 1 and not (path / "config.json").exists():
+        return open_gguf(quantised[0])
+    return open_directory(path)
 
 
 def _platform(device: Any) -> str:

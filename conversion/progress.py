@@ -12,6 +12,11 @@ _PATIENCE = 0.5
 """Seconds of work before the bar appears."""
 
 
+def watched(show: bool | None) -> bool:
+    """Whether to draw: as told, or if the error stream is a terminal."""
+    return sys.stderr.isatty() if show is None else show
+
+
 class Meter:
     """Counts bytes of one task.
 
@@ -26,25 +31,29 @@ class Meter:
         self._done = 0
         self._begun = time.monotonic()
         self._bar: Progress | None = None
-        self._show = sys.stderr.isatty() if show is None else show
+        self._show = watched(show)
 
     def advance(self, count: int) -> None:
         """Report `count` more bytes."""
         self._done += count
-        if self._show and self._bar is None and time.monotonic() - self._begun > _PATIENCE:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._bar.add_task(self._title, total=self._total)
-            self._bar.start()
+        if self._bar is None and self._show and time.monotonic() - self._begun > _PATIENCE:
+            self._bar = self._draw()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)
+
+    def _draw(self) -> Progress:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        bar.add_task(self._title, total=self._total)
+        bar.start()
+        return bar
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,56 @@
+"""`describe`: what a checkpoint is, from its headers."""
+
+import dataclasses
+from pathlib import Path
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.params import abstract, count
+
+from .loading import open_checkpoint
+from .tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A checkpoint in brief.
+
+    Attributes:
+        source: file or directory.
+        format: "safetensors", "gguf" or "orbax".
+        config: the model.
+        parameters: how many numbers the model has.
+        dtypes: stored types and quantisations with the bytes that each takes, largest first.
+        nbytes: bytes of all tensors in the files.
+        tokenizer: None where the checkpoint has none.
+    """
+
+    source: Path
+    format: str
+    config: ModelConfig
+    parameters: int
+    dtypes: tuple[tuple[str, int], ...]
+    nbytes: int
+    tokenizer: Tokenizer | None
+
+
+def describe(source: str | Path | None = None, *, progress: bool | None = None) -> Description:
+    """Describe a checkpoint without loading its weights (a hub id is downloaded first).
+
+    Args:
+        source: as for `kvjax.conversion.load`.
+        progress: see there.
+
+    Raises:
+        CheckpointError: as `load`; missing, unexpected and wrongly shaped tensors are found too.
+    """
+    checkpoint = open_checkpoint(source, progress)
+    checkpoint.check()
+    return Description(
+        source=checkpoint.source,
+        format=checkpoint.format,
+        config=checkpoint.config,
+        parameters=count(abstract(checkpoint.config)),
+        dtypes=tuple(checkpoint.dtypes.items()),
+        nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        tokenizer=checkpoint.tokenizer(),
+    )

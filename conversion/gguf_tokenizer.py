@@ -1,0 +1,183 @@
+"""The tokenizer that a GGUF file's metadata describes.
+
+Two kinds exist: byte-level BPE, whose way to split text before merging is known only by a name (`tokenizer.ggml.pre`),
+and SentencePiece with scores, rebuilt as BPE with byte fallback.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from . import tokenizer
+from .errors import CheckpointError
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CL100K = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_O200K_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_SPLITS: Mapping[str, str] = {
+    "cl100k": _CL100K,
+    "qwen2": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}"),
+    "o200k": _O200K_WORD % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_REST,
+    "tekken": _O200K_WORD % ("", "") + r"|\p{N}" + _O200K_REST,
+}
+"""Regular expressions whose matches are the pieces that BPE works on."""
+
+PRE_TOKENIZERS: Mapping[str, str] = {
+    "llama-bpe": "cl100k",
+    "llama3": "cl100k",
+    "llama-v3": "cl100k",
+    "dbrx": "cl100k",
+    "smaug-bpe": "cl100k",
+    "glm4": "cl100k",
+    "chatglm-bpe": "cl100k",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+    "gpt-4o": "o200k",
+    "tekken": "tekken",
+    "gpt-2": "gpt2",
+    "phi-2": "gpt2",
+    "olmo": "gpt2",
+    "mpt": "gpt2",
+    "smollm": "digits",
+    "starcoder": "digits",
+    "refact": "digits",
+    "command-r": "digits",
+    "default": "default",
+}
+"""Known values of `tokenizer.ggml.pre` and how each splits text."""
+
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Vocabularies in which a piece that is itself a token is taken whole, whatever the merges say."""
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Values of `tokenizer.ggml.token_type` that set a token apart from the text around it."""
+
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def read_tokenizer(
+    metadata: Mapping[str, Any], *, eos: Sequence[int], bos: int | None, source: Path
+) -> tokenizer.Tokenizer | None:
+    """Build the tokenizer from the `tokenizer.*` fields of a GGUF file.
+
+    None, with a warning, if the file describes one that is not known here: the model then takes token ids.
+
+    Raises:
+        CheckpointError: the fields contradict each other.
+    """
+
+    def field(name: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{name}", default)
+
+    kind, pre, tokens = field("model"), field("pre", "default"), field("tokens")
+    if tokens is None:
+        return None
+    if kind == "gpt2" and pre in PRE_TOKENIZERS:
+        backend = _byte_level(tokens, field("merges", []), pre, source)
+        add_bos = field("add_bos_token", pre in ("llama-bpe", "llama3", "llama-v3"))
+    elif kind == "llama":
+        backend = _sentencepiece(
+            tokens, field("scores"), field("unknown_token_id", 0), field("add_space_prefix", True), source
+        )
+        add_bos = field("add_bos_token", True)
+    else:
+        what = f"tokenizer.ggml.pre {pre!r}" if kind == "gpt2" else f"tokenizer.ggml.model {kind!r}"
+        known = ", ".join(PRE_TOKENIZERS) if kind == "gpt2" else "gpt2, llama"
+        warnings.warn(
+            f"{source}: unknown {what} (known: {known}), so the model is loaded without a tokenizer; "
+            "prompts given as token ids still work",
+            stacklevel=2,
+        )
+        return None
+    for token, token_type in zip(tokens, field("token_type", [1] * len(tokens)), strict=True):
+        if token_type in (_UNKNOWN, _CONTROL):
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif token_type == _USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False)])
+    if add_bos and bos is not None:
+        start = tokens[bos]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[start, "$A"], pair=[start, "$A", start, "$B"], special_tokens=[(start, bos)]
+        )
+    ids = {name: field(f"{key}_token_id") for name, key in _SPECIAL.items()}
+    return tokenizer.Tokenizer(
+        backend,
+        eos=eos,
+        bos=bos,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        special={name: tokens[i] for name, i in ids.items() if i is not None},
+    )
+
+
+def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str, source: Path) -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{source}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({error})") from error
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = _splitter(PRE_TOKENIZERS[pre])
+    backend.decoder = decoders.ByteLevel()
+    if PRE_TOKENIZERS[pre] == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    match way:
+        case "gpt2":
+            return gpt2
+        case "digits":  # each digit apart, before words are
+            return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+        case "default":  # what files say that were written before `tokenizer.ggml.pre` existed
+            first = pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated")
+            numbers = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (r"\p{N}+", "[0-9][0-9][0-9]")]
+            words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+            return pre_tokenizers.Sequence(
+                [first, pre_tokenizers.Split(Regex(words), "isolated"), *numbers, bytes_only]
+            )
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[way]), "isolated"), bytes_only])
+
+
+def _sentencepiece(
+    tokens: Sequence[str], scores: Sequence[float] | None, unknown: int, prefix: bool, source: Path
+) -> Tokenizer:
+    if scores is None or len(scores) != len(tokens):
+        raise CheckpointError(f"{source}: tokenizer.ggml.scores needs one score for each of the {len(tokens)} tokens")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(vocabulary, scores),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    space = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.append(decoders.Strip(content=" ", left=1))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's rule (join the neighbours whose joint token scores best) amounts to."""
+    found = []
+    for token, i in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-scores[i], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
