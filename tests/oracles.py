@@ -37,7 +37,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_po
 
 def _longrope(original: int, pairs: int) -> dict[str, Any]:
     return {
-        "max_position_embeddings": 8 * original,
+        "max_position_embeddings": 1024,
         "original_max_position_embeddings": original,
         "rope_parameters": {
             "rope_type": "longrope",
@@ -87,7 +87,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 16, **_plain(1e4)}),
     "mistral-nemo": ("mistral", {"sliding_window": None, "head_dim": 16, **_plain(1e6)}),
     "phi-3": ("phi3", {"num_key_value_heads": 6, "sliding_window": 8, **_plain(1e4)}),
-    "phi-3-longrope-short": ("phi3", {"head_dim": 6, "sliding_window": 200, **_longrope(64, 3)}),
+    "phi-3-longrope-short": ("phi3", {"head_dim": 6, "sliding_window": 200, **_longrope(128, 3)}),
     "phi-3-longrope-long": ("phi3", {"head_dim": 6, "sliding_window": 200, **_longrope(4, 3)}),
     "phi-4": ("phi3", {"sliding_window": None, **_plain(2.5e5)}),
     "phi-4-mini": (
@@ -98,7 +98,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.75,
             "tie_word_embeddings": True,
             "sliding_window": None,
-            **_longrope(64, 3),
+            **_longrope(128, 3),
         },
     ),
     "glm": ("glm", {"attention_bias": True, "rms_norm_eps": 1.5e-7, **_plain(1e4)}),

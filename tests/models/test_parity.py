@@ -7,12 +7,17 @@ import numpy as np
 import oracles
 import pytest
 
+from kvjax.generation import generate
 from kvjax.models import Params
 from kvjax.models.transformer import forward
 
 pytestmark = pytest.mark.oracle
 
 LENGTHS = (40, 23, 7, 1)
+
+# Between them: mixed windows, biases, YaRN's amplitude, query and key norms, LongRoPE, partial and interleaved rotation,
+# sandwich norms, tied embeddings. Each compiles a decode loop; the other architectures follow under `-m slow`.
+DECODED_FIRST = {"smollm2", "qwen2-windows", "qwen3-yarn-biased", "phi-4-mini", "glm-4-0414"}
 
 
 def transformers_logits(model: Any, prompt: np.ndarray) -> np.ndarray:
@@ -44,3 +49,19 @@ def test_logits_equal_transformers(name: str) -> None:
     # LongRoPE picks its factors by the length of the batch: all rows are on the same side of the original window.
     lengths = (40, 23, 7, 5) if name == "phi-3-longrope-long" else LENGTHS
     assert largest_difference(model, oracles.converted(model), lengths) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in DECODED_FIRST else pytest.param(n, marks=pytest.mark.slow) for n in oracles.ARCHITECTURES]
+)
+def test_greedy_decoding_equals_transformers(name: str) -> None:
+    """Prompts of ragged length in one batch, with the full cache; transformers continues each by itself."""
+    torch = pytest.importorskip("torch")
+    model = oracles.transformers_model(name)
+    params = oracles.converted(model)
+    prompts = [row[:length].tolist() for row, length in zip(ragged(101, (30, 9)), (30, 9), strict=True)]
+    results = generate(params, prompts, policy="full", max_new_tokens=64, ignore_eos=True)
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
+        assert result.tokens == want[0, len(prompt) :].tolist()
