@@ -33,7 +33,7 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **special,
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: content of a kind the template does not expect
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
 

@@ -20,6 +20,7 @@ class Description:
         config: the model.
         parameters: how many numbers the model has.
         dtypes: stored types and quantisations with the bytes that each takes, largest first.
+        own_dtype: the floating-point type that most of the weights have; bfloat16 for quantised ones.
         nbytes: bytes of all tensors in the files.
         tokenizer: None where the checkpoint has none.
     """
@@ -29,6 +30,7 @@ class Description:
     config: ModelConfig
     parameters: int
     dtypes: tuple[tuple[str, int], ...]
+    own_dtype: str
     nbytes: int
     tokenizer: Tokenizer | None
 
@@ -51,6 +53,7 @@ def describe(source: str | Path | None = None, *, progress: bool | None = None) 
         config=checkpoint.config,
         parameters=count(abstract(checkpoint.config)),
         dtypes=tuple(checkpoint.dtypes.items()),
+        own_dtype=checkpoint.own_dtype,
         nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         tokenizer=checkpoint.tokenizer(),
     )

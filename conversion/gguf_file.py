@@ -48,7 +48,7 @@ def open_gguf(path: Path) -> Checkpoint:
         CheckpointError: truncated or corrupt file, unknown architecture, unsupported tensor type or rope scaling.
     """
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError) as error:
         raise CheckpointError(f"{path}: truncated or not a GGUF file ({error})") from error
@@ -64,6 +64,18 @@ def open_gguf(path: Path) -> Checkpoint:
         ignored=lambda name: name in _ROPE_TENSORS or (config.tied and name == "output.weight"),
         tokenizer=functools.partial(read_tokenizer, metadata, eos=config.eos, bos=config.bos, source=path),
     )
+
+
+class _Reader(gguf.GGUFReader):
+    """The library's reader over a plain view of its memory map: slicing numpy's `memmap` class costs twice the time."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._view
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._view = np.asarray(mapped)
 
 
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -7,7 +7,8 @@ content are equal and hash alike.
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,10 @@ from . import chat
 from .errors import CheckpointError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""How SentencePiece vocabularies spell a token that is one byte of a character."""
 
 
 class Tokenizer:
@@ -87,7 +92,7 @@ class Tokenizer:
         """Token ids of `text`, with the start token that the model is used to unless `add_special` is False."""
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids, without special tokens unless `skip_special` is False."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
@@ -138,15 +143,22 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        added = tokenizer.backend.get_added_tokens_decoder() if skip_special else {}
+        self._skipped = {token for token, text in added.items() if text.special}
         self._decode = functools.partial(tokenizer.decode, skip_special=skip_special)
+        self._piece = tokenizer.backend.id_to_token
         self._ids: list[int] = []
         self._context = 0
         self._given = 0
 
     def push(self, token: int) -> str:
         """Take one id; the text that became certain, often empty."""
-        self._ids.append(int(token))
-        return self._advance(final=False)
+        token = int(token)
+        if token in self._skipped:
+            return ""
+        self._ids.append(token)
+        # Bytes in a row are decoded together, and the next one may still make all of them invalid.
+        return "" if _BYTE.fullmatch(self._piece(token) or "") else self._advance(final=False)
 
     def flush(self) -> str:
         """The rest at the end of the sequence: bytes that never became a character come as U+FFFD."""
