@@ -1,0 +1,141 @@
+"""Drives one layer's policy over random queries, keys and values, without a model around it."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import LayerSpec, bucket
+from kvjax.models.rope import Rope, RopeConfig
+from kvjax.policies import Policy, get_policy, policies
+
+ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Random inputs of one layer: prompts of ragged lengths, then `steps` decoded tokens a row.
+
+    q [B, S, N, H], k and v [B, S, K, H] hold prompt and decoded tokens of a row one after the other, S = prompt length of that
+    row + steps (what lies beyond is padding).
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    lengths: np.ndarray
+    steps: int
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The layer these inputs are for."""
+        batch, _, heads, dim = self.q.shape
+        return LayerSpec(
+            layer=0,
+            num_layers=1,
+            batch=batch,
+            num_heads=heads,
+            num_kv_heads=self.k.shape[2],
+            head_dim=dim,
+            prompt_len=bucket(int(self.lengths.max())),
+            new_tokens=self.steps,
+            dtype=jnp.dtype(jnp.float32),
+            rope=ROPE,
+            scale=dim**-0.5,
+        )
+
+    def rows(self, at: slice) -> "Case":
+        """Some of the rows, as a batch of their own."""
+        return Case(self.q[at], self.k[at], self.v[at], self.lengths[at], self.steps)
+
+
+def make_case(seed: int, lengths: Any, steps: int, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> Case:
+    """Random inputs with attention that has clear favourites."""
+    lengths = np.asarray(lengths, np.int32)
+    random = np.random.default_rng(seed)
+    size = (len(lengths), int(lengths.max()) + steps)
+    q, k, v = (random.normal(size=(*size, n, dim)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
+    return Case(2 * q, k, v, lengths, steps)
+
+
+def run(policy: Policy, case: Case, padding: float = 0.0) -> tuple[Any, np.ndarray, list[Any]]:
+    """Prefill, then decode: the final state, outputs [steps, B, N, H], and the state after the prompt and after each step.
+
+    Args:
+        padding: what stands after a prompt's end.
+    """
+    prefill, step = compiled(policy, case.spec)
+    size = case.spec.prompt_len
+    inside = np.arange(size)[None, :] < case.lengths[:, None]
+
+    def prompt(x: np.ndarray) -> np.ndarray:
+        padded = np.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
+        padded[:, : min(size, x.shape[1])] = x[:, :size]
+        return np.where(inside[..., None, None], padded, np.float32(padding))
+
+    state = prefill(prompt(case.q), prompt(case.k), prompt(case.v), case.lengths)
+    rows, states, outputs = np.arange(len(case.lengths)), [state], []
+    for i in range(case.steps):
+        pos = case.lengths + i
+        out, state = step(state, case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos, np.int32(i))
+        outputs.append(np.asarray(out))
+        states.append(state)
+    return state, np.asarray(outputs), states
+
+
+def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
+    """The policy's prefill, and one decoding step (append, attend, compress when due), each jitted."""
+
+    @jax.jit
+    def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return policy.prefill(spec, q, k, v, lengths, None)[0]
+
+    @jax.jit
+    def step(state: Any, q: Any, k: Any, v: Any, pos: Any, i: Any) -> Any:
+        state = policy.append(spec, state, k, v, pos)
+        out, state, _ = policy.attend(spec, state, q, pos, None)
+        if policy.interval is not None:
+            due = (i + 1) % policy.interval == 0
+            state = jax.lax.cond(due, partial(policy.compress, spec), lambda s: s, state)
+        return out, state
+
+    return prefill, step
+
+
+def every_policy(budget: int | float) -> list[Policy]:
+    """One of each registered policy with this budget (and small regions, so that small cases exercise them)."""
+    small = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None}
+    made = []
+    for name, cls in policies().items():
+        fields = {f.name for f in dataclasses.fields(cls)}
+        options = {k: v for k, v in small.items() if k in fields}
+        if "budget" in fields:
+            options["budget"] = budget
+        made.append(get_policy(name, **options))
+    return made
+
+
+def kept(policy: Policy, state: Any) -> list[list[set[int]]]:
+    """Original positions held, as sets, by row and head."""
+    slots = policy.slots(state)
+    pos, live = np.asarray(slots.pos), np.asarray(slots.live)
+    return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
+
+
+def rotate(rope: Rope, x: np.ndarray, pos: int) -> np.ndarray:
+    """Rotary embedding of one head vector, written out (float64)."""
+    half = len(rope.inv_freq)
+    out = x.astype(np.float64).copy()
+    for i, frequency in enumerate(rope.inv_freq):
+        c, s = np.cos(pos * frequency), np.sin(pos * frequency)
+        out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i + half] * c + x[i] * s
+    return out
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Softmax of one row of logits."""
+    e = np.exp(x - x.max())
+    return e / e.sum()

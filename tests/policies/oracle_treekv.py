@@ -1,0 +1,97 @@
+"""TreeKV, literally: the paper's Algorithm 1 and section 4.2 in NumPy and lists, for one KV head. Written for reading."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+def next_scope(scope: int, capacity: int, cycle: str) -> int:
+    """The scope after an eviction, counted from 1: as the text has it, or as line 16 is printed."""
+    return scope % capacity + 1 if cycle == "text" else (scope + 1) % capacity + 1
+
+
+def trace(tokens: int, capacity: int, score: Callable[[int], float], keep: str = "score", cycle: str = "text"):
+    """Evictions of a stream of `tokens` tokens (numbered from 1) with fixed scores: the evicted, and what is left."""
+    held, evicted, scope = [], [], 1
+    for token in range(1, tokens + 1):
+        held.append(token)
+        if len(held) > capacity:
+            left, right = held[scope - 1], held[scope]
+            loser = right if keep == "left" or score(left) > score(right) else left
+            held.remove(loser)
+            evicted.append(loser)
+            scope = next_scope(scope, capacity, cycle)
+    return evicted, held
+
+
+class TreeHead:
+    """One KV head of a TreeKV cache with regions [sinks | tree | recent]; positions are places in the cache."""
+
+    def __init__(self, budget: int, sinks: int, recent: int, keep: str = "score", cycle: str = "text") -> None:
+        self.budget, self.sinks, self.keep, self.cycle = budget, sinks, keep, cycle
+        self.tree = budget - sinks - recent
+        self.entries: list[dict] = []
+        self.scope = 1
+
+    def step(self, queries: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int) -> np.ndarray:
+        """Append a token, attend with the group's queries [G, H], score, evict; the attention output [G, H]."""
+        self.entries.append({"k": k, "v": v, "pos": pos, "S": 0.0, "C": 0})
+        last = len(self.entries) - 1
+        keys = np.stack([rotate(ROPE, e["k"], place) for place, e in enumerate(self.entries)])
+        values = np.stack([e["v"] for e in self.entries]).astype(np.float64)
+        probs = np.stack([softmax(keys @ rotate(ROPE, q, last) / np.sqrt(len(q))) for q in queries])
+        for entry, a in zip(self.entries, probs.mean(axis=0), strict=True):
+            entry["S"] += a
+            entry["C"] += 1
+        if len(self.entries) > self.budget:
+            i = self.sinks + self.scope - 1
+            left, right = (self.entries[j]["S"] / self.entries[j]["C"] for j in (i, i + 1))
+            del self.entries[i + 1 if self.keep == "left" or left > right else i]
+            self.scope = next_scope(self.scope, self.tree, self.cycle)
+        return probs @ values
+
+    def prefill(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, block: int) -> None:
+        """Take in a prompt: queries [n, G, H], keys and values [n, H]."""
+        n = len(keys)
+        observed = observation_scores(queries, keys, block)
+        observers = min(block, n)
+        for pos in self.survivors(observed, n, block):
+            entry = {"k": keys[pos], "v": values[pos], "pos": pos, "S": observed[pos] * observers, "C": observers}
+            self.entries.append(entry)
+
+    def survivors(self, observed: np.ndarray, n: int, block: int) -> list[int]:
+        """Which of n prompt tokens are kept: all if they fit; else sinks, the blocks left in the tree, and recent tokens."""
+        if n <= self.budget:
+            return list(range(n))
+        recent = max(
+            self.budget - self.sinks - self.tree, min(block, self.budget - self.sinks)
+        )  # the observation block
+        tree = self.budget - self.sinks - recent
+        middle = list(range(self.sinks, n - recent))
+        first = len(middle) % block or block  # a partial block goes first
+        blocks = [middle[:first]] + [middle[i : i + block] for i in range(first, len(middle), block)]
+        scores = [np.mean(observed[b]) for b in blocks]
+        left = surviving_blocks(scores, tree // block, self.keep, self.cycle)
+        kept = [pos for i in left for pos in blocks[i]]
+        return [*range(self.sinks), *kept, *range(n - recent, n)]
+
+
+def surviving_blocks(scores: Sequence[float], capacity: int, keep: str = "score", cycle: str = "text") -> list[int]:
+    """Block ids (from 0) left when blocks with these scores have passed one by one through a tree of `capacity` blocks."""
+    if capacity == 0:
+        return []
+    _, held = trace(len(scores), capacity, lambda token: scores[token - 1], keep, cycle)
+    return [token - 1 for token in held]
+
+
+def observation_scores(queries: np.ndarray, keys: np.ndarray, window: int) -> np.ndarray:
+    """Causal attention of the last `window` queries [n, G, H] over keys [n, H], averaged over queries and group."""
+    n, group, dim = queries.shape
+    rotated = np.stack([rotate(ROPE, key, pos) for pos, key in enumerate(keys)])
+    total = np.zeros(n)
+    observers = range(max(0, n - window), n)
+    for pos in observers:
+        for g in range(group):
+            total[: pos + 1] += softmax(rotated[: pos + 1] @ rotate(ROPE, queries[pos, g], pos) / np.sqrt(dim))
+    return total / (len(observers) * group)

@@ -1,0 +1,225 @@
+"""What every policy promises, checked on each one that is registered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import compiled, every_policy, kept, make_case, rotate, run
+
+import kvjax
+from kvjax import decoding
+from kvjax.cache import layer_specs
+from kvjax.policies import Full, Policy
+
+TIGHT = every_policy(budget=16)
+AMPLE = every_policy(budget=4096)
+FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)]
+
+by_name = pytest.mark.parametrize
+
+
+def names(policies: list[Policy]) -> list[str]:
+    return [p.name for p in policies]
+
+
+PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
+
+
+# 1. A budget of at least prompt + new tokens gives what the full cache gives.
+
+
+@by_name("policy", AMPLE, ids=names(AMPLE))
+def test_ample_budget_is_the_full_cache(policy, tiny):
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    expected = kvjax.generate(tiny, PROMPTS, policy="full", **options)
+    for got, want in zip(kvjax.generate(tiny, PROMPTS, policy=policy, **options), expected, strict=True):
+        assert got.tokens == want.tokens
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-5)
+
+
+@by_name("policy", AMPLE, ids=names(AMPLE))
+def test_ample_budget_attends_like_the_full_cache(policy):
+    case = make_case(11, [30, 1, 17], steps=12)
+    np.testing.assert_allclose(run(policy, case)[1], run(Full(), case)[1], atol=2e-5)
+
+
+# 2. Leaves never change shape or type, equal policies share one program, the cache is donated.
+
+
+@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+def test_leaves_keep_shape_and_type(policy):
+    case = make_case(0, [40, 5], steps=3)
+    _, _, states = run(policy, case)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in [policy.init(case.spec), *states]]
+    assert all(s == shapes[0] for s in shapes)
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_equal_policies_share_one_program(policy, tiny):
+    options = {"max_new_tokens": 8, "ignore_eos": True, "policy": policy}
+    kvjax.generate(tiny, PROMPTS[0], **options)
+    before = decoding.prefill.compilations, decoding.decode.compilations
+    same = kvjax.get_policy(policy)
+    assert same is not policy
+    for prompt, seed in ((PROMPTS[0], 1), (PROMPTS[0][:50], 2)):
+        kvjax.generate(tiny, prompt, **options | {"policy": same, "seed": seed})
+    assert (decoding.prefill.compilations, decoding.decode.compilations) == before
+
+
+def test_temperature_and_seed_do_not_compile_again(tiny):
+    options = {"max_new_tokens": 4, "policy": "treekv", "top_p": 0.9}
+    first = kvjax.generate(tiny, PROMPTS[0], temperature=0.5, **options)
+    assert first.stats.compile_seconds > 0
+    again = kvjax.generate(tiny, PROMPTS[0][:40], temperature=1.7, seed=8, **options | {"top_p": 0.3})
+    assert again.stats.compile_seconds == 0
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_cache_is_donated(policy, tiny):
+    specs, args, state = start(policy, tiny)
+    program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert program.memory_analysis().alias_size_in_bytes >= held
+    decoding.decode(policy, specs, tiny, state, jnp.int32(4), *args)
+    assert all(layer.is_deleted() for layer in jax.tree.leaves(state.caches))
+
+
+# 3. Kept slots hold exactly the keys and values of the positions they claim; weights sum to what they stand for.
+
+
+@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+def test_slots_hold_what_they_claim(policy):
+    case = make_case(21, [50, 3, 16, 17], steps=25)
+    for state in run(policy, case)[2]:
+        slots = jax.tree.map(np.asarray, policy.slots(state))
+        for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
+            pos = slots.pos[row, head, slot]
+            assert 0 <= pos < slots.seen[row]
+            key = case.k[row, pos, head]
+            if policy.positions == "original":
+                key = rotate(case.spec.rope, key, pos)
+            np.testing.assert_allclose(slots.k[row, head, slot], key, atol=1e-5)
+            np.testing.assert_array_equal(slots.v[row, head, slot], case.v[row, pos, head])
+        live = slots.weight > 0
+        assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
+        assert (slots.pos[~live] == -1).all()
+        assert (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_budget_is_kept(policy):
+    case = make_case(22, [50, 3, 16, 17], steps=25)
+    if isinstance(policy, Full):
+        expected = [case.lengths + i for i in range(26)]
+    else:
+        expected = [np.minimum(case.lengths + i, 16) for i in range(26)]
+    for state, most in zip(run(policy, case)[2], expected, strict=True):
+        counts = np.asarray([[len(head) for head in row] for row in kept(policy, state)])
+        assert (counts <= most[:, None]).all()
+        assert (counts > 0).all()
+
+
+# 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
+
+
+@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+def test_rows_are_independent(policy, tiny):
+    options = {"policy": policy, "max_new_tokens": 12, "ignore_eos": True, "temperature": 0.8}
+    together = kvjax.generate(tiny, PROMPTS, seed=5, **options)
+    for i, prompt in enumerate(PROMPTS):
+        alone = kvjax.generate(tiny, prompt, seed=5 + i, **options)
+        assert alone.tokens == together[i].tokens
+        np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=2e-5)
+
+
+@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+def test_padding_is_never_read(policy):
+    case = make_case(31, [40, 2, 15], steps=6)
+    clean, poisoned = run(policy, case), run(policy, case, padding=np.nan)
+    np.testing.assert_array_equal(clean[1], poisoned[1])
+    assert kept(policy, clean[0]) == kept(policy, poisoned[0])
+
+
+@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+def test_free_slots_are_never_read(policy):
+    case = make_case(32, [40, 2, 15], steps=6)
+    _, step = compiled(policy, case.spec)
+    states = run(policy, case)[2]
+    rows = np.arange(3)
+    for i, state in enumerate(states[:-1]):
+        slots = policy.slots(state)
+        free = ~slots.live[..., None]
+        poisoned = slots.replace(k=jnp.where(free, jnp.nan, slots.k), v=jnp.where(free, jnp.nan, slots.v))
+        other = poisoned if state is slots else state.replace(slots=poisoned)
+        pos = case.lengths + i
+        args = case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos, np.int32(i)
+        np.testing.assert_array_equal(step(state, *args)[0], step(other, *args)[0])
+
+
+# 5. The bytes predicted are the bytes held, and the compiler agrees.
+
+
+@by_name("dtype", [jnp.float32, jnp.bfloat16])
+@by_name("policy", TIGHT + AMPLE + FRACTION, ids=names(TIGHT + AMPLE + FRACTION))
+def test_bytes_are_predicted(policy, dtype, tiny):
+    params = jax.tree.map(lambda x: x.astype(dtype), tiny)
+    result = kvjax.generate(params, PROMPTS, policy=policy, max_new_tokens=5)[0]
+    predicted = policy.nbytes(tiny.config, batch=3, prompt_len=len(PROMPTS[0]), max_new_tokens=5, dtype=dtype)
+    assert result.stats.cache_bytes == predicted
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_compiler_agrees_on_bytes(policy, tiny):
+    specs, args, state = start(policy, tiny)
+    memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny))
+    cache = policy.nbytes(tiny.config, 3, 54, 20, jnp.float32)
+    others = memory.argument_size_in_bytes - weights - cache
+    assert 0 <= others < 256  # token, position, counters, end ids
+    assert memory.temp_size_in_bytes < cache + weights
+
+
+def test_memory_does_not_grow_with_decoded_tokens(tiny):
+    """A tight budget: the decode program for 32 times as many tokens is the same size to the byte."""
+    policy = kvjax.TreeKV(budget=16, sinks=2)
+    sizes = []
+    for new_tokens in (1000, 32_000):
+        specs, args, state = start(policy, tiny, new_tokens)
+        memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
+        sizes.append((memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes))
+    assert sizes[0] == sizes[1]
+
+
+# 6. State is a value: save, restore, fork, continue.
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_state_round_trips(policy, tiny, tmp_path):
+    specs, args, state = start(policy, tiny)
+
+    def proceed(state):
+        return decoding.decode(policy, specs, tiny, state, jnp.int32(6), *args)
+
+    leaves, tree = jax.tree.flatten(state)
+    np.savez(tmp_path / "state.npz", *map(np.asarray, leaves))
+    fork = jax.tree.map(jnp.copy, state)
+    state, tokens, logprobs = proceed(state)
+    with np.load(tmp_path / "state.npz") as saved:
+        restored = jax.tree.unflatten(tree, [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))])
+    for other in (fork, restored):
+        _, other_tokens, other_logprobs = proceed(other)
+        np.testing.assert_array_equal(tokens, other_tokens)
+        np.testing.assert_array_equal(logprobs, other_logprobs)
+
+
+def start(policy: Policy, params, new_tokens: int = 20):
+    """The state after reading the prompts, and what the decode program wants besides it."""
+    lengths = np.asarray([len(p) for p in PROMPTS], np.int32)
+    specs = layer_specs(params.config, 3, int(lengths.max()), new_tokens, params.dtype)
+    tokens = np.zeros((3, specs[0].prompt_len), np.int32)
+    for row, prompt in zip(tokens, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    args = kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32)
+    seed = jnp.zeros(3, jnp.uint32)
+    state, _ = decoding.prefill(policy, specs, params, jnp.asarray(tokens), jnp.asarray(lengths), seed, *args)
+    return specs, args, state
