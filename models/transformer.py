@@ -30,18 +30,36 @@ class CachePolicy(Protocol):
     def attend(self, spec: Any, state: Any, q: Array, pos: Array, carry: Any) -> tuple[Array, Any, Any]: ...
 
 
+HEAD_BLOCK = 256
+"""Positions that go through the vocabulary head at a time when a whole text is scored."""
+
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
 
 
 def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Logits of every position, float32, attending to all tokens before it. Rows may be padded on the right."""
-    config = params.config
-    rope = config.rope.resolve(tokens.shape[1])
-    x = _embed(params, tokens)
-    for layer, window in zip(params.layers, config.windows, strict=True):
-        x = _block(config, layer, x, lambda q, k, v, window=window: _causal(rope, config, window, q, k, v))
-    return _logits(params, x)
+    return _logits(params, _hidden(params, tokens))
+
+
+def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+    """Log-probability of each token given those before it, from the second on.
+
+    The same forward pass, but only `HEAD_BLOCK` positions at a time go through the vocabulary head: no [B, T, V] array.
+    """
+    x = _hidden(params, tokens)[:, :-1]
+    batch, length, width = x.shape
+    pad = -length % HEAD_BLOCK
+    blocks = jnp.pad(x, [(0, 0), (0, pad), (0, 0)]).reshape(batch, -1, HEAD_BLOCK, width)
+    targets = jnp.pad(tokens[:, 1:], [(0, 0), (0, pad)]).reshape(batch, -1, HEAD_BLOCK)
+
+    def score(block: tuple[Array, Array]) -> Array:
+        logits = _logits(params, block[0])
+        chosen = jnp.take_along_axis(logits, block[1][..., None], axis=-1)[..., 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    scores = jax.lax.map(score, (jnp.moveaxis(blocks, 1, 0), jnp.moveaxis(targets, 1, 0)))
+    return jnp.moveaxis(scores, 0, 1).reshape(batch, -1)[:, :length]
 
 
 def prefill(
@@ -94,6 +112,16 @@ def decode_step(
 
         x = _block(params.config, layer, x, attend)
     return _logits(params, x), tuple(updated)
+
+
+def _hidden(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The residual stream after the last layer, each position attending to all before it."""
+    config = params.config
+    rope = config.rope.resolve(tokens.shape[1])
+    x = _embed(params, tokens)
+    for layer, window in zip(params.layers, config.windows, strict=True):
+        x = _block(config, layer, x, lambda q, k, v, window=window: _causal(rope, config, window, q, k, v))
+    return x
 
 
 def _embed(params: Params, tokens: Array) -> Array:

@@ -1,0 +1,142 @@
+"""Perplexity of a text: in windows with the full cache, or streamed token by token through any policy's cache."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import decoding
+from kvjax.cache import layer_specs
+from kvjax.models import Params, transformer
+from kvjax.policies import Policy, get_policy
+from kvjax.program import Program
+
+CHUNK = 512
+"""Tokens that are streamed in one call of the compiled loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """Log-probabilities of a text's tokens, in order, and what follows from them.
+
+    Attributes:
+        logprobs: natural logarithms, one for every predicted token.
+        cache_bytes: bytes of the cache that it was predicted from; 0 where no cache was used.
+    """
+
+    logprobs: np.ndarray
+    cache_bytes: int = 0
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood a token, in nats."""
+        return -float(np.mean(self.logprobs, dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return math.exp(self.nll)
+
+    def part(self, start: int, stop: int | None = None) -> "Perplexity":
+        """The same of some of the predicted tokens."""
+        return Perplexity(self.logprobs[start:stop], self.cache_bytes)
+
+
+def windowed(
+    params: Params, tokens: Sequence[int], window: int, windows: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Perplexity:
+    """Full-cache perplexity over windows that do not overlap, from the start of the text.
+
+    Each window of `window` tokens stands alone: its first token is not predicted, the other `window - 1` are. A last, shorter
+    window is left out.
+
+    Args:
+        windows: how many to take; by default all.
+        progress: called with windows done and in all.
+
+    Raises:
+        ValueError: the text has fewer tokens than are asked for.
+    """
+    available = len(tokens) // window
+    count = available if windows is None else windows
+    if count < 1 or count > available:
+        raise ValueError(f"{count} windows of {window} tokens asked of a text of {len(tokens)}, which has {available}")
+    rows = np.asarray(tokens[: count * window], np.int32).reshape(count, 1, window)
+    scores = []
+    for i, row in enumerate(rows):
+        scores.append(np.asarray(_score(params, jnp.asarray(row)))[0])
+        if progress is not None:
+            progress(i + 1, count)
+    return Perplexity(np.concatenate(scores))
+
+
+def streaming(
+    params: Params,
+    tokens: Sequence[int],
+    policy: str | Policy,
+    budget: int | float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Perplexity of one text of any length, read token by token into a cache that starts empty.
+
+    Every token is predicted from what the cache then holds, as in generation: memory is constant whatever the length (TreeKV,
+    section 5.2, Table 1).
+
+    Args:
+        progress: called with tokens read and in all.
+
+    Raises:
+        ValueError: the text has fewer than two tokens.
+        PolicyError: the policy is unknown or cannot work with this budget.
+    """
+    if len(tokens) < 2:
+        raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
+    policy = get_policy(policy, budget=budget)
+    policy.check(len(tokens))
+    specs = layer_specs(params.config, 1, 0, len(tokens), params.dtype)
+    caches = tuple(policy.init(spec) for spec in specs)
+    caches = jax.tree.map(jnp.copy, caches)  # leaves may share a buffer when made, and the loop is given each to reuse
+    total, scores = len(tokens) - 1, []
+    for start in range(0, total, CHUNK):
+        stop = min(start + CHUNK, total)
+        inputs, targets = np.zeros((2, 1, CHUNK), np.int32)
+        inputs[0, : stop - start], targets[0, : stop - start] = tokens[start:stop], tokens[start + 1 : stop + 1]
+        caches, logprobs = _stream(
+            policy, specs, params, caches, jnp.asarray(inputs), jnp.asarray(targets), jnp.int32(start), jnp.int32(stop - start)
+        )
+        scores.append(np.asarray(logprobs)[0, : stop - start])
+        if progress is not None:
+            progress(stop, total)
+    return Perplexity(np.concatenate(scores), sum(leaf.nbytes for leaf in jax.tree.leaves(caches)))
+
+
+def _stream_chunk(
+    policy: Policy,
+    specs: decoding.Specs,
+    params: Params,
+    caches: tuple[Any, ...],
+    inputs: Int[Array, "B M"],
+    targets: Int[Array, "B M"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+) -> tuple[tuple[Any, ...], Float[Array, "B M"]]:
+    """Read `count` tokens, the first of them at position `start`; the log-probabilities of what follows each."""
+    rows = inputs.shape[0]
+
+    def read(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        caches, scores = carry
+        pos = jnp.full((rows,), start + i, jnp.int32)
+        logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], pos, start + i)
+        chosen = jnp.take_along_axis(logits, targets[:, i][:, None], axis=-1)[:, 0]
+        return caches, scores.at[:, i].set(chosen - jax.nn.logsumexp(logits, axis=-1))
+
+    return jax.lax.fori_loop(0, count, read, (caches, jnp.zeros(inputs.shape, jnp.float32)))
+
+
+_stream = Program(_stream_chunk, static=2, donate=(3,))
+_score = Program(transformer.token_logprobs, static=0)
