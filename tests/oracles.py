@@ -5,11 +5,14 @@ Importing this module is free; transformers and torch are imported when a model 
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from kvjax.conversion import from_hf, from_state_dict
+from kvjax.conversion import from_hf, from_state_dict, to_hf
+from kvjax.conversion.layout import hf_layout
 from kvjax.models import Params
+from kvjax.models.params import name_of
 
 _SIZES = {
     "vocab_size": 101,
@@ -137,3 +140,20 @@ def converted(model: Any) -> Params:
     if config.tied:
         tensors.pop("lm_head.weight", None)
     return from_state_dict(config, tensors)
+
+
+def transformers_twin(params: Params) -> Any:
+    """A transformers model with the weights of `params`, in float32."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    leaves = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    state = {
+        name: torch.from_numpy(np.concatenate([np.asarray(leaves[part], np.float32) for part in parts]))
+        for name, parts in hf_layout(params.config).items()
+    }
+    if params.config.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    fields = to_hf(params.config)
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(state, assign=True)
+    return model.eval()

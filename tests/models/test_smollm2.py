@@ -1,0 +1,73 @@
+"""The default model, with its real weights, against transformers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from kvjax.generation import generate
+from kvjax.models import Params
+from kvjax.models.transformer import forward
+
+pytestmark = pytest.mark.oracle
+
+PROMPTS = (
+    "The capital of France is",
+    "Call me Ishmael. Some years ago—never mind how long precisely—having little or no money in my purse, and nothing "
+    "particular to interest me on shore, I thought I would sail about a little and see the watery part of the world.",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+
+
+@pytest.fixture(scope="module")
+def twin(smollm2: Params) -> Any:
+    """The same weights in transformers, which goes on past end tokens."""
+    model = oracles.transformers_twin(smollm2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_logits_equal_transformers(smollm2: Params, twin: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rows = [smollm2.tokenizer.encode(text) for text in PROMPTS]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    got = np.asarray(jax.jit(forward)(smollm2, tokens))
+    for logits, ids in zip(got, rows, strict=True):
+        with torch.no_grad():
+            want = twin(torch.tensor([ids])).logits[0].numpy()
+        # 1e-4 is meant for logits of order 1; this model's are of order 6.
+        assert np.abs(logits[: len(ids)] - want).max() <= 1e-4 * want.std()
+
+
+def test_greedy_decoding_equals_transformers(smollm2: Params, twin: Any) -> None:
+    torch = pytest.importorskip("torch")
+    results = generate(smollm2, list(PROMPTS), policy="full", max_new_tokens=64, ignore_eos=True)
+    for text, result in zip(PROMPTS, results, strict=True):
+        ids = torch.tensor([smollm2.tokenizer.encode(text)])
+        want = twin.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
+        assert result.tokens == want[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.slow
+def test_wikitext_perplexity_equals_transformers(smollm2: Params, twin: Any, shared: Path) -> None:
+    """WikiText-2 raw test from its start: 8 windows of 2048 tokens side by side, each by itself."""
+    torch = pytest.importorskip("torch")
+    ids = smollm2.tokenizer.encode((shared / "data/text/wikitext-2/test.txt").read_text())
+    windows = np.asarray(ids[: 8 * 2048], np.int32).reshape(8, 2048)
+
+    @jax.jit
+    def loss(params: Params, window: jax.Array) -> jax.Array:
+        logprobs = jax.nn.log_softmax(forward(params, window[None])[0, :-1])
+        return -jnp.take_along_axis(logprobs, window[1:, None], axis=-1).mean()
+
+    ours = math.exp(np.mean([loss(smollm2, window) for window in windows]))
+    with torch.no_grad():
+        theirs = [twin(x, labels=x).loss.item() for x in torch.from_numpy(windows).long()[:, None]]
+    assert ours == pytest.approx(math.exp(np.mean(theirs)), rel=1e-4)
