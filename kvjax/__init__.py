@@ -2,18 +2,51 @@
 
     params = kvjax.load()
     print(kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text)
+
+Names are imported when they are first used, so that the command line can answer without waiting for JAX.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__ as __version__
-from .conversion import load as load
-from .generation import Generation as Generation
-from .generation import Stats as Stats
-from .generation import generate as generate
-from .generation import stream as stream
-from .policies import Policy as Policy
-from .policies import PolicyError as PolicyError
-from .policies import StreamingLLM as StreamingLLM
-from .policies import TreeKV as TreeKV
-from .policies import Full as Full
-from .policies import get_policy as get_policy
-from .policies import register as register
+
+if TYPE_CHECKING:
+    from . import conversion as conversion
+    from . import models as models
+    from . import policies as policies
+    from . import sampling as sampling
+    from .conversion import load as load
+    from .generation import Generation as Generation
+    from .generation import Stats as Stats
+    from .generation import generate as generate
+    from .generation import stream as stream
+    from .policies import Full as Full
+    from .policies import Policy as Policy
+    from .policies import PolicyError as PolicyError
+    from .policies import StreamingLLM as StreamingLLM
+    from .policies import TreeKV as TreeKV
+    from .policies import get_policy as get_policy
+    from .policies import register as register
+
+_NAMES = {
+    "conversion": ("load",),
+    "generation": ("Generation", "Stats", "generate", "stream"),
+    "policies": ("Full", "Policy", "PolicyError", "StreamingLLM", "TreeKV", "get_policy", "register"),
+}
+_MODULES = ("conversion", "models", "policies", "sampling")
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

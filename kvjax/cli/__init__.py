@@ -1,0 +1,52 @@
+"""The command line: one command a file.
+
+Nothing here imports JAX until a command that needs it runs, so that help and mistakes in the arguments show at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvjax._version import __version__
+
+from .command import Command
+from .convert import convert
+from .draw import draw
+from .generate import generate
+from .inspect import inspect
+from .policies import policies
+
+app = typer.Typer(
+    name="kvjax",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    # Boxes and colours for people; plain paragraphs for pipes.
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for function in (generate, convert, policies, inspect, draw):
+    app.command(cls=Command)(function)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvjax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="KVJAX_DEBUG", help="Show Python's traceback where a command fails.")
+    ] = False,
+) -> None:
+    """Language models with their KV cache kept within a budget."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `kvjax` script."""
+    app()

@@ -1,0 +1,33 @@
+"""`kvjax convert`: from one checkpoint format to another."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .console import errors
+from .options import DTypeOption
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Hugging Face directory or hub id, GGUF file, or Orbax checkpoint.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    format: Annotated[
+        Literal["orbax", "safetensors"],
+        typer.Option(help="orbax loads fastest; safetensors also loads into transformers."),
+    ] = "orbax",
+    dtype: DTypeOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists.")] = False,
+) -> None:
+    """Write a model as Orbax or safetensors.
+
+    DST appears only when it is complete.
+    """
+    from kvjax.conversion import convert as write
+
+    write(source, destination, format=format, dtype=dtype, overwrite=overwrite)
+    console = errors()
+    if console.is_terminal:
+        console.print(f"wrote {destination}", soft_wrap=True)

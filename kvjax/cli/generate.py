@@ -1,0 +1,160 @@
+"""`kvjax generate`: continue a text."""
+
+import dataclasses
+import itertools
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from . import console
+from .hyperparameters import read_policy
+from .options import (
+    BudgetOption,
+    CompilationCacheOption,
+    DTypeOption,
+    JsonOption,
+    ModelOption,
+    PolicyOption,
+    PromptArgument,
+    PromptFileOption,
+    SetOption,
+    read_model,
+    read_prompt,
+)
+
+if TYPE_CHECKING:
+    from kvjax.generation import Generation
+    from kvjax.models import Params
+    from kvjax.policies import Policy
+
+
+def generate(
+    prompt: PromptArgument = None,
+    prompt_file: PromptFileOption = None,
+    model: ModelOption = None,
+    policy: PolicyOption = "full",
+    budget: BudgetOption = None,
+    settings: SetOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.", show_default=False)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this much probability.", show_default=False)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from tokens at least this likely, relative to the likeliest.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this string; repeatable.", show_default=False)
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a message, in the model's template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message before it; implies --chat.", show_default=False)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    dtype: DTypeOption = None,
+    compilation_cache: CompilationCacheOption = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the summary line even if nobody watches.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text.
+
+    The KV cache is kept by a policy, within a budget. Text goes to standard output as it comes.
+    """
+    chosen = read_policy(policy, budget, settings)  # before the model is loaded: mistakes show at once
+    text = read_prompt(prompt, prompt_file)
+    params = read_model(model, dtype, compilation_cache)
+    request: Any = text
+    if chat or system is not None:
+        request = [{"role": "user", "content": text}]
+        if system is not None:
+            request.insert(0, {"role": "system", "content": system})
+    options: dict[str, Any] = {
+        "policy": chosen,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or (),
+        "ignore_eos": ignore_eos,
+    }
+    if as_json:
+        _print_result(params, model, chosen, request, options)
+    else:
+        _print_text(params, text, request, options, verbose)
+
+
+def _print_result(
+    params: "Params", source: str | None, policy: "Policy", request: Any, options: dict[str, Any]
+) -> None:
+    import kvjax
+
+    with console.waiting("Generating"):
+        result: Generation = kvjax.generate(params, request, **options)
+    stats = result.stats
+    console.print_json(
+        {
+            "text": result.text,
+            "tokens": result.tokens,
+            "logprobs": result.logprobs,
+            "stop_reason": result.stop_reason,
+            "model": {"source": source, "family": params.config.family, "dtype": params.dtype.name},
+            "policy": {"name": policy.name, **dataclasses.asdict(policy)},
+            "stats": dataclasses.asdict(stats)
+            | {
+                "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+                "decode_tokens_per_second": stats.decode_tokens_per_second,
+            },
+        }
+    )
+
+
+def _print_text(params: "Params", text: str, request: Any, options: dict[str, Any], verbose: bool) -> None:
+    import kvjax
+
+    pieces = _Pieces(kvjax.stream(params, request, **options))
+    written = iter(pieces)
+    # Both programs are compiled by the time of the second piece; a spinner must not draw into a line of text.
+    with console.waiting("Compiling"):
+        opening = list(itertools.islice(written, 2))
+    if console.on_terminal():
+        console.output().print(
+            Text(console.shown(text), "dim"), end="" if isinstance(request, str) else "\n\n", soft_wrap=True
+        )
+    for piece in itertools.chain(opening, written):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    errors = console.errors()
+    if verbose or errors.is_terminal:
+        errors.print(Text(_summary(pieces.result), "dim"), soft_wrap=True)
+
+
+class _Pieces:
+    """The text of `kvjax.stream` piece by piece, and after the last one its `result`."""
+
+    def __init__(self, source: "Generator[str, None, Generation] | Iterator[str]") -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[str]:
+        self.result: Generation = yield from self._source  # type: ignore[misc]
+
+
+def _summary(result: "Generation") -> str:
+    stats = result.stats
+    parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens"]
+    if stats.decode_seconds > 0:
+        parts.append(f"{stats.decode_tokens_per_second:.1f} tokens/s")
+    parts.append(f"cache {console.size(stats.cache_bytes)}, full {console.size(stats.full_cache_bytes)}")
+    if stats.compile_seconds > 0:
+        parts.append(f"compiled in {stats.compile_seconds:.1f} s")
+    return " · ".join([*parts, f"ended by {result.stop_reason}"])

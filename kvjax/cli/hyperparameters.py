@@ -1,0 +1,90 @@
+"""From `--policy`, `--budget` and `--set name=value` to a policy."""
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import typer
+
+if TYPE_CHECKING:
+    from kvjax.policies import Policy
+
+
+def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = None) -> "Policy":
+    """The policy that `--policy`, `--budget` and `--set` ask for.
+
+    Raises:
+        PolicyError: it does not exist, or does not take these values.
+    """
+    from kvjax.policies import PolicyError, get_policy, policies
+
+    given: dict[str, str] = {} if budget is None else {"budget": budget}
+    for setting in settings or ():
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{setting!r}: write NAME=VALUE", param_hint="--set")
+        given[key.strip().replace("-", "_")] = value.strip()
+    cls = policies().get(name)
+    hints = typing.get_type_hints(cls) if cls else {}
+    fields = {field.name for field in dataclasses.fields(cls)} if cls else set()
+    values: dict[str, Any] = dict(given)  # unknown names go through as they are: get_policy knows what to say of them
+    for key in given.keys() & fields:
+        try:
+            values[key] = parse_value(given[key], hints[key])
+        except ValueError as error:
+            raise PolicyError(f"{name}: {key}={given[key]!r}; {error}") from None
+    unset = [key for key, value in values.items() if value is None]  # which get_policy would take for "not given"
+    policy = get_policy(name, **values)
+    return dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
+
+
+def parse_value(text: str, hint: Any) -> Any:
+    """A hyperparameter written on the command line, as the type its field is declared with.
+
+    Args:
+        text: what was written; ``none`` is None where the field allows it.
+        hint: int, float, bool, str, None, a `Literal`, a tuple of these, or a union.
+
+    Raises:
+        ValueError: `text` is none of what the field allows, which the message lists.
+    """
+    for kind in _alternatives(hint):
+        try:
+            return _parse(text, kind)
+        except ValueError:
+            continue
+    raise ValueError(f"give {' or '.join(_name(kind) for kind in _alternatives(hint))}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    union = get_origin(hint) in (typing.Union, types.UnionType)
+    return get_args(hint) if union else (hint,)
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if kind is type(None) and text.lower() == "none":
+        return None
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind in (int, float, str):
+        return kind(text)
+    if get_origin(kind) is Literal:
+        return {str(value): value for value in get_args(kind)}[text] if text in map(str, get_args(kind)) else _refuse()
+    if get_origin(kind) is tuple:
+        value = ast.literal_eval(text if text.startswith("(") else f"({text},)")
+        return value if isinstance(value, tuple) else _refuse()
+    return _refuse()
+
+
+def _refuse() -> typing.NoReturn:
+    raise ValueError
+
+
+def _name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(str(value) for value in get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return names.get(kind, "a value from Python: the command line cannot write this one")

@@ -1,0 +1,137 @@
+"""`kvjax inspect`: what a model is, and what its cache costs."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import console
+from .options import DType, JsonOption
+
+if TYPE_CHECKING:
+    from kvjax.conversion import Description
+
+
+def inspect(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SRC",
+            help="Hugging Face directory or hub id, GGUF file, or Orbax checkpoint. [default: SmolLM2-135M-Instruct]",
+            show_default=False,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory to fit weights and cache in, such as 8GB.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(
+            help="Type of weights and cache. [default: the checkpoint's own, bfloat16 if quantised]", show_default=False
+        ),
+    ] = None,
+    prompt_len: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of prompt. [default: the trained window]", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Tokens to write.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Describe a model, and what its cache costs.
+
+    Shown are architecture, parameters, and the memory that each policy needs for one sequence. Only headers are read.
+    What fits in `--memory` is weights and the cache of one sequence; the activations of a prompt come
+    on top.
+    """
+    from kvjax.conversion import describe
+    from kvjax.memory import parse_bytes
+
+    available = None if memory is None else parse_bytes(memory)
+    report = _report(describe(source), dtype, prompt_len, max_new_tokens, available)
+    if as_json:
+        console.print_json(report)
+    else:
+        _print(report)
+
+
+def _report(
+    model: "Description", dtype: str | None, prompt_len: int | None, max_new_tokens: int, memory: int | None
+) -> dict[str, Any]:
+    import jax.numpy as jnp
+
+    from kvjax.memory import largest_cache
+    from kvjax.policies import policies
+
+    config = model.config
+    dtype = dtype or model.own_dtype
+    itemsize = jnp.dtype(dtype).itemsize
+    weights = model.parameters * itemsize
+    prompt_len = max(config.max_position - max_new_tokens, 0) if prompt_len is None else prompt_len
+    per_token = config.cache_bytes_per_token(itemsize)
+    caches = []
+    for cls in policies().values():
+        policy = cls()
+        entry: dict[str, Any] = {"policy": cls.name, **dataclasses.asdict(policy)}
+        entry["cache_bytes"] = policy.nbytes(config, 1, prompt_len, max_new_tokens, dtype)
+        if memory is not None:
+            entry["fits"] = largest_cache(policy, config, max(memory - weights, 0), dtype)
+        caches.append(entry)
+    return {
+        "source": str(model.source),
+        "format": model.format,
+        "config": dataclasses.asdict(config),
+        "parameters": model.parameters,
+        "stored_bytes": model.nbytes,
+        "stored_types": dict(model.dtypes),
+        "tokenizer": model.tokenizer is not None,
+        "chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
+        "dtype": dtype,
+        "weight_bytes": weights,
+        "cache_bytes_per_token": per_token,
+        "full_cache_bytes_at_window": per_token * config.max_position,
+        "prompt_len": prompt_len,
+        "max_new_tokens": max_new_tokens,
+        "memory": memory,
+        "caches": caches,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    config, dtype = report["config"], report["dtype"]
+    windows = sorted({window for window in config["windows"] if window is not None})
+    sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
+    stored = ", ".join(f"{name} {console.size(count)}" for name, count in report["stored_types"].items())
+    tokenizer = "with" if report["tokenizer"] else "without"
+    chat = "with" if report["chat_template"] else "without"
+    facts = {
+        "Source": f"{report['source']} ({report['format']})",
+        "Architecture": f"{config['family']}: {config['num_layers']} layers of width {config['hidden_size']}, MLP "
+        f"{config['intermediate_size']}, vocabulary {config['vocab_size']}",
+        "Attention": f"{config['num_heads']} query heads on {config['num_kv_heads']} KV heads of {config['head_dim']}{sliding}",
+        "Trained window": f"{config['max_position']} tokens",
+        "Text": f"{tokenizer} tokenizer, {chat} chat template",
+        "Parameters": f"{report['parameters']:,}",
+        "Stored": f"{console.size(report['stored_bytes'])} ({stored})",
+        "Weights": f"{console.size(report['weight_bytes'])} as {dtype}",
+        "Full cache": f"{console.size(report['cache_bytes_per_token'])} a token as {dtype}, "
+        f"{console.size(report['full_cache_bytes_at_window'])} at the trained window",
+    }
+    console.print_table(["", ""], list(facts.items()), headers=False)
+    print()
+    columns = ["Policy", f"Cache at {report['prompt_len']} + {report['max_new_tokens']} tokens"]
+    rows = [[_named(entry), console.size(entry["cache_bytes"])] for entry in report["caches"]]
+    if report["memory"] is not None:
+        columns.append(f"Fits in {console.size(report['memory'])}")
+        for row, entry in zip(rows, report["caches"], strict=True):
+            row.append(_fits(entry))
+    console.print_table(columns, rows, right=columns[1:])
+
+
+def _named(entry: dict[str, Any]) -> str:
+    return f"{entry['policy']} (budget {entry['budget']})" if "budget" in entry else entry["policy"]
+
+
+def _fits(entry: dict[str, Any]) -> str:
+    if not entry["fits"]:
+        return "nothing"
+    return f"budget {entry['fits']}" if "budget" in entry else f"{entry['fits']} tokens in all"

@@ -1,0 +1,90 @@
+"""Options that several commands share, and what they mean."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from kvjax.models import Params
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input.", show_default=False),
+]
+PromptFileOption = Annotated[
+    Path | None, typer.Option("--prompt-file", "-f", help="Read the prompt from a file.", show_default=False)
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="SRC",
+        help="Hugging Face directory or hub id, GGUF file, or Orbax checkpoint. [default: SmolLM2-135M-Instruct]",
+        show_default=False,
+    ),
+]
+PolicyOption = Annotated[str, typer.Option("--policy", "-p", help="How the cache is kept; see `kvjax policies`.")]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="N|FRACTION",
+        help="Cache slots a head: tokens (256), or a fraction of prompt + new (0.2). [default: the policy's own]",
+        show_default=False,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Set a hyperparameter of the policy; repeatable.", show_default=False
+    ),
+]
+DTypeOption = Annotated[
+    DType | None,
+    typer.Option(
+        "--dtype", help="Type of the weights. [default: float32 on CPU, else the checkpoint's own]", show_default=False
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
+CompilationCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--compilation-cache/--no-compilation-cache",
+        envvar="KVJAX_COMPILATION_CACHE",
+        help="Keep compiled programs on disk, so that the next run starts sooner.",
+    ),
+]
+
+
+def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -> "Params":
+    """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
+    from kvjax.compilation_cache import keep_compiled_programs
+    from kvjax.conversion import load
+
+    if compilation_cache:
+        keep_compiled_programs()
+    return load(source, dtype=dtype)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt, less one newline at the end of a file or stream: editors and `echo` put it there, not the author."""
+    if file is not None:
+        if prompt is not None:
+            raise typer.BadParameter(
+                "give the prompt as an argument or as a file, not both", param_hint="--prompt-file"
+            )
+        try:
+            return file.read_text(encoding="utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a text to continue, --prompt-file, or standard input", param_hint="PROMPT")
+    return sys.stdin.read().removesuffix("\n")

@@ -1,0 +1,46 @@
+"""`kvjax policies`: what there is to choose from."""
+
+import dataclasses
+
+from .console import print_json, print_table
+from .options import JsonOption
+
+
+def policies(as_json: JsonOption = False) -> None:
+    """List the cache policies.
+
+    What each keeps, what becomes of the memory of the rest (freed, or only not read), whether tokens stay at their original
+    positions or take their place in the cache, and hyperparameters with their defaults.
+    """
+    from kvjax.policies import policies as registered
+
+    known = registered()
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": cls.name,
+                    "paper": cls.paper,
+                    "keeps": cls.keeps,
+                    "memory": cls.memory,
+                    "positions": cls.positions,
+                    "hyperparameters": {field.name: field.default for field in dataclasses.fields(cls)},
+                }
+                for cls in known.values()
+            ]
+        )
+        return
+    print_table(
+        ["Policy", "Paper", "Keeps", "Memory", "Positions", "Hyperparameters"],
+        [
+            [
+                cls.name,
+                cls.paper,
+                cls.keeps,
+                cls.memory,
+                cls.positions,
+                ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(cls)) or "none",
+            ]
+            for cls in known.values()
+        ],
+    )

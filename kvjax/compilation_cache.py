@@ -1,0 +1,24 @@
+"""Compiled programs on disk, beside the default model."""
+
+import contextlib
+
+import jax
+
+from kvjax.conversion.default_model import cache_directory
+
+_LIMIT = 2 * 2**30
+"""Bytes of compiled programs to keep; beyond it the least recently used go."""
+
+
+def keep_compiled_programs() -> None:
+    """Have JAX keep compiled programs on disk, so that the next process need not compile them again.
+
+    Does nothing if JAX has been given a place already (`JAX_COMPILATION_CACHE_DIR`), or if the folder cannot be made.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    folder = cache_directory() / "compiled"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", _LIMIT)

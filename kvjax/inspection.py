@@ -1,0 +1,70 @@
+"""What a policy keeps, read from the states of a real run."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from kvjax import decoding
+from kvjax.cache import bucket, layer_specs
+from kvjax.models import Params
+from kvjax.policies import Policy
+from kvjax.sampling import Greedy
+
+
+def retained_positions(
+    params: Params, prompt: str | Sequence[int], policy: Policy, max_new_tokens: int = 64
+) -> Float[np.ndarray, "S P"]:
+    """Which positions of a sequence the cache holds, step by step, in a greedy run past any end token.
+
+    Args:
+        prompt: text or token ids, T tokens.
+        policy: whose choice to look at.
+        max_new_tokens: M, tokens to draw; the last one drawn is not read, hence not in the cache.
+
+    Returns:
+        Share of all KV heads of all layers that hold position p after s new tokens have been read: S = M rows, the first of
+        them the compressed prompt, and P = T + M - 1 columns. A merged slot counts at its newest token's position.
+
+    Raises:
+        ValueError: the prompt is empty, or text for a model without tokenizer, or `max_new_tokens` is less than 1.
+        PolicyError: the policy cannot work with a sequence of this length.
+    """
+    ids = _ids(params, prompt)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
+    tokens = len(ids) + max_new_tokens
+    policy.check(tokens)
+    specs = layer_specs(params.config, 1, len(ids), max_new_tokens, params.dtype)
+    padded = np.zeros((1, bucket(len(ids))), np.int32)
+    padded[0, : len(ids)] = ids
+    sampler, ends = Greedy(), jnp.zeros((0,), jnp.int32)
+    lengths, seed = jnp.asarray([len(ids)], jnp.int32), jnp.zeros((1,), jnp.uint32)
+    state, _ = decoding.prefill(policy, specs, params, jnp.asarray(padded), lengths, seed, sampler, ends)
+    held = [_held(policy, state, tokens - 1)]
+    for _ in range(max_new_tokens - 1):
+        state, _, _ = decoding.decode(policy, specs, params, state, jnp.asarray(1, jnp.int32), sampler, ends)
+        held.append(_held(policy, state, tokens - 1))
+    return np.stack(held)
+
+
+def _ids(params: Params, prompt: str | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str):
+        if params.tokenizer is None:
+            raise ValueError("this model has no tokenizer; give token ids instead of text")
+        prompt = params.tokenizer.encode(prompt)
+    if not len(prompt):
+        raise ValueError("the prompt is empty; give at least one token")
+    return [int(token) for token in prompt]
+
+
+def _held(policy: Policy, state: decoding.Decoding, positions: int) -> Float[np.ndarray, " P"]:
+    counts, heads = np.zeros(positions), 0
+    for layer in state.caches:
+        slots = policy.slots(layer)
+        pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
+        counts += np.bincount(pos[live], minlength=positions)
+        heads += len(pos)
+    return counts / heads

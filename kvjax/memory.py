@@ -1,0 +1,55 @@
+"""How much memory a model and its cache take, and how large a cache fits: arithmetic on shapes, nothing is allocated."""
+
+import bisect
+import dataclasses
+import re
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.models import ModelConfig
+from kvjax.policies import Policy, PolicyError, get_policy
+
+_UNITS = {"": 1, **{f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}}
+_UNITS |= {"B": 1, **{f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}}
+
+
+def parse_bytes(text: str) -> int:
+    """A memory size in bytes: "8GB", "512 MiB", "1e9".
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if not match or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a memory size; write a number and a unit, such as 8GB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any = jnp.bfloat16) -> int:
+    """The most slots a head that the cache of one sequence can have within `memory` bytes; 0 if too few fit.
+
+    Of a policy with a `budget` this is the largest budget, whatever the length of the sequence; of one without, the
+    longest sequence. It is a multiple of 32, or of 128 above 2048, as capacities are.
+
+    Args:
+        policy: its budget, if it has one, is ignored.
+        dtype: type of keys and values.
+    """
+    has_budget = any(field.name == "budget" for field in dataclasses.fields(policy))
+
+    def nbytes(slots: int) -> int:
+        try:
+            sized = get_policy(policy, budget=slots) if has_budget else policy
+        except PolicyError:  # fewer slots than the policy can work with
+            return 0
+        return sized.nbytes(config, 1, 0, slots, dtype)
+
+    # A power of two times what fits if keys and values were all that a slot holds: near enough for a short search.
+    high = memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1
+    while nbytes(high) <= memory:
+        high *= 2
+    step = 128 if high > 2048 else 32
+    fitting = range(0, high, step)
+    slots = fitting[bisect.bisect_right(fitting, memory, lo=1, key=nbytes) - 1]
+    return slots if slots and nbytes(slots) else 0

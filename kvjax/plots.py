@@ -1,0 +1,83 @@
+"""Pictures of what policies keep. Needs matplotlib: the `plot` extra."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.inspection import retained_positions
+from kvjax.models import Params
+from kvjax.policies import Policy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLOURS = "viridis_r"
+"""Even steps of lightness, readable with any colour vision and in grey."""
+
+
+def kept_tokens(
+    params: Params,
+    prompt: str | Sequence[int],
+    policies: Mapping[str, Policy] | Sequence[Policy],
+    max_new_tokens: int = 64,
+) -> "Figure":
+    """Run each policy on a prompt and draw which positions its cache holds at every step.
+
+    Args:
+        prompt: text or token ids.
+        policies: one panel each, titled by its key or, in a sequence, by its name and budget.
+        max_new_tokens: tokens to draw, greedily.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no policy to draw, or as `kvjax.inspection.retained_positions`.
+    """
+    _matplotlib()
+    named = policies if isinstance(policies, Mapping) else {_title(policy): policy for policy in policies}
+    return draw({name: retained_positions(params, prompt, policy, max_new_tokens) for name, policy in named.items()})
+
+
+def draw(held: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
+    """One panel for each array of `retained_positions`, drawn to the same scale.
+
+    Args:
+        held: panels by title.
+    """
+    figures, colormaps = _matplotlib()
+    if not held:
+        raise ValueError("no policy to draw; give at least one")
+    figure = figures.Figure(figsize=(2.2 + 3.1 * len(held), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(held), sharex=True, sharey=True, squeeze=False)[0]
+    colours = colormaps[_COLOURS].copy()
+    colours.set_under("white")
+    colours.set_bad("0.9")
+    image = None
+    for panel, (title, shares) in zip(panels, held.items(), strict=True):
+        steps, positions = shares.shape
+        prompt = positions - steps + 1
+        unwritten = np.arange(positions) >= prompt + np.arange(steps)[:, None]
+        # Cells are centred on whole numbers; what no head holds lies below vmin, and is white.
+        image = panel.imshow(
+            np.where(unwritten, np.nan, shares), aspect="auto", interpolation="nearest", cmap=colours, vmin=1e-9, vmax=1
+        )
+        panel.axvline(prompt - 0.5, color="0.3", linewidth=0.8, linestyle=":")
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("position in the text (tokens)")
+    panels[0].set_ylabel("tokens written since the prompt")
+    figure.colorbar(image, ax=panels, label="share of heads that hold the token", fraction=0.05, pad=0.02)
+    return figure
+
+
+def _title(policy: Policy) -> str:
+    budget: Any = getattr(policy, "budget", None)
+    return policy.name if budget is None else f"{policy.name}, budget {budget}"
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib import colormaps, figure
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install 'kvjax[plot]'") from None
+    return figure, colormaps
