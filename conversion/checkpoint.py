@@ -29,6 +29,9 @@ FLOATS: Mapping[str, Any] = {
 }
 """Floating-point types that parameters may have."""
 
+_ALIGNMENT = 64
+"""Bytes; XLA's alignment of buffers on CPU."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
@@ -39,14 +42,14 @@ class StoredTensor:
         dtype: name of the stored type: one of `FLOATS`, or a quantisation such as "Q4_1".
         nbytes: bytes in the file.
         file: where it is.
-        read: `read(start, stop, dtype)` gives rows start to stop as a host array of that type, memory-mapped if possible.
+        read: `read(start, out)` fills a host array with as many rows as it has, from row `start`, converting to its type.
     """
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     file: Path
-    read: Callable[[int, int, np.dtype], np.ndarray]
+    read: Callable[[int, np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +104,11 @@ class Checkpoint:
         return places
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """One parameter as a host array (a view of the memory map where no conversion is needed)."""
+        """One parameter as a new host array, the caller's own."""
         tensor, start, stop = self._places[parameter]
-        return self.tensors[tensor].read(start, stop, dtype)
+        out = _aligned((stop - start, *self.tensors[tensor].shape[1:]), dtype)
+        self.tensors[tensor].read(start, out)
+        return out
 
     def read_all(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
         """Every parameter with its name, one at a time."""
@@ -165,11 +170,19 @@ def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: b
     arrays: dict[str, jax.Array] = {}
     with Meter(f"Loading {checkpoint.source.name}", checkpoint.size(wanted), progress) as meter:
         for name, array in checkpoint.read_all(wanted):
-            # A copy always: a memory map must not outlive this loop. Waiting keeps one tensor in flight.
-            arrays[name] = jax.device_put(array, device, may_alias=False).block_until_ready()
+            # Waiting keeps one tensor in flight.
+            arrays[name] = jax.device_put(array, device).block_until_ready()
             meter.advance(array.nbytes)
             del array
     return unflatten(checkpoint.config, arrays, tokenizer)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that JAX on CPU takes over as it stands instead of copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def unflatten(config: ModelConfig, arrays: Mapping[str, Any], tokenizer: Any = None) -> Params:

@@ -37,8 +37,8 @@ _PLAIN = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_BLOCK = 1 << 22
-"""Elements dequantised at a time: their float32 temporaries stay in tens of megabytes."""
+_BLOCK = 1 << 20
+"""Elements dequantised at a time: their float32 temporaries stay within a few megabytes."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -240,21 +240,17 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, orders: Mapping[str, np.ndarr
     order, offset, nbytes = orders.get(tensor.name), int(tensor.data_offset), int(tensor.n_bytes)
     row = nbytes // shape[0]
 
-    def read(start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    def decode(rows: np.ndarray) -> np.ndarray:
+        return rows.view(_PLAIN[kind.name]) if kind.name in _PLAIN else gguf.quants.dequantize(rows, kind)
+
+    def read(start: int, out: np.ndarray) -> None:
+        # A map for this tensor alone: its pages leave memory with it.
         stored = np.memmap(path, np.uint8, mode="r", offset=offset, shape=(shape[0], row))
-
-        def rows(begin: int, end: int) -> np.ndarray:
-            return np.asarray(stored[begin:end]) if order is None else stored[order[begin:end]]
-
-        out_shape = (stop - start, *shape[1:])
-        if kind.name in _PLAIN:
-            return rows(start, stop).view(_PLAIN[kind.name]).reshape(out_shape).astype(dtype, copy=False)
-        out = np.empty(out_shape, dtype)
         step = max(1, _BLOCK // math.prod(shape[1:]))
-        for begin in range(start, stop, step):
-            end = min(begin + step, stop)
-            out[begin - start : end - start] = gguf.quants.dequantize(rows(begin, end), kind)
-        return out
+        for begin in range(0, len(out), step):
+            end = min(begin + step, len(out))
+            rows = slice(start + begin, start + end) if order is None else order[start + begin : start + end]
+            out[begin:end] = decode(np.asarray(stored[rows])).reshape(end - begin, *shape[1:])
 
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     return StoredTensor(shape, names.get(kind.name, kind.name), nbytes, path, read)

@@ -148,12 +148,11 @@ def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
     float_name = _FLOAT_OF.get(dtype, dtype)
     stored = FLOATS.get(float_name)
 
-    def read(start: int, stop: int, wanted: np.dtype) -> np.ndarray:
+    def read(start: int, out: np.ndarray) -> None:
         if stored is None:
             raise CheckpointError(f"{file}: tensor {name} is {dtype}; supported are {', '.join(_FLOAT_OF)}")
+        # A map for these rows alone: its pages leave memory with it.
         row = math.prod(shape[1:]) * stored.itemsize
-        # A map for this tensor alone: its pages leave memory with it.
-        rows = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=(stop - start, *shape[1:]))
-        return np.asarray(rows).astype(wanted, copy=False)
+        out[...] = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=out.shape)
 
     return StoredTensor(shape, float_name, end - begin, file, read)

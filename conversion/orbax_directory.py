@@ -70,7 +70,7 @@ def write_orbax(
     Args:
         path: the directory.
         config: the model.
-        parameters: host arrays by parameter name; memory maps are read only as they are written.
+        parameters: host arrays by parameter name.
         dtype: name of their type.
         tokenizer: written beside them.
     """
@@ -83,15 +83,15 @@ def write_orbax(
 
 
 def _stored(directory: Path, name: str, metadata: Any) -> StoredTensor:
-    def read(start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    def read(start: int, out: np.ndarray) -> None:
         request = ocp.args.PyTreeRestore(
             item={name: metadata},
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)},
             partial_restore=True,
         )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-                return orbax.restore(directory.absolute(), args=request)[name][start:stop]
+                out[...] = orbax.restore(directory.absolute(), args=request)[name][start : start + len(out)]
         except Exception as error:  # Orbax and the stores under it share no base class
             raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({error})") from error
 

@@ -44,7 +44,7 @@ def from_state_dict(
 
 
 def _held(array: np.ndarray) -> StoredTensor:
-    def read(start: int, stop: int, dtype: np.dtype) -> np.ndarray:
-        return array[start:stop].astype(dtype, copy=False)
+    def read(start: int, out: np.ndarray) -> None:
+        out[...] = array[start : start + len(out)]
 
     return StoredTensor(array.shape, array.dtype.name, array.nbytes, Path("state dict"), read)

@@ -1,0 +1,172 @@
+"""`config.json` to `ModelConfig` and back."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from checkpoints import HF_CONFIG
+
+from kvjax.conversion import CheckpointError, from_hf, to_hf
+from kvjax.conversion.config_json import config_from_json, config_to_json
+from kvjax.models.rope import Linear, Llama3, LongRope, Yarn
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
+GLM = {"model_type": "glm", "head_dim": 8, "eos_token_id": [1, 2]}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+    "llama-3.1": {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 8.0}},
+    "tied": {"tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 16, "head_dim": 10},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0},
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "qwen2-windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "attention_bias": True},
+    "phi3": {"model_type": "phi3", "sliding_window": 20, "rope_scaling": None},
+    "phi3-long": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 32,
+        "rope_scaling": LONG | {"type": "longrope"},
+    },
+    "phi4-mini": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0]},
+    },
+    "glm": GLM,
+    "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_round_trips(name: str) -> None:
+    config = from_hf(HF_CONFIG | VARIANTS[name])
+    assert from_hf(to_hf(config)) == config
+    assert config_from_json(config_to_json(config), "kvjax.json") == config
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", VARIANTS)
+def test_transformers_reads_what_is_written(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = from_hf(HF_CONFIG | VARIANTS[name])
+    fields = to_hf(config)
+    theirs = transformers.AutoConfig.for_model(**fields)
+    assert from_hf(theirs.to_dict()) == config
+
+
+@pytest.mark.parametrize("name", [name for name, fields in VARIANTS.items() if "rope_scaling" in fields])
+def test_both_spellings_of_rope_agree(name: str) -> None:
+    old = HF_CONFIG | VARIANTS[name]
+    scaling = dict(old["rope_scaling"] or {"type": "default"})
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": scaling.pop("type", None) or "llama3"} | scaling
+    assert from_hf(new) == from_hf(old)
+
+
+def test_fields_land_where_they_belong() -> None:
+    config = from_hf(HF_CONFIG | {"rope_theta": 5e5, "eos_token_id": [1, 7]}, {"eos_token_id": 9})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 8)
+    assert (config.rope.theta, config.rope.dim, config.rope.interleaved) == (5e5, 8, False)
+    assert config.norm_eps == 1e-5
+    assert config.bos == 0
+    assert config.eos == (9,), "generation_config.json has the last word"
+    assert from_hf(HF_CONFIG | {"eos_token_id": [1, 7]}, {"max_new_tokens": 5}).eos == (1, 7)
+    assert from_hf(HF_CONFIG | {"eos_token_id": None}).eos == ()
+
+
+def test_families_differ_as_they_should() -> None:
+    def config(name: str) -> Any:
+        return from_hf(HF_CONFIG | VARIANTS[name])
+
+    assert config("mistral").windows == (16, 16)
+    assert config("mistral-full").windows == (None, None)
+    assert config("qwen2").windows == (None, None)
+    assert config("qwen2-windows").windows == (None, 16)
+    layered = VARIANTS["qwen2-windows"] | {"layer_types": ["sliding_attention", "full_attention"]}
+    assert from_hf(HF_CONFIG | layered).windows == (16, None)
+    assert (config("qwen2").qkv_bias, config("qwen2").output_bias) == (True, False)
+    assert (config("llama-biased").qkv_bias, config("llama-biased").output_bias) == (True, True)
+    assert config("qwen3").qk_norm
+    assert config("qwen3").head_dim == 128
+    assert config("glm").rope.interleaved
+    assert (config("glm").rope.dim, config("glm").qkv_bias, config("glm").output_bias) == (4, True, False)
+    assert config("glm4").sandwich_norms
+    assert not config("glm4").qkv_bias
+    assert config("phi4-mini").rope.dim == 4
+
+
+def test_scalings() -> None:
+    def scaling(name: str) -> Any:
+        return from_hf(HF_CONFIG | VARIANTS[name]).rope.scaling
+
+    assert scaling("llama-3.1") == Llama3(8.0, 1.0, 4.0, 64)
+    assert scaling("linear") == Linear(8.0)
+    assert scaling("qwen2-yarn") == Yarn(4.0, 32)
+    assert scaling("phi3-long") == LongRope((1.0, 1.5, 2.0, 2.5), (1.0, 3.0, 5.0, 7.0), 32, factor=128 / 32)
+    # The name that the first Phi-3 checkpoints used.
+    early = VARIANTS["phi3-long"] | {"rope_scaling": LONG | {"type": "su"}}
+    assert from_hf(HF_CONFIG | early).rope.scaling == scaling("phi3-long")
+    # DeepSeek's refinement of YaRN: equal scales cancel out.
+    refined = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+    assert from_hf(HF_CONFIG | {"rope_scaling": refined}).rope.scaling.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt_neox"}, "unknown model_type 'gpt_neox'; supported are llama, mistral"),
+        ({"model_type": None}, "unknown model_type None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported are silu and swish"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"hidden_size": None}, "hidden_size is None, a positive integer was expected"),
+        ({"vocab_size": "300"}, "vocab_size is '300', a positive integer was expected"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "unsupported rope type 'dynamic'; supported are default",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs a number low_freq_factor, got None"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor needs 4 numbers.* got 1"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked"]},
+            "layer_types needs 2 entries",
+        ),
+    ],
+)
+def test_says_what_it_cannot_read(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        from_hf(HF_CONFIG | change, source="somewhere/config.json")
+
+
+def test_says_what_it_cannot_write() -> None:
+    config = from_hf(HF_CONFIG)
+    with pytest.raises(CheckpointError, match=r"a llama config.json cannot express output_bias=False"):
+        to_hf(dataclasses.replace(config, qkv_bias=True))
+    with pytest.raises(CheckpointError, match="cannot write family 'mamba'"):
+        to_hf(dataclasses.replace(config, family="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": 8}, "unknown fields experts of ModelConfig; a newer kvjax may have written them"),
+        ({"rope": {"theta": 1e4, "dim": 8}}, "fields interleaved of RopeConfig are missing"),
+        (
+            {"rope": {"theta": 1e4, "dim": 8, "interleaved": False, "scaling": {"type": "Fancy"}}},
+            "unknown rope scaling 'Fancy'; known are Linear",
+        ),
+        ({"num_kv_heads": 3}, "kvjax.json: num_heads=4 is not a multiple"),
+    ],
+)
+def test_own_json_is_strict(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json(config_to_json(from_hf(HF_CONFIG)) | change, "kvjax.json")

@@ -1,0 +1,284 @@
+"""Hugging Face directories: what is read, and what is refused."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import HF_CONFIG, weights, write_hf
+from safetensors.numpy import save_file
+
+from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load
+from kvjax.models import Params
+
+LAST = "model.layers.1.mlp.down_proj.weight"
+
+
+def same(ours: Params, theirs: Params) -> bool:
+    return ours.config == theirs.config and jax.tree.all(
+        jax.tree.map(np.array_equal, ours.replace(tokenizer=None), theirs.replace(tokenizer=None))
+    )
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_reads_one_file_and_shards(tmp_path: Path, files: int) -> None:
+    tensors = write_hf(tmp_path, files=files)
+    params = load(tmp_path, progress=False)
+    np.testing.assert_array_equal(params.embed, tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params.layers[1].attn.k, tensors["model.layers.1.self_attn.k_proj.weight"])
+    np.testing.assert_array_equal(params.layers[0].mlp_norm, tensors["model.layers.0.post_attention_layernorm.weight"])
+    assert same(params, from_state_dict(from_hf(HF_CONFIG), tensors))
+    assert params.tokenizer is None
+
+
+def test_cuts_fused_projections(tmp_path: Path) -> None:
+    fields = HF_CONFIG | {"model_type": "phi3"}
+    tensors = write_hf(tmp_path, fields)
+    layer = load(tmp_path).layers[1]
+    fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+    np.testing.assert_array_equal(layer.attn.q, fused[:32])
+    np.testing.assert_array_equal(layer.attn.k, fused[32:48])
+    np.testing.assert_array_equal(layer.attn.v, fused[48:])
+    np.testing.assert_array_equal(layer.mlp.gate, tensors["model.layers.1.mlp.gate_up_proj.weight"][:64])
+    np.testing.assert_array_equal(layer.mlp.up, tensors["model.layers.1.mlp.gate_up_proj.weight"][64:])
+
+
+def test_types(tmp_path: Path) -> None:
+    config = from_hf(HF_CONFIG)
+    tensors = {name: value.astype(jnp.bfloat16) for name, value in weights(config).items()}
+    write_hf(tmp_path, tensors=tensors)
+    assert load(tmp_path).dtype == jnp.float32, "the default on CPU"
+    for dtype in (jnp.bfloat16, "float16", np.float32):
+        params = load(tmp_path, dtype=dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        np.testing.assert_array_equal(params.norm, tensors["model.norm.weight"].astype(dtype))
+    with pytest.raises(ValueError, match=r"dtype='int8' is not one of float32, float16, bfloat16"):
+        load(tmp_path, dtype="int8")
+
+
+def test_goes_to_the_device_it_is_told(tmp_path: Path) -> None:
+    write_hf(tmp_path)
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    for place in (device, sharding):
+        params = load(tmp_path, device=place)
+        assert {leaf.sharding for leaf in jax.tree.leaves(params)} == {sharding}
+        assert params.embed.committed
+
+
+def test_harmless_extras_are_passed_over(tmp_path: Path) -> None:
+    fields = HF_CONFIG | {"tie_word_embeddings": True}
+    tensors = weights(from_hf(fields))
+    extras = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
+    write_hf(tmp_path, fields, tensors | extras)
+    assert load(tmp_path).head is None
+
+
+def test_describe_reads_headers_only(tmp_path: Path) -> None:
+    write_hf(tmp_path, files=2, tokenizer=True)
+    found = describe(tmp_path)
+    params = load(tmp_path)
+    assert found.config == params.config
+    assert found.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert found.dtypes == (("float32", 4 * found.parameters),)
+    assert (found.format, found.nbytes) == ("safetensors", 4 * found.parameters)
+    assert found.tokenizer == params.tokenizer
+
+
+def test_real_checkpoint(shared: Path) -> None:
+    params = load(shared / "data/models/stories260K-hf")
+    assert params.config.num_layers == 5
+    assert params.tokenizer.decode(params.tokenizer.encode("Once upon a time")) == "Once upon a time"
+
+
+def _drop(path: Path) -> None:
+    tensors = weights(from_hf(HF_CONFIG))
+    del tensors[LAST]
+    save_file(tensors, path / "model.safetensors")
+
+
+def _add(path: Path) -> None:
+    tensors = weights(from_hf(HF_CONFIG)) | {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
+    save_file(tensors, path / "model.safetensors")
+
+
+def _reshape(path: Path) -> None:
+    tensors = weights(from_hf(HF_CONFIG))
+    tensors[LAST] = np.ascontiguousarray(tensors[LAST].T)
+    save_file(tensors, path / "model.safetensors")
+
+
+def _retype(path: Path) -> None:
+    tensors = weights(from_hf(HF_CONFIG))
+    tensors[LAST] = tensors[LAST].astype(np.int8)
+    save_file(tensors, path / "model.safetensors")
+
+
+def _truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _scramble(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a json header")
+
+
+def _empty(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def _two_files(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "part-1.safetensors")
+    save_file({"model.norm.weight": np.ones(32, np.float32)}, path / "part-2.safetensors")
+
+
+def _twice_in_one(path: Path) -> None:
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length].strip(), content[8 + length :]
+    entry = json.dumps({"model.norm.weight": json.loads(header)["model.norm.weight"]}).encode()[1:-1]
+    header = header[:-1] + b"," + entry + b"}"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def _no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def _bad_json(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": ')
+
+
+def _list_json(path: Path) -> None:
+    (path / "config.json").write_text("[]")
+
+
+def _no_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def _missing_shard(path: Path) -> None:
+    write_hf(path, files=3)
+    (path / "model-00002-of-00003.safetensors").unlink()
+
+
+def _empty_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("{}")
+
+
+def _bad_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").write_text('{"model": "?"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_drop, rf"1 tensor missing: {LAST}"),
+        (
+            _add,
+            r"1 tensor that a llama model of this configuration does not have: model.layers.0.self_attn.q_proj.bias",
+        ),
+        (_reshape, rf"model.safetensors: tensor {LAST} has shape \[64, 32\], the configuration asks for \[32, 64\]"),
+        (_retype, rf"model.safetensors: tensor {LAST} is I8; supported are F32, F16, BF16"),
+        (_truncate, r"model.safetensors: truncated or not a safetensors file"),
+        (_scramble, r"model.safetensors: truncated or not a safetensors file"),
+        (_empty, r"model.safetensors: truncated or not a safetensors file"),
+        (_two_files, r"part-2.safetensors: duplicate tensor model.norm.weight, also in part-1.safetensors"),
+        (_twice_in_one, r"model.safetensors: .*(duplicate|truncated).*"),
+        (_no_weights, r"no .safetensors file there"),
+        (_bad_json, r"config.json: not valid JSON"),
+        (_list_json, r"config.json: a JSON object was expected, got list"),
+        (_no_config, r"no config.json there"),
+        (_missing_shard, r"1 of 3 shards missing: model-00002-of-00003.safetensors"),
+        (_empty_index, r"index.json: no weight_map"),
+        (_bad_tokenizer, r"tokenizer.json: not a tokenizer"),
+    ],
+)
+def test_says_what_is_wrong(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    write_hf(tmp_path)
+    load(tmp_path)  # sound before
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+class _Trap:
+    """Unpickling it writes a file."""
+
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.sprung,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "weights.ckpt"])
+def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
+    write_hf(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    sprung = tmp_path / "sprung"
+    (tmp_path / name).write_bytes(pickle.dumps(_Trap(sprung)))
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=rf"{name}: a \.\w+ checkpoint is a pickle, which can run code"):
+            load(source)
+    assert not sprung.exists()
+
+
+def test_safetensors_win_over_pickles(tmp_path: Path) -> None:
+    write_hf(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Trap(tmp_path / "sprung")))
+    load(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="no such file or directory, and not a hub id, which looks like owner/name"
+    ):
+        load(tmp_path / "nothing")
+    write_hf(tmp_path)
+    with pytest.raises(CheckpointError, match="give the directory it lies in"):
+        load(tmp_path / "model.safetensors")
+
+
+def test_state_dicts_are_checked_too() -> None:
+    config = from_hf(HF_CONFIG)
+    tensors = weights(config)
+    missing = {name: value for name, value in tensors.items() if "layers.1" not in name}
+    with pytest.raises(CheckpointError, match=r"state dict: 9 tensors missing: model.layers.1.* and 6 more"):
+        from_state_dict(config, missing)
+    assert from_state_dict(config, tensors, "bfloat16").dtype == jnp.bfloat16
+
+
+def test_parameters_stand_on_no_one_elses_memory(tmp_path: Path) -> None:
+    config = from_hf(HF_CONFIG)
+    tensors = weights(config)
+    held = from_state_dict(config, tensors)
+    before = np.array(held.embed)
+    tensors["model.embed_tokens.weight"][:] = 0
+    np.testing.assert_array_equal(held.embed, before)
+
+    # Every alignment a file may have: the data follow a header of any length.
+    write_hf(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    for pad in range(0, 64, 8):
+        padded = (length + pad).to_bytes(8, "little") + content[8 : 8 + length] + b" " * pad + content[8 + length :]
+        file.write_bytes(padded)
+        params = load(tmp_path)
+        with file.open("r+b") as stream:
+            stream.seek(8 + length + pad)
+            stream.write(bytes(len(content) - 8 - length))
+        assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(params))
