@@ -174,7 +174,7 @@ def select(
         next=jnp.sum(live, axis=-1, dtype=jnp.int32),
         seen=lengths.astype(jnp.int32),
     )
-    return slots.replace(k=slots.k.astype(spec.dtype), v=slots.v.astype(spec.dtype)), index
+    return dataclasses.replace(slots, k=slots.k.astype(spec.dtype), v=slots.v.astype(spec.dtype)), index
 
 
 def compact(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:
@@ -197,7 +197,8 @@ def in_prompt(lengths: Int[Array, " B"], size: int) -> Bool[Array, "B T"]:
 def insert(slots: Slots, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Slots:
     """Put one new token into each head's next slot, with weight 1."""
     at = (*_heads(slots.next), slots.next)
-    return slots.replace(
+    return dataclasses.replace(
+        slots,
         k=slots.k.at[at].set(k.astype(slots.k.dtype)),
         v=slots.v.at[at].set(v.astype(slots.v.dtype)),
         pos=slots.pos.at[at].set(pos[:, None]),
@@ -211,7 +212,8 @@ def evict(slots: Slots, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> Sl
     """Free `slot` in the heads where `when` holds; the next token will take its place."""
     rows, heads = _heads(slot)
     target = jnp.where(when, slot, slots.pos.shape[-1])  # out of range, hence dropped, where nothing is evicted
-    return slots.replace(
+    return dataclasses.replace(
+        slots,
         pos=slots.pos.at[rows, heads, target].set(-1, mode="drop"),
         weight=slots.weight.at[rows, heads, target].set(0.0, mode="drop"),
         next=jnp.where(when, slot, slots.next),
@@ -219,7 +221,11 @@ def evict(slots: Slots, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> Sl
 
 
 def attend(
-    spec: LayerSpec, slots: Slots, q: Float[Array, "B N H"], q_pos: Int[Array, " B"], keys: Float[Array, "B K C H"] | None = None
+    spec: LayerSpec,
+    slots: Slots,
+    q: Float[Array, "B N H"],
+    q_pos: Int[Array, " B"],
+    keys: Float[Array, "B K C H"] | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"]]:
     """Attention of one rotated query a row over the live slots, inside the layer's sliding window if it has one.
 

@@ -83,8 +83,10 @@ class StreamingLLM(Policy):
         slots, _ = cache.select(spec, self.capacity(spec), k, v, keep, lengths)
         return Stream(slots, budget), carry
 
-    def append(self, spec: LayerSpec, state: Stream, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Stream:
-        return state.replace(slots=cache.insert(state.slots, k, v, pos))
+    def append(
+        self, spec: LayerSpec, state: Stream, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> Stream:
+        return dataclasses.replace(state, slots=cache.insert(state.slots, k, v, pos))
 
     def attend(
         self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
@@ -99,6 +101,8 @@ class StreamingLLM(Policy):
 
     def compress(self, spec: LayerSpec, state: Stream) -> Stream:
         slots = state.slots
-        oldest = jnp.argmin(jnp.where(slots.live & (slots.pos >= self.sinks), slots.pos, jnp.iinfo(jnp.int32).max), axis=-1)
+        oldest = jnp.argmin(
+            jnp.where(slots.live & (slots.pos >= self.sinks), slots.pos, jnp.iinfo(jnp.int32).max), axis=-1
+        )
         full = slots.count > state.budget[:, None]
-        return state.replace(slots=cache.evict(slots, oldest.astype(jnp.int32), full))
+        return dataclasses.replace(state, slots=cache.evict(slots, oldest.astype(jnp.int32), full))

@@ -85,7 +85,9 @@ class TreeKV(Policy):
                 raise PolicyError(f"{self.name}: {field}={value}; give {least} or more")
         for field, allowed in (("keep", ("score", "left")), ("cycle", ("text", "printed"))):
             if getattr(self, field) not in allowed:
-                raise PolicyError(f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}")
+                raise PolicyError(
+                    f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}"
+                )
         if isinstance(self.budget, int):
             self.check(0)
 
@@ -126,10 +128,13 @@ class TreeKV(Policy):
         score = jnp.where(slots.live, jnp.take_along_axis(observed, index, axis=-1) * observers, 0.0)
         return self._tree(slots, score, steps, tokens), carry
 
-    def append(self, spec: LayerSpec, state: Tree, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Tree:
+    def append(
+        self, spec: LayerSpec, state: Tree, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> Tree:
         slots = state.slots
         new = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32) == slots.next[..., None]
-        return state.replace(
+        return dataclasses.replace(
+            state,
             slots=cache.insert(slots, k, v, pos),
             rank=jnp.where(new, slots.count[..., None], state.rank),
             score=jnp.where(new, 0.0, state.score),
@@ -143,8 +148,10 @@ class TreeKV(Policy):
         keys = spec.rope.rotate_by_table(slots.k, state.rank, slots.k.shape[2])
         newest = jnp.repeat(slots.count - 1, spec.num_heads // spec.num_kv_heads, axis=1)
         out, probs = cache.attend(spec, slots, spec.rope.rotate(q, newest), pos, keys)
-        state = state.replace(
-            score=state.score + jnp.where(slots.live, probs, 0.0), steps=state.steps + slots.live.astype(jnp.float32)
+        state = dataclasses.replace(
+            state,
+            score=state.score + jnp.where(slots.live, probs, 0.0),
+            steps=state.steps + slots.live.astype(jnp.float32),
         )
         return out, state, carry
 
@@ -156,8 +163,11 @@ class TreeKV(Policy):
         victim = jnp.where(self._keep_left(_at(average, is_left), _at(average, is_right)), left + 1, left)
         slot = jnp.argmax(state.rank == victim[..., None], axis=-1).astype(jnp.int32)
         free = state.rank.shape[-1]
-        closed = jnp.where(state.rank > victim[..., None], state.rank - 1, jnp.where(state.rank == victim[..., None], free, state.rank))
-        return state.replace(
+        closed = jnp.where(
+            state.rank > victim[..., None], state.rank - 1, jnp.where(state.rank == victim[..., None], free, state.rank)
+        )
+        return dataclasses.replace(
+            state,
             slots=cache.evict(state.slots, slot, over),
             rank=jnp.where(over[..., None], jnp.where(state.rank == free, free, closed), state.rank),
             scope=jnp.where(over, self._next(state.scope, state.tree[:, None]), state.scope),
@@ -199,7 +209,9 @@ class TreeKV(Policy):
         survives = jnp.take_along_axis(kept, jnp.where(inside, block, 0)[:, None], axis=-1)
         return jnp.where(inside[:, None], survives, True) | (lengths <= budget)[:, None, None]
 
-    def _block_scores(self, observed: Float[Array, "B K T"], block: Int[Array, "B T"], count: int) -> Float[Array, "B K M"]:
+    def _block_scores(
+        self, observed: Float[Array, "B K T"], block: Int[Array, "B T"], count: int
+    ) -> Float[Array, "B K M"]:
         """Mean observed attention of the tokens of each block; what is numbered `count` belongs to none."""
 
         def mean(row: Float[Array, "K T"], block: Int[Array, " T"]) -> Float[Array, "K M"]:
@@ -209,7 +221,9 @@ class TreeKV(Policy):
 
         return jax.vmap(mean)(observed, block)
 
-    def _tournament(self, scores: Float[Array, "K M"], capacity: Int[Array, ""], blocks: Int[Array, ""]) -> Bool[Array, "K M"]:
+    def _tournament(
+        self, scores: Float[Array, "K M"], capacity: Int[Array, ""], blocks: Int[Array, ""]
+    ) -> Bool[Array, "K M"]:
         """Which of the first `blocks` blocks are left when all have passed through a tree of `capacity` blocks."""
         step = self._round if self.cycle == "text" else self._single
         size = scores.shape[-1]
