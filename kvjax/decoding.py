@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache import LayerSpec
-from kvjax.models import Params
-from kvjax.models import transformer
+from kvjax.models import Params, transformer
 from kvjax.policies import Policy
 from kvjax.program import Program
 from kvjax.sampling import Sampler
@@ -47,7 +46,13 @@ class Decoding:
 
 
 def step(
-    policy: Policy, specs: Specs, params: Params, caches: Sequence[Any], token: Int[Array, " B"], pos: Int[Array, " B"], steps: Int[Array, ""]
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    caches: tuple[Any, ...],
+    token: Int[Array, " B"],
+    pos: Int[Array, " B"],
+    steps: Int[Array, ""],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read one token a row; the next one's logits, and the caches compressed if it is time.
 
@@ -84,7 +89,13 @@ def _prefill(
 
 
 def _decode(
-    policy: Policy, specs: Specs, params: Params, state: Decoding, count: Int[Array, ""], sampler: Sampler, ends: Int[Array, " E"]
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    state: Decoding,
+    count: Int[Array, ""],
+    sampler: Sampler,
+    ends: Int[Array, " E"],
 ) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
     rows = state.token.shape[0]
     buffers = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
@@ -98,7 +109,11 @@ def _decode(
         logits, caches = step(policy, specs, params, state.caches, state.token, state.pos, state.steps)
         token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
-            caches=caches, token=token, pos=state.pos + 1, steps=state.steps + 1, done=state.done | jnp.isin(token, ends)
+            caches=caches,
+            token=token,
+            pos=state.pos + 1,
+            steps=state.steps + 1,
+            done=state.done | jnp.isin(token, ends),
         )
         return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
 

@@ -121,7 +121,9 @@ def generate(
         ValueError: the prompt is empty or not of a known kind, or an option is out of range.
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
-    run = _Run(params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos)
+    run = _Run(
+        params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos
+    )
     for _ in run.chunks(decoding.CHUNK):
         pass
     generations = run.generations()
@@ -151,7 +153,9 @@ def stream(
 
     Args and errors: as for `generate`.
     """
-    run = _Run(params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos)
+    run = _Run(
+        params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos
+    )
     if not run.single:
         raise ValueError("stream continues one prompt; call generate for a list")
     if params.tokenizer is None:
@@ -196,7 +200,9 @@ class _Row:
         before, whole = self.decode(self.prompt), self.decode(self.prompt + self.tokens)
         return whole[len(before) :] if whole.startswith(before) else self.decode(self.tokens)
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int], stop: Sequence[str]) -> None:
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int], stop: Sequence[str]
+    ) -> None:
         """Take in newly drawn tokens up to the row's end."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
@@ -277,7 +283,11 @@ class _Run:
         if reach > window:
             warnings.warn(
                 f"positions up to {reach} are beyond the {window} this model was trained on, where its text degrades"
-                + ("" if longest > window else "; policies such as treekv reassign positions within the cache and can go on"),
+                + (
+                    ""
+                    if longest > window
+                    else "; policies such as treekv reassign positions within the cache and can go on"
+                ),
                 stacklevel=4,
             )
 
@@ -343,7 +353,9 @@ def _token_ids(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
     one = _kind(prompt)
     prompts = [prompt] if one else prompt
     if not one and (isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or len(prompts) == 0):
-        raise ValueError(f"prompt is {_shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these")
+        raise ValueError(
+            f"prompt is {_shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these"
+        )
     return [_ids(params, p) for p in prompts], one is not None
 
 

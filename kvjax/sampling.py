@@ -15,14 +15,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 class Sampler(Protocol):
     """Draws one token a row; `seed` and `pos` make the draw a function of the row alone, whatever batch it is in."""
 
-    def __call__(self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]) -> Int[Array, " B"]: ...
+    def __call__(
+        self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+    ) -> Int[Array, " B"]: ...
 
 
 @flax.struct.dataclass
 class Greedy:
     """The most likely token; of equals, the one with the lowest id."""
 
-    def __call__(self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]) -> Int[Array, " B"]:
+    def __call__(
+        self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -42,7 +46,9 @@ class Sample:
     top_p: Float[Array, ""] | None = None
     min_p: Float[Array, ""] | None = None
 
-    def __call__(self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]) -> Int[Array, " B"]:
+    def __call__(
+        self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
         logits = logits / self.temperature
         for number, keep in ((self.top_k, _top_k), (self.top_p, _top_p), (self.min_p, _min_p)):
             if number is not None:

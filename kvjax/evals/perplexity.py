@@ -48,7 +48,11 @@ class Perplexity:
 
 
 def windowed(
-    params: Params, tokens: Sequence[int], window: int, windows: int | None = None, progress: Callable[[int, int], None] | None = None
+    params: Params,
+    tokens: Sequence[int],
+    window: int,
+    windows: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Full-cache perplexity over windows that do not overlap, from the start of the text.
 
@@ -107,7 +111,14 @@ def streaming(
         inputs, targets = np.zeros((2, 1, CHUNK), np.int32)
         inputs[0, : stop - start], targets[0, : stop - start] = tokens[start:stop], tokens[start + 1 : stop + 1]
         caches, logprobs = _stream(
-            policy, specs, params, caches, jnp.asarray(inputs), jnp.asarray(targets), jnp.int32(start), jnp.int32(stop - start)
+            policy,
+            specs,
+            params,
+            caches,
+            jnp.asarray(inputs),
+            jnp.asarray(targets),
+            jnp.int32(start),
+            jnp.int32(stop - start),
         )
         scores.append(np.asarray(logprobs)[0, : stop - start])
         if progress is not None:

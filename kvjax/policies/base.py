@@ -89,7 +89,9 @@ class Policy:
         slots, _ = cache.select(spec, self.capacity(spec), rotated(spec, k), v, keep, lengths)
         return slots, carry
 
-    def append(self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> State:
+    def append(
+        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> State:
         """The state with one new token a row, at original position `pos`."""
         return cache.insert(state, spec.rope.rotate(k, pos[:, None]), v, pos)
 
@@ -108,7 +110,9 @@ class Policy:
         """The slot pytree inside a state, for looking at what is kept."""
         return state if isinstance(state, Slots) else state.slots
 
-    def nbytes(self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16) -> int:
+    def nbytes(
+        self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
+    ) -> int:
         """Bytes the cache of a whole model will hold, known before anything runs.
 
         Args:

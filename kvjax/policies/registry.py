@@ -14,7 +14,9 @@ _POLICIES: dict[str, type[Policy]] = {}
 def register(cls: P) -> P:
     """Make a policy class available by its `name`, as a decorator."""
     if not cls.name or _POLICIES.get(cls.name, cls).__qualname__ != cls.__qualname__:
-        raise PolicyError(f"{cls.__qualname__}.name = {cls.name!r} is empty or taken; give every policy a name of its own")
+        raise PolicyError(
+            f"{cls.__qualname__}.name = {cls.name!r} is empty or taken; give every policy a name of its own"
+        )
     _POLICIES[cls.name] = cls
     return cls
 

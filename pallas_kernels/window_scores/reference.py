@@ -32,7 +32,9 @@ def window_scores(
     """
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
-    q_pos = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)  # [B, w], negative where the row is too short
+    q_pos = (
+        lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+    )  # [B, w], negative where the row is too short
     rows = jnp.take_along_axis(q, jnp.maximum(q_pos, 0)[:, :, None, None], axis=1)
     rows = rows.reshape(batch, window, kv_heads, heads // kv_heads, dim)
     distance = q_pos[:, :, None] - jnp.arange(length, dtype=jnp.int32)

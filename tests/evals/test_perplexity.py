@@ -18,7 +18,9 @@ def logprobs(tiny):
 
     def of(tokens):
         logits = np.asarray(transformer.forward(tiny, jnp.asarray([tokens], jnp.int32)))[0, :-1].astype(np.float64)
-        return np.take_along_axis(logits - np.log(np.sum(np.exp(logits), -1, keepdims=True)), np.c_[tokens[1:]], 1)[:, 0]
+        return np.take_along_axis(logits - np.log(np.sum(np.exp(logits), -1, keepdims=True)), np.c_[tokens[1:]], 1)[
+            :, 0
+        ]
 
     return of
 
