@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .generation import Stats as Stats
     from .generation import generate as generate
     from .generation import stream as stream
+    from .models import Params as Params
     from .policies import Full as Full
     from .policies import Policy as Policy
     from .policies import PolicyError as PolicyError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "conversion": ("load",),
     "generation": ("Generation", "Stats", "generate", "stream"),
+    "models": ("Params",),
     "policies": ("Full", "Policy", "PolicyError", "StreamingLLM", "TreeKV", "get_policy", "register"),
 }
 _MODULES = ("conversion", "models", "policies", "sampling")

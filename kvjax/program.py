@@ -26,9 +26,9 @@ class Program:
         self.compile_seconds = 0.0
 
     @property
-    def compilations(self) -> int:
-        """How many executables there are."""
-        return len(self._compiled)
+    def executables(self) -> list[Any]:
+        """All executables so far, in the order they were compiled."""
+        return list(self._compiled.values())
 
     def compiled(self, *args: Any) -> Any:
         """The executable for these arguments (arrays or `jax.ShapeDtypeStruct`), compiled if there is none yet.

@@ -58,12 +58,12 @@ def test_leaves_keep_shape_and_type(policy):
 def test_equal_policies_share_one_program(policy, tiny):
     options = {"max_new_tokens": 8, "ignore_eos": True, "policy": policy}
     kvjax.generate(tiny, PROMPTS[0], **options)
-    before = decoding.prefill.compilations, decoding.decode.compilations
+    before = decoding.prefill.executables, decoding.decode.executables
     same = kvjax.get_policy(policy)
     assert same is not policy
     for prompt, seed in ((PROMPTS[0], 1), (PROMPTS[0][:50], 2)):
         kvjax.generate(tiny, prompt, **options | {"policy": same, "seed": seed})
-    assert (decoding.prefill.compilations, decoding.decode.compilations) == before
+    assert (decoding.prefill.executables, decoding.decode.executables) == before
 
 
 def test_temperature_and_seed_do_not_compile_again(tiny):
