@@ -1,3 +1,3 @@
-"""Exact causal attention over a prompt."""
+"""Exact causal attention over a prompt: cuDNN's flash attention where it serves, plain XLA elsewhere."""
 
-from .reference import prefill_attention as prefill_attention
+from .api import prefill_attention as prefill_attention

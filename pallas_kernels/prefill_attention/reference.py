@@ -1,4 +1,4 @@
-"""Causal attention in XLA, with memory that grows with T and not with T².
+"""Causal attention in plain XLA, with memory that grows with T and not with T².
 
 A short prompt is one masked softmax. A longer one is cut into query blocks, and each walks the key blocks up to its own with
 a running softmax (Milakov & Gimelshein 2018; FlashAttention): no T × T array exists, and nothing above the diagonal is
