@@ -51,7 +51,7 @@ def open_gguf(path: Path) -> Checkpoint:
         reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError) as error:
-        raise CheckpointError(f"{path}: truncated or not a GGUF file ({error})") from error
+        raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({error})") from error
     held = {tensor.name: tensor for tensor in reader.tensors}
     config = read_config(metadata, held, path)
     orders = _row_orders(config, metadata)
