@@ -10,7 +10,7 @@
 import functools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ MARK = "kvjax.json"
 
 VERSION = 1
 
+_HEADER = b"/.zarray"
+"""Ending of the key under which the store keeps an array's shape, type and chunks."""
+
 _CHUNK_BYTES = 1 << 20
 """Size of the pieces in which tensors are stored, and which reading holds a few of."""
 
@@ -47,15 +50,18 @@ def open_orbax(path: Path) -> Checkpoint:
     config = config_from_json(header.get("config", {}), str(path / MARK))
     directory = path / "params"
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-            found = orbax.metadata(directory.absolute()).item_metadata.tree
-    except Exception as error:  # Orbax and the stores under it share no base class
+        store = tensorstore.KvStore.open(_store(directory)).result()
+        headers = {key: json.loads(store[key]) for key in store.list().result() if key.endswith(_HEADER)}
+    except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({error})") from error
+    if not headers:
+        raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged (it holds no arrays)")
+    tensors = {key.removesuffix(_HEADER).decode(): header for key, header in headers.items()}
     return Checkpoint(
         source=path,
         format="orbax",
         config=config,
-        tensors={name: _stored(directory, name, metadata) for name, metadata in found.items()},
+        tensors={name: _stored(directory, name, header) for name, header in tensors.items()},
         layout={name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
         tokenizer=functools.partial(Tokenizer.from_directory, path, eos=config.eos, bos=config.bos),
@@ -88,19 +94,25 @@ def write_orbax(
     (path / MARK).write_text(json.dumps(header, indent=2), encoding="utf-8")
 
 
-def _stored(directory: Path, name: str, metadata: Any) -> StoredTensor:
-    shape, dtype = tuple(metadata.shape), np.dtype(metadata.dtype)
-    rows = metadata.storage.chunk_shape[0]
+def _store(directory: Path, prefix: str = "") -> dict[str, Any]:
+    """Where the arrays are, in TensorStore's words.
+
+    Reading goes to the array store beneath Orbax, in the layout that `write_orbax` asks Orbax for: its own restore holds four
+    copies of a tensor on the way, and takes ten times as long when called for one tensor at a time.
+    """
+    return {"driver": "ocdbt", "base": directory.absolute().as_uri(), "path": prefix}
+
+
+def _stored(directory: Path, name: str, header: Mapping[str, Any]) -> StoredTensor:
+    shape, dtype, rows = tuple(header["shape"]), np.dtype(header["dtype"]), header["chunks"][0]
 
     def read(start: int, out: np.ndarray) -> None:
-        # From the array store beneath, in the layout that `write_orbax` asks for: Orbax itself would hold four copies of the
-        # tensor on the way, and take ten times as long.
-        kvstore = {"driver": "ocdbt", "base": directory.absolute().as_uri(), "path": f"{name}/"}
+        spec = {"driver": "zarr", "kvstore": _store(directory, f"{name}/")}
         try:
-            store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+            array = tensorstore.open(spec, open=True, read=True).result()
             for begin in range(0, len(out), rows):
                 end = min(begin + rows, len(out))
-                out[begin:end] = store[start + begin : start + end].read().result()
+                out[begin:end] = array[start + begin : start + end].read().result()
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({error})") from error
 

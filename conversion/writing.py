@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from .loading import float_name, open_checkpoint
 from .orbax_directory import MARK, write_orbax
 from .progress import Meter
 
-Format = Literal["orbax", "safetensors"]
-
 SHARD_BYTES = 5 * 10**9
 """Size above which safetensors are cut into shards, as the Hugging Face hub likes them."""
 
@@ -31,7 +29,7 @@ def convert(
     source: str | Path | None,
     destination: str | Path,
     *,
-    format: Format = "orbax",
+    format: str = "orbax",
     dtype: Any = None,
     progress: bool | None = None,
     overwrite: bool = False,
@@ -53,8 +51,8 @@ def convert(
         CheckpointError: the source is damaged, or the destination exists.
         ValueError: an unknown format or dtype.
     """
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
+    if format not in _WRITERS:
+        raise ValueError(f"format={format!r} is not one of {', '.join(_WRITERS)}")
     destination = Path(destination)
     _check_destination(destination, overwrite)
     checkpoint = open_checkpoint(source, progress)

@@ -108,7 +108,7 @@ def test_chat() -> None:
 
 
 def test_chat_says_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="this model has no chat template.*pass the prompt as a string"):
+    with pytest.raises(ValueError, match=r"this model has no chat template.*pass the prompt as a string"):
         small(chat_template=None).chat(MESSAGES)
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="chat template refuses these messages: roles must alternate"):

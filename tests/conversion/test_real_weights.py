@@ -1,0 +1,65 @@
+"""The default model's weights and logits, against transformers' own reading of the same GGUF file."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.conversion import default_model, load, to_hf
+from kvjax.models import Params
+from kvjax.models.transformer import forward
+
+pytestmark = pytest.mark.oracle
+
+
+@pytest.fixture(scope="module")
+def gguf_file(smollm2: Params) -> Path:
+    file = default_model.cache_directory() / default_model.GGUF_NAME
+    if not file.exists():
+        pytest.skip(f"the default model came from the hub, not as {file}")
+    return file
+
+
+def test_weights_and_logits_equal_transformers(gguf_file: Path, smollm2: Params) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = transformers.AutoConfig.for_model(**to_hf(smollm2.config))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tensors = load_gguf_checkpoint(gguf_file, return_tensors=True, model_to_load=model)["tensors"]
+    unknown = model.load_state_dict(tensors, strict=False).unexpected_keys
+    assert not unknown
+    theirs = {name: value.numpy() for name, value in model.state_dict().items()}
+    np.testing.assert_array_equal(smollm2.embed, theirs["model.embed_tokens.weight"])
+    for i in (0, 13, 29):
+        layer, prefix = smollm2.layers[i], f"model.layers.{i}."
+        for ours, name in (
+            (layer.attn.q, "self_attn.q_proj"),
+            (layer.attn.k, "self_attn.k_proj"),
+            (layer.attn.v, "self_attn.v_proj"),
+            (layer.attn.o, "self_attn.o_proj"),
+            (layer.mlp.down, "mlp.down_proj"),
+            (layer.attn_norm, "input_layernorm"),
+        ):
+            np.testing.assert_array_equal(ours, theirs[f"{prefix}{name}.weight"])
+
+    tokens = np.asarray([smollm2.tokenizer.encode("The capital of France is Paris, and 2 + 2 is 4.")], np.int32)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(forward(smollm2, jnp.asarray(tokens)), expected, atol=1e-3)
+
+
+def test_real_small_llama(shared: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    path = shared / "data/models/stories260K-hf"
+    params = load(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    text = "Once upon a time, there was a little girl named Lily. She was 3."
+    tokens = params.tokenizer.encode(text)
+    assert tokens == tokenizer.backend_tokenizer.encode(text).ids
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits.numpy()
+    ours = forward(params, jnp.asarray([tokens], jnp.int32))
+    np.testing.assert_allclose(ours, expected, atol=1e-4)

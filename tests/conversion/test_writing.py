@@ -1,0 +1,237 @@
+"""`convert`: what is written loads again, here and in transformers; failures leave nothing behind."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoints import HF_CONFIG, byte_tokenizer, write_gguf, write_hf
+from safetensors import safe_open
+
+from kvjax.conversion import CheckpointError, convert, describe, from_hf, load, writing
+from kvjax.models import Params
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mistral": {"model_type": "mistral", "sliding_window": 16},
+    "phi3": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    },
+    "glm4": {"model_type": "glm4", "head_dim": 8},
+}
+
+
+def assert_equal(ours: Params, theirs: Params) -> None:
+    assert ours.config == theirs.config
+    assert ours.tokenizer == theirs.tokenizer
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trips(tmp_path: Path, name: str) -> None:
+    write_hf(tmp_path / "hf", HF_CONFIG | FAMILIES[name], tokenizer=True)
+    original = load(tmp_path / "hf")
+    orbax = convert(tmp_path / "hf", tmp_path / "orbax")
+    assert_equal(load(orbax), original)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        restored = checkpointer.restore(orbax / "params")
+    np.testing.assert_array_equal(restored["layers.1.mlp.up"], original.layers[1].mlp.up)
+    again = convert(orbax, tmp_path / "again", format="safetensors")
+    assert_equal(load(again), original)
+    with (
+        safe_open(tmp_path / "hf/model.safetensors", "numpy") as theirs,
+        safe_open(again / "model.safetensors", "numpy") as ours,
+    ):
+        assert set(ours.keys()) == set(theirs.keys())
+        for tensor in ours.keys():  # noqa: SIM118, not a mapping
+            np.testing.assert_array_equal(ours.get_tensor(tensor), theirs.get_tensor(tensor))
+
+
+def test_gguf_becomes_anything(tmp_path: Path) -> None:
+    config = from_hf(HF_CONFIG | {"eos_token_id": None, "bos_token_id": None})
+    write_gguf(tmp_path / "m.gguf", config, "Q4_0")
+    exact = load(tmp_path / "m.gguf")
+    assert_equal(load(convert(tmp_path / "m.gguf", tmp_path / "exact", dtype="float32")), exact)
+    default = convert(tmp_path / "m.gguf", tmp_path / "default", format="safetensors")
+    assert describe(default).dtypes[0][0] == "bfloat16"
+    assert json.loads((default / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    np.testing.assert_array_equal(load(default).embed, exact.embed.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_types(tmp_path: Path, format: Any, dtype: str) -> None:
+    write_hf(tmp_path / "hf")
+    written = convert(tmp_path / "hf", tmp_path / "out", format=format, dtype=dtype)
+    found = describe(written)
+    assert (found.format, [name for name, _ in found.dtypes]) == (format, [dtype])
+    np.testing.assert_array_equal(load(written, dtype=dtype).embed, load(tmp_path / "hf", dtype=dtype).embed)
+
+
+def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hf(tmp_path / "hf")
+    monkeypatch.setattr("kvjax.conversion.writing.SHARD_BYTES", 50_000)
+    written = convert(tmp_path / "hf", tmp_path / "out", format="safetensors")
+    shards = sorted(written.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    assert all(shard.stat().st_size < 55_000 for shard in shards)
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    assert index["metadata"]["total_size"] == describe(tmp_path / "hf").nbytes
+    assert_equal(load(written), load(tmp_path / "hf"))
+
+
+def test_failures_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hf(tmp_path / "hf")
+    before = sorted(tmp_path.iterdir())
+
+    def broken(*args: Any) -> None:
+        (args[0] / "half.safetensors").write_text("half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setitem(writing._WRITERS, "safetensors", broken)
+    with pytest.raises(OSError, match="No space left"):
+        convert(tmp_path / "hf", tmp_path / "out", format="safetensors")
+    assert sorted(tmp_path.iterdir()) == before
+
+    (tmp_path / "hf/model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="truncated"):
+        convert(tmp_path / "hf", tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_failures_keep_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hf(tmp_path / "hf")
+    kept = load(convert(tmp_path / "hf", tmp_path / "out"))
+
+    def broken(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(writing._WRITERS, "orbax", broken)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "hf", tmp_path / "out", overwrite=True)
+    assert_equal(load(tmp_path / "out"), kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_overwriting(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf")
+    out = convert(tmp_path / "hf", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"out exists; give another destination, or allow overwriting it"):
+        convert(tmp_path / "hf", out)
+    convert(tmp_path / "hf", out, format="safetensors", overwrite=True)
+    assert describe(out).format == "safetensors"
+    assert not (out / "kvjax.json").exists(), "nothing of the old one remains"
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters/dear.txt").write_text("Dear …")
+    with pytest.raises(CheckpointError, match=r"letters is not a model's directory, so it is not overwritten"):
+        convert(tmp_path / "hf", tmp_path / "letters", overwrite=True)
+
+
+def test_a_model_may_replace_itself(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", tokenizer=True)
+    original = load(tmp_path / "hf", dtype="bfloat16")
+    convert(tmp_path / "hf", tmp_path / "hf", format="safetensors", dtype="bfloat16", overwrite=True)
+    assert_equal(load(tmp_path / "hf", dtype="bfloat16"), original)
+
+
+def test_unknown_formats(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"format='pickle' is not one of orbax, safetensors"):
+        convert(tmp_path, tmp_path / "out", format="pickle")
+    write_hf(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"dtype='int4' is not one of float32, float16, bfloat16"):
+        convert(tmp_path / "hf", tmp_path / "out", dtype="int4")
+
+
+def _newer(path: Path) -> None:
+    header = json.loads((path / "kvjax.json").read_text())
+    (path / "kvjax.json").write_text(json.dumps(header | {"version": 2}))
+
+
+def _unknown(path: Path) -> None:
+    header = json.loads((path / "kvjax.json").read_text())
+    header["config"]["experts"] = 8
+    (path / "kvjax.json").write_text(json.dumps(header))
+
+
+def _wider(path: Path) -> None:
+    header = json.loads((path / "kvjax.json").read_text())
+    header["config"]["vocab_size"] = 301
+    (path / "kvjax.json").write_text(json.dumps(header))
+
+
+def _deeper(path: Path) -> None:
+    header = json.loads((path / "kvjax.json").read_text())
+    header["config"] |= {"num_layers": 3, "windows": [None] * 3}
+    (path / "kvjax.json").write_text(json.dumps(header))
+
+
+def _no_params(path: Path) -> None:
+    shutil.rmtree(path / "params")
+
+
+def _no_tree(path: Path) -> None:
+    for file in (path / "params/d").iterdir():
+        file.write_bytes(b"damaged")
+
+
+def _no_data(path: Path) -> None:
+    for file in (path / "params/ocdbt.process_0/d").iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_newer, r"kvjax.json: version 2, this kvjax reads version 1"),
+        (_unknown, r"kvjax.json: unknown fields experts of ModelConfig"),
+        (_wider, r"tensor embed has shape \[300, 32\], the configuration asks for \[301, 32\]"),
+        (_deeper, r"9 tensors missing: layers.2.attn.k, layers.2.attn.o, layers.2.attn.q and 6 more"),
+        (_no_params, r"params: not an Orbax checkpoint, or damaged"),
+        (_no_tree, r"params: not an Orbax checkpoint, or damaged"),
+        (_no_data, r"tensor embed cannot be restored"),
+    ],
+)
+def test_damaged_orbax(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    write_hf(tmp_path / "hf")
+    out = convert(tmp_path / "hf", tmp_path / "out")
+    damage(out)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load(out)
+    assert str(out) in str(raised.value)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from kvjax.models.transformer import forward
+
+    write_hf(tmp_path / "hf", HF_CONFIG | FAMILIES[name], tokenizer=True)
+    out = convert(convert(tmp_path / "hf", tmp_path / "orbax"), tmp_path / "out", format="safetensors")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    tokens = np.arange(40, dtype=np.int32).reshape(2, 20)
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(forward(load(out), jnp.asarray(tokens)), theirs, atol=2e-5)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    text = "hello </s> wörld"
+    assert tokenizer.encode(text) == byte_tokenizer().encode(text).ids
+    assert tokenizer.eos_token_id == 1
+    messages = [{"role": "user", "content": "hell"}]
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert load(out).tokenizer.chat(messages) == theirs["input_ids"]
