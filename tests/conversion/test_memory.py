@@ -1,5 +1,6 @@
 """Loading holds one tensor at a time beside what has been loaded."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,11 @@ def test_peak_is_below_the_checkpoint_and_its_largest_tensor(tmp_path: Path, for
     if form == "orbax":
         small, large = tmp_path / "small-orbax", tmp_path / "large-orbax"
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(small), str(large), "float32"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROBE, str(small), str(large), "float32"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     peak, size, largest = (int(word) for word in done.stdout.split())

@@ -1,0 +1,153 @@
+"""Models by hub id, from a small server on this machine that speaks the part of the hub's protocol that downloads need."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import write_hf
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+# A process of its own: the hub client reads its settings when it is imported.
+LOADER = """
+import json, sys
+from kvjax.conversion import CheckpointError, load
+try:
+    params = load(sys.argv[1], progress=False)
+    found = {"layers": params.config.num_layers, "sum": float(params.embed.sum())}
+    print(json.dumps(found | {"chat": params.tokenizer.chat_template}))
+except CheckpointError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+class Hub:
+    """Serves the folders below `root` as repositories ``owner/name``; `asked` lists the files that were downloaded."""
+
+    def __init__(self, root: Path) -> None:
+        self.asked: list[str] = []
+        self._root = root
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self._answer(body=False)
+
+            def do_GET(self) -> None:
+                self._answer(body=True)
+
+            def log_message(self, *args: object) -> None:
+                """Say nothing."""
+
+            def _answer(self, body: bool) -> None:
+                content = hub.content(self.path.split("?")[0].strip("/"), download=body)
+                if content is None:
+                    self.send_response(404)
+                    self.send_header("X-Error-Code", "RepoNotFound" if "/api/" in self.path else "EntryNotFound")
+                    content = b""
+                else:
+                    self.send_response(200)
+                    self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+                    self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if body:
+                    self.wfile.write(content)
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def content(self, path: str, download: bool) -> bytes | None:
+        """What is at a path: the state of a repository, the list of its files, or a file; None is not found."""
+        match path.split("/"):
+            case ["api", "models", owner, name, "revision" | "tree" as what, _] if (self._root / owner / name).is_dir():
+                folder = self._root / owner / name
+                files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+                if what == "tree":
+                    found = [
+                        {"type": "file", "path": path, "size": file.stat().st_size, "oid": "0" * 40}
+                        for path, file in files.items()
+                    ]
+                else:
+                    found = {
+                        "id": f"{owner}/{name}",
+                        "sha": COMMIT,
+                        "siblings": [{"rfilename": path} for path in files],
+                    }
+                return json.dumps(found).encode()
+            case [owner, name, "resolve", _, *parts] if (self._root / owner / name).joinpath(*parts).is_file():
+                if download:
+                    self.asked.append("/".join(parts))
+                return (self._root / owner / name).joinpath(*parts).read_bytes()
+        return None
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    served = Hub(tmp_path / "hub")
+    yield served
+    served.close()
+
+
+def loaded(model: str, home: Path, url: str, **more: str) -> dict:
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | more
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, model], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "%|" not in done.stderr, "no progress bars where nobody watches"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_downloads_what_it_needs_and_no_more(tmp_path: Path, hub: Hub) -> None:
+    repository = tmp_path / "hub/some-org/some.model"
+    tensors = write_hf(repository, files=2, tokenizer=True)
+    for name in ("pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors", "README.md", "run.py"):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_bytes(b"not for us")
+    found = loaded("some-org/some.model", tmp_path / "home", hub.url)
+    assert found["layers"] == 2
+    assert found["sum"] == pytest.approx(float(tensors["model.embed_tokens.weight"].sum()), abs=1e-3)
+    assert "add_generation_prompt" in found["chat"]
+    assert sorted(hub.asked) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    # Once here, it loads without a connection.
+    hub.asked.clear()
+    assert loaded("some-org/some.model", tmp_path / "home", hub.url, HF_HUB_OFFLINE="1") == found
+    assert hub.asked == []
+
+
+def test_says_why_not(tmp_path: Path, hub: Hub) -> None:
+    (tmp_path / "hub/some-org/pickled").mkdir(parents=True)
+    for name in ("config.json", "pytorch_model.bin"):
+        (tmp_path / "hub/some-org/pickled" / name).write_text("{}")
+    home = tmp_path / "home"
+    error = loaded("some-org/pickled", home, hub.url)["error"]
+    assert error == "some-org/pickled: the repository has no safetensors weights; pickled ones are not downloaded"
+    assert "pytorch_model.bin" not in hub.asked
+    error = loaded("some-org/absent", home, hub.url)["error"]
+    assert error.startswith("some-org/absent: not available from the Hugging Face hub")
+    assert "\n" not in error
+    error = loaded("some-org/other", home, hub.url, HF_HUB_OFFLINE="1")["error"]
+    assert error.startswith("some-org/other: not available from the Hugging Face hub")
