@@ -50,9 +50,7 @@ def draw(held: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
         raise ValueError("no policy to draw; give at least one")
     figure = figures.Figure(figsize=(2.2 + 3.1 * len(held), 4.2), layout="constrained")
     panels = figure.subplots(1, len(held), sharex=True, sharey=True, squeeze=False)[0]
-    colours = colormaps[_COLOURS].copy()
-    colours.set_under("white")
-    colours.set_bad("0.9")
+    colours = colormaps[_COLOURS].with_extremes(under="white", bad="0.9")
     image = None
     for panel, (title, shares) in zip(panels, held.items(), strict=True):
         steps, positions = shares.shape

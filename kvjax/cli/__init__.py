@@ -29,10 +29,11 @@ for function in (generate, convert, policies, inspect, draw):
     app.command(cls=Command)(function)
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
     if asked:
         typer.echo(f"kvjax {__version__}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()

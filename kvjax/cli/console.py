@@ -67,9 +67,9 @@ def print_table(
         print(line.rstrip())
 
 
-def size(count: float) -> str:
+def size(count: int) -> str:
     """Bytes for people, in powers of ten: 1.5 MB."""
-    return decimal(int(count))
+    return decimal(count)
 
 
 def shown(text: str, most: int = 600) -> str:

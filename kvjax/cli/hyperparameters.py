@@ -56,7 +56,8 @@ def parse_value(text: str, hint: Any) -> Any:
             return _parse(text, kind)
         except ValueError:
             continue
-    raise ValueError(f"give {' or '.join(_name(kind) for kind in _alternatives(hint))}")
+    allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
+    raise ValueError(f"give {' or '.join(map(_name, allowed))}")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

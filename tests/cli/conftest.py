@@ -1,0 +1,38 @@
+"""A small checkpoint on disk, and a way to run the command line on it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_hf
+from typer.testing import CliRunner
+
+from kvjax.cli import app
+from kvjax.conversion import load
+from kvjax.models import Params
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a byte-level tokenizer and a chat template, as a Hugging Face directory."""
+    path = tmp_path_factory.mktemp("checkpoint") / "small"
+    write_hf(path, tokenizer=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def params(checkpoint: Path) -> Params:
+    """The same model, loaded."""
+    return load(checkpoint)
+
+
+@pytest.fixture
+def kvjax_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`kvjax ARGUMENTS…` in this process; its result has exit_code, stdout and stderr."""
+    monkeypatch.setenv("KVJAX_COMPILATION_CACHE", "0")
+
+    def run(*arguments: object, stdin: str | None = None) -> Any:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+    return run

@@ -1,0 +1,35 @@
+"""`kvjax draw` writes the picture, and refuses before it runs anything."""
+
+from pathlib import Path
+
+import pytest
+
+
+def test_a_picture(kvjax_command, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kept.svg"
+    result = kvjax_command(
+        "draw",
+        "--model",
+        checkpoint,
+        "--policies",
+        "full,streaming_llm",
+        "--budget",
+        8,
+        "-n",
+        6,
+        "-o",
+        out,
+        "hello there",
+    )
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    text = out.read_text()
+    for title in ("full", "streaming_llm, budget 8"):
+        assert f"<!-- {title} -->" in text
+
+
+@pytest.mark.parametrize("policies", ["full,nope", ""])
+def test_unknown_policies(kvjax_command, tmp_path: Path, policies: str) -> None:
+    result = kvjax_command("draw", "--policies", policies, "-o", tmp_path / "kept.png", "hello")
+    assert result.exit_code == 1
+    assert "unknown policy" in result.stderr
+    assert not list(tmp_path.iterdir())

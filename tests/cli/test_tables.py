@@ -1,0 +1,83 @@
+"""`kvjax policies` and `kvjax inspect`: the same facts for people, pipes and programs."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from kvjax.conversion import describe
+from kvjax.policies import get_policy, policies
+
+
+def test_policies_as_json(kvjax_command) -> None:
+    listed = json.loads(kvjax_command("policies", "--json").stdout)
+    assert [entry["name"] for entry in listed] == list(policies())
+    for entry in listed:
+        cls = policies()[entry["name"]]
+        assert entry["hyperparameters"] == dataclasses.asdict(cls())
+        assert (entry["paper"], entry["keeps"]) == (cls.paper, cls.keeps)
+        assert (entry["memory"], entry["positions"]) == (cls.memory, cls.positions)
+
+
+def test_policies_in_a_pipe_are_a_line_each(kvjax_command) -> None:
+    lines = kvjax_command("policies").stdout.splitlines()
+    assert len(lines) == 1 + len(policies())
+    for line, cls in zip(lines[1:], policies().values(), strict=True):
+        assert line.startswith(cls.name)
+        assert cls.paper in line
+        assert cls.keeps in line
+        assert line == line.rstrip()
+    assert not set("\n".join(lines)) & set("│┃─\x1b")
+
+
+def test_inspect_as_json(kvjax_command, checkpoint: Path) -> None:
+    memory, found = 2_000_000, describe(checkpoint)
+    report = json.loads(
+        kvjax_command("inspect", checkpoint, "--memory", "2MB", "--prompt-len", 100, "-n", 20, "--json").stdout
+    )
+    assert report["parameters"] == found.parameters
+    assert report["weight_bytes"] == 4 * found.parameters
+    assert report["stored_types"] == {"float32": 4 * found.parameters}
+    assert report["cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4  # k and v, layers, KV heads, head dim, bytes
+    assert report["full_cache_bytes_at_window"] == 128 * report["cache_bytes_per_token"]
+    assert report["tokenizer"]
+    assert report["chat_template"]
+    assert [entry["policy"] for entry in report["caches"]] == list(policies())
+    free = memory - report["weight_bytes"]
+    for entry in report["caches"]:
+        policy = get_policy(entry["policy"])
+        assert entry["cache_bytes"] == policy.nbytes(found.config, 1, 100, 20, "float32")
+        sized = get_policy(policy, budget=entry["fits"]) if "budget" in entry else policy
+        assert sized.nbytes(found.config, 1, 0, entry["fits"], "float32") <= free
+        more = entry["fits"] + 128
+        larger = get_policy(policy, budget=more) if "budget" in entry else policy
+        assert larger.nbytes(found.config, 1, 0, more, "float32") > free
+
+
+def test_inspect_for_people(kvjax_command, checkpoint: Path) -> None:
+    result = kvjax_command("inspect", checkpoint, "--memory", "1kB")
+    assert result.exit_code == 0
+    rows = dict(line.split(None, 1) for line in result.stdout.splitlines() if line)
+    assert rows["Attention"] == "4 query heads on 2 KV heads of 8"
+    assert rows["Weights"].endswith("as float32")
+    assert rows["full"].endswith("nothing")  # the weights alone are larger
+
+
+def test_inspect_in_another_type(kvjax_command, checkpoint: Path) -> None:
+    wide, narrow = (
+        json.loads(kvjax_command("inspect", checkpoint, "--dtype", dtype, "--json").stdout)
+        for dtype in ("float32", "bfloat16")
+    )
+    for key in ("weight_bytes", "cache_bytes_per_token"):
+        assert wide[key] == 2 * narrow[key]
+    assert wide["stored_bytes"] == narrow["stored_bytes"]
+
+
+@pytest.mark.parametrize("memory", ["lots", "8XB", "-1GB"])
+def test_inspect_with_a_memory_that_is_none(kvjax_command, checkpoint: Path, memory: str) -> None:
+    result = kvjax_command("inspect", checkpoint, f"--memory={memory}")
+    assert result.exit_code == 1
+    assert (
+        result.stderr == f"error: {memory!r} is not a memory size; write a number and a unit, such as 8GB or 512MiB\n"
+    )

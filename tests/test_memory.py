@@ -1,0 +1,49 @@
+"""Memory sizes and what fits in them."""
+
+import pytest
+
+from kvjax.memory import largest_cache, parse_bytes
+from kvjax.models import Params
+from kvjax.policies import Full, Policy, StreamingLLM, TreeKV, get_policy
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GB", 8 * 10**9),
+        ("512 MiB", 512 * 2**20),
+        ("1.5kb", 1500),
+        ("1e9", 10**9),
+        ("42", 42),
+        ("3B", 3),
+        ("2tib", 2**41),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "8 apples", "-1GB", "1e", "8GBs"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a memory size; write a number and a unit"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("memory", [100_000, 1_000_000, 12_345_678])
+@pytest.mark.parametrize("policy", [Full(), StreamingLLM(budget=8), TreeKV(budget=0.5)])
+def test_the_largest_cache_fits_and_the_next_does_not(tiny: Params, policy: Policy, memory: int) -> None:
+    def nbytes(slots: int) -> int:
+        sized = policy if isinstance(policy, Full) else get_policy(policy, budget=slots)
+        return sized.nbytes(tiny.config, 1, 0, slots)
+
+    slots = largest_cache(policy, tiny.config, memory)
+    step = 128 if slots >= 2048 else 32
+    assert slots % 32 == 0
+    assert 0 < nbytes(slots) <= memory < nbytes(slots + step)
+
+
+@pytest.mark.parametrize("memory", [0, 1000])
+def test_nothing_fits(tiny: Params, memory: int) -> None:
+    assert largest_cache(Full(), tiny.config, memory) == 0
+    assert largest_cache(TreeKV(), tiny.config, memory) == 0
+    assert largest_cache(TreeKV(sinks=1000, budget=2000), tiny.config, 100_000) == 0

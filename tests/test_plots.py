@@ -1,0 +1,58 @@
+"""The picture of kept tokens shows exactly what the states hold."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from kvjax import plots
+from kvjax.inspection import retained_positions
+from kvjax.models import Params
+from kvjax.policies import Full, StreamingLLM
+
+# As in test_inspection.py, so that the programs are compiled once for both.
+PROMPT = list(range(3, 43))
+STEPS = 20
+STREAMING = StreamingLLM(budget=16, sinks=3)
+
+
+def test_one_panel_a_policy_with_its_shares(tiny: Params) -> None:
+    policies = [Full(), STREAMING]
+    figure = plots.kept_tokens(tiny, PROMPT, policies, STEPS)
+    panels, scale = figure.axes[:-1], figure.axes[-1]
+    assert [panel.get_title() for panel in panels] == ["full", "streaming_llm, budget 16"]
+    for panel, policy in zip(panels, policies, strict=True):
+        shares = retained_positions(tiny, PROMPT, policy, STEPS)
+        drawn = np.ma.filled(panel.images[0].get_array(), np.nan)
+        written = np.arange(shares.shape[1]) < len(PROMPT) + np.arange(STEPS)[:, None]
+        assert np.array_equal(drawn[written], shares[written])
+        assert np.isnan(drawn[~written]).all()
+        assert "tokens" in panel.get_xlabel()
+    assert "tokens" in panels[0].get_ylabel()
+    assert "share" in scale.get_ylabel()
+
+
+def test_titles_of_ones_own(tiny: Params) -> None:
+    figure = plots.kept_tokens(tiny, PROMPT, {"mine": STREAMING}, STEPS)
+    assert figure.axes[0].get_title() == "mine"
+
+
+def test_no_policy() -> None:
+    with pytest.raises(ValueError, match="no policy to draw"):
+        plots.draw({})
+
+
+def test_without_matplotlib(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'kvjax\[plot\]'"):
+        plots.kept_tokens(tiny, PROMPT, [Full()], STEPS)
+
+
+def test_the_picture_is_really_drawn(tiny: Params, tmp_path: Path) -> None:
+    file = tmp_path / "kept.png"
+    plots.kept_tokens(tiny, PROMPT, [Full(), STREAMING], STEPS).savefig(file)
+    pixels = imread(file)[..., :3]
+    assert pixels.shape[0] > 200
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 10
