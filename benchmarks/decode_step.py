@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--context", type=int, nargs="+", default=[16384])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--policies", nargs="+", default=["full", "streaming_llm:0.2", "treekv:0.2"], help="name or name:budget")
+    parser.add_argument(
+        "--policies", nargs="+", default=["full", "streaming_llm:0.2", "treekv:0.2"], help="name or name:budget"
+    )
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second, for the floor")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode-step.json"))
     args = parser.parse_args()
@@ -75,7 +77,10 @@ def main() -> None:
             for name in args.policies:
                 rows.append(measure(params, name, context, batch, args.bandwidth))
                 report.write(args.out, header, rows)
-                print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()), flush=True)
+                print(
+                    "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()),
+                    flush=True,
+                )
 
 
 def check() -> float:
@@ -120,7 +125,12 @@ def measure(params: Params, name: str, context: int, batch: int, bandwidth: floa
         state, *_ = jax.block_until_ready(decoding.decode(policy, specs, params, state, jnp.int32(steps), *rest))
         if i:  # the first call compiles
             tpot.append((time.perf_counter() - start) / steps)
-    live = sum(int(jnp.sum(policy.slots(s).live)) for s in state.caches) * 2 * params.config.head_dim * params.dtype.itemsize
+    live = (
+        sum(int(jnp.sum(policy.slots(s).live)) for s in state.caches)
+        * 2
+        * params.config.head_dim
+        * params.dtype.itemsize
+    )
     weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params.embed.nbytes * (not params.config.tied)
     floor = (weights + live) / bandwidth
     return {

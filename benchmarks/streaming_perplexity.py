@@ -2,9 +2,9 @@
 
     python -m benchmarks.streaming_perplexity --text BOOK.txt
 
-For every policy the text is read token by token into a cache that starts empty; `full` keeps everything (computed in one pass, which is
-the same). The table gives the perplexity of each part of the text, so that what happens beyond the trained window can be
-told from what happens within. TreeKV's setting (He et al. 2025, section 5.2): 1024 slots = 4 sinks + 512 tree + 508 recent.
+For every policy the text is read token by token into a cache that starts empty; `full` keeps everything (computed in one
+pass, which is the same). The table gives the perplexity of each part of the text, so that what happens beyond the trained
+window can be told from what happens within. TreeKV's setting (He et al. 2025, section 5.2): 1024 slots = 4 sinks + 512 tree + 508 recent.
 """
 
 import argparse
@@ -50,9 +50,20 @@ def main() -> None:
             f"{at}-{min(at + args.part, args.tokens)}": result.part(max(at - 1, 0), at + args.part - 1).perplexity
             for at in range(0, args.tokens, args.part)
         }
-        rows.append({"policy": name, "perplexity": result.perplexity, "cache_bytes": result.cache_bytes, "seconds": seconds, "parts": parts})
+        rows.append(
+            {
+                "policy": name,
+                "perplexity": result.perplexity,
+                "cache_bytes": result.cache_bytes,
+                "seconds": seconds,
+                "parts": parts,
+            }
+        )
         report.write(args.out, header, rows)
-        print(f"{name:16s} all {result.perplexity:9.2f}   " + "  ".join(f"{k}: {v:.2f}" for k, v in parts.items()), flush=True)
+        print(
+            f"{name:16s} all {result.perplexity:9.2f}   " + "  ".join(f"{k}: {v:.2f}" for k, v in parts.items()),
+            flush=True,
+        )
 
 
 def measure(params: kvjax.Params, tokens: list[int], policy: str, budget: int) -> Perplexity:

@@ -4,7 +4,6 @@ The loop appends, attends, compresses, samples and stops rows without the host. 
 its memory does not depend on how many tokens are decoded in all.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import flax.struct

@@ -10,8 +10,8 @@ calls it once a layer for the prompt, and three times a layer for every new toke
     state = policy.compress(spec, state)              # every `interval` tokens
 
 Queries and keys arrive *unrotated*: a policy that keeps original positions rotates keys when it stores them, one that
-reassigns positions rotates when it attends. `spec.rope` does either. The state's leaves never change shape or dtype. `carry` travels
-from layer to layer within one step, for what a layer tells the next ones.
+reassigns positions rotates when it attends. `spec.rope` does either. The state's leaves never change shape or dtype.
+`carry` travels from layer to layer within one step, for what a layer tells the next ones.
 """
 
 import dataclasses
