@@ -2,6 +2,7 @@
 
 from .base import Policy as Policy
 from .base import PolicyError as PolicyError
+from .base import rotated as rotated
 from .full import Full as Full
 from .registry import get_policy as get_policy
 from .registry import policies as policies

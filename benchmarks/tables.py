@@ -1,0 +1,43 @@
+"""Print the README's tables from the result files.
+
+    python -m benchmarks.tables
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The rows of a result file."""
+    return json.loads((RESULTS / name).read_text())["rows"]
+
+
+def perplexity() -> str:
+    """Perplexity by part of the text, a row a policy."""
+    measured = rows("streaming-perplexity-h200.json")
+    parts = list(measured[0]["parts"])
+    lines = [
+        "| policy | " + " | ".join(f"{part.replace('-', ' to ')}" for part in parts) + " | all | cache |",
+        "| --- |" + " ---: |" * (len(parts) + 2),
+    ]
+    for row in measured:
+        cells = [f"{row['parts'][part]:.1f}" for part in parts]
+        lines.append(f"| `{row['policy']}` | {' | '.join(cells)} | {row['perplexity']:.2f} | {row['cache_bytes'] / 1e6:.0f} MB |")
+    return "\n".join(lines)
+
+
+def memory() -> str:
+    """Bytes held by cache and program for few and many decoded tokens."""
+    lines = ["| policy | new tokens | cache | decode program |", "| --- | ---: | ---: | ---: |"]
+    for row in rows("constant-memory.json"):
+        lines.append(
+            f"| `{row['policy']}` | {row['new_tokens']} | {row['cache_bytes']:,} B | {row['program_bytes']:,} B |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(perplexity(), memory(), sep="\n\n")

@@ -1,0 +1,75 @@
+"""The README's code runs and prints what the README says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from benchmarks import tables
+from kvjax.policies import registry
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLE, POLICY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PRINTED = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.slow
+def test_example_prints_what_the_readme_says(smollm2, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(kvjax, "load", lambda: smollm2)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(EXAMPLE, {})
+    assert out.getvalue() == PRINTED[0]
+
+
+def test_policy_of_the_readme_works(tiny):
+    namespace = {"__name__": "readme"}
+    exec(POLICY, namespace)
+    try:
+        assert POLICY.count("\n") <= 40
+        prompts = [[5, 9, 2] * 20, [3, 1, 4]]
+        options = {"policy": "low_norm", "max_new_tokens": 12, "ignore_eos": True}
+        for got, want in zip(
+            kvjax.generate(tiny, prompts, **options, budget=200),
+            kvjax.generate(tiny, prompts, **options | {"policy": "full"}),
+            strict=True,
+        ):
+            assert got.tokens == want.tokens
+        tight = kvjax.generate(tiny, prompts, **options, budget=16)
+        alone = kvjax.generate(tiny, prompts[1], **options, budget=16)
+        assert alone.tokens == tight[1].tokens
+        policy = kvjax.get_policy("low_norm", budget=16)
+        assert tight[0].stats.cache_bytes == policy.nbytes(tiny.config, 2, 60, 12, jnp.float32)
+    finally:
+        registry._POLICIES.pop("low_norm", None)
+
+
+def test_policies_are_all_listed():
+    listed = re.findall(r"^\| `(\w+)` \| (?:the plain|\[)", README, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(registry.policies())
+    for cls in registry.policies().values():
+        assert f"| {cls.keeps} |" in README
+
+
+def test_tables_are_those_of_the_result_files():
+    assert tables.perplexity() in README
+    assert tables.memory() in README
+
+
+def test_result_files_say_what_the_readme_claims():
+    """Within the trained window TreeKV is near the full cache; beyond it stays where it was while the full cache fails."""
+    rows = {row["policy"]: row["parts"] for row in tables.rows("streaming-perplexity-h200.json")}
+    inside, beyond = "6144-8192", "14336-16384"
+    assert rows["treekv"][inside] < 1.05 * rows["full"][inside]
+    assert rows["treekv"][beyond] < 1.5 * rows["treekv"][inside]
+    assert rows["full"][beyond] > 10 * rows["treekv"][beyond]
+    held = {(r["policy"], r["new_tokens"]): (r["cache_bytes"], r["program_bytes"]) for r in tables.rows("constant-memory.json")}
+    assert held["treekv", 1024] == held["treekv", 32768]
+    assert np.all(np.asarray(held["full", 32768]) > 5 * np.asarray(held["full", 1024]))
