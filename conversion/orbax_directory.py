@@ -104,15 +104,15 @@ def _store(directory: Path, prefix: str = "") -> dict[str, Any]:
 
 
 def _stored(directory: Path, name: str, header: Mapping[str, Any]) -> StoredTensor:
-    shape, dtype, rows = tuple(header["shape"]), np.dtype(header["dtype"]), header["chunks"][0]
+    shape, dtype = tuple(header["shape"]), np.dtype(header["dtype"])
 
     def read(start: int, out: np.ndarray) -> None:
         spec = {"driver": "zarr", "kvstore": _store(directory, f"{name}/")}
         try:
             array = tensorstore.open(spec, open=True, read=True).result()
-            for begin in range(0, len(out), rows):
-                end = min(begin + rows, len(out))
-                out[begin:end] = array[start + begin : start + end].read().result()
+            rows = tensorstore.cast(array, tensorstore.dtype(out.dtype))[start : start + len(out)]
+            # Straight into place, chunk by chunk.
+            tensorstore.array(out).write(rows).result()
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({error})") from error
 

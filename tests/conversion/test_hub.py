@@ -43,7 +43,7 @@ class Hub:
             def do_GET(self) -> None:
                 self._answer(body=True)
 
-            def log_message(self, *args: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
             def _answer(self, body: bool) -> None:

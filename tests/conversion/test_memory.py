@@ -13,15 +13,15 @@ from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
 from kvjax.conversion import convert, from_hf
 
 FIELDS = HF_CONFIG | {
-    "vocab_size": 8192,
+    "vocab_size": 12288,
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
-"""212 MB in float32, 34 MB of them one tensor; weights that are held twice, or a second tensor, would show."""
+"""172 MB in float32, 50 MB of them one tensor; weights that are held twice, or a second tensor, would show."""
 
 # Linux keeps the peak of resident memory, file-backed pages included, and can reset it.
 PROBE = """
@@ -69,4 +69,4 @@ def test_peak_is_below_the_checkpoint_and_its_largest_tensor(tmp_path: Path, for
     peak, size, largest = (int(word) for word in done.stdout.split())
     assert size <= peak, "the measure counts what was loaded"
     assert peak < size + largest, f"{(peak - size) / largest:.2f} of the largest tensor beside the parameters"
-    assert np.dtype(np.float32).itemsize * 8192 * 1024 == largest
+    assert np.dtype(np.float32).itemsize * 12288 * 1024 == largest

@@ -1,4 +1,4 @@
-"""The default model's weights and logits, against transformers' own reading of the same GGUF file."""
+"""Real checkpoints, against transformers' own reading of the same files."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def gguf_file(smollm2: Params) -> Path:
     return file
 
 
-def test_weights_and_logits_equal_transformers(gguf_file: Path, smollm2: Params) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+def test_weights_equal_transformers(gguf_file: Path, smollm2: Params) -> None:
+    transformers = pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = transformers.AutoConfig.for_model(**to_hf(smollm2.config))
@@ -43,11 +43,6 @@ def test_weights_and_logits_equal_transformers(gguf_file: Path, smollm2: Params)
             (layer.attn_norm, "input_layernorm"),
         ):
             np.testing.assert_array_equal(ours, theirs[f"{prefix}{name}.weight"])
-
-    tokens = np.asarray([smollm2.tokenizer.encode("The capital of France is Paris, and 2 + 2 is 4.")], np.int32)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(forward(smollm2, jnp.asarray(tokens)), expected, atol=1e-3)
 
 
 def test_real_small_llama(shared: Path) -> None:
