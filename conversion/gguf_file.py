@@ -179,15 +179,19 @@ def _scaling(
             factor=window / original,
             attention_factor=number("attn_factor"),
         )
-    match kind := number("type", "none"):
+    old_linear = metadata.get(f"{family}.rope.scale_linear")  # before scaling had types
+    factor = float(number("factor", old_linear or 1.0))
+    match kind := number("type", "linear" if old_linear else "none"):
         case "none":
             return None
         case "linear":
-            return Linear(float(number("factor", 1.0)))
+            return Linear(factor)
         case "yarn":
+            attention_factor = number("attn_factor")  # on top of YaRN's own
             return Yarn(
-                factor=float(number("factor", 1.0)),
+                factor=factor,
                 original_max_position=original,
+                attention_factor=attention_factor and attention_factor * (0.1 * math.log(factor) + 1.0),
                 beta_fast=float(number("yarn_beta_fast", 32.0)),
                 beta_slow=float(number("yarn_beta_slow", 1.0)),
             )

@@ -86,5 +86,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _platform(device: Any) -> str:
-    devices = getattr(device, "device_set", None) or ({device} if device is not None else set(jax.devices()[:1]))
+    if device is None:
+        device = jax.numpy.zeros(()).sharding  # where arrays go by default, `jax.default_device` included
+    devices = getattr(device, "device_set", {device})
     return next(iter(devices)).platform

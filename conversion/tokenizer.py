@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -64,6 +65,12 @@ class Tokenizer:
         """
         file = path / "tokenizer.json"
         if not file.exists():
+            if (path / "tokenizer.model").exists():
+                warnings.warn(
+                    f"{path}: tokenizer.model alone is not read, so the model is loaded without a tokenizer; prompts given "
+                    "as token ids work, and saving the tokenizer with transformers writes the tokenizer.json that is missing",
+                    stacklevel=2,
+                )
             return None
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))

@@ -1,6 +1,7 @@
 """GGUF files: every supported type and architecture, rope scaling from factor tensors, damage."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_other_divisors_are_kept_as_they_are(tmp_path: Path) -> None:
             },
             Yarn(4.0, 32),
         ),
+        (
+            "llama",
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+                "llama.rope.scaling.attn_factor": 0.5,
+            },
+            Yarn(4.0, 32, attention_factor=0.5 * (0.1 * math.log(4.0) + 1.0)),
+        ),
+        ("llama", {"llama.rope.scale_linear": 8.0}, Linear(8.0)),
         ("llama", {"llama.rope.scaling.type": "none"}, None),
     ],
 )
