@@ -62,7 +62,10 @@ def draw(held: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
         )
         panel.axvline(prompt - 0.5, color="0.3", linewidth=0.8, linestyle=":")
         panel.set_title(title, fontsize=10)
-        panel.set_xlabel("position in the text (tokens)")
+        panel.set_xlabel(f"position in tokens ({prompt} of prompt, then new)")
+    figure.suptitle(
+        "What is in the cache: each row is a step, white has been dropped, grey is yet to be written", fontsize=11
+    )
     panels[0].set_ylabel("tokens written since the prompt")
     figure.colorbar(image, ax=panels, label="share of heads that hold the token", fraction=0.05, pad=0.02)
     return figure

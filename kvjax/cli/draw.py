@@ -1,13 +1,14 @@
 """`kvjax draw`: a picture of what policies keep."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .console import errors, waiting
-from .hyperparameters import read_policy
+from .hyperparameters import read_policy, setting_name
 from .options import (
     BudgetOption,
     CompilationCacheOption,
@@ -15,9 +16,13 @@ from .options import (
     ModelOption,
     PromptArgument,
     PromptFileOption,
+    SetOption,
     read_model,
     read_prompt,
 )
+
+if TYPE_CHECKING:
+    from kvjax.policies import Policy
 
 
 def draw(
@@ -28,6 +33,7 @@ def draw(
         str, typer.Option(help="Policies to compare, separated by commas.")
     ] = "full,streaming_llm,treekv",
     budget: BudgetOption = None,
+    settings: SetOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to write.")] = 64,
     model: ModelOption = None,
     dtype: DTypeOption = None,
@@ -38,13 +44,8 @@ def draw(
     Each policy continues the prompt; the picture shows what its cache holds after every token. Needs the `plot` extra.
     """
     from kvjax.plots import kept_tokens
-    from kvjax.policies import policies as registered
 
-    chosen = []
-    for name in (name.strip() for name in policies.split(",")):
-        cls = registered().get(name)
-        takes_budget = cls is not None and any(field.name == "budget" for field in dataclasses.fields(cls))
-        chosen.append(read_policy(name, budget if takes_budget else None))
+    chosen = _read_policies(policies, budget, settings or ())
     text = read_prompt(prompt, prompt_file)
     params = read_model(model, dtype, compilation_cache)
     with waiting("Running " + ", ".join(policy.name for policy in chosen)):
@@ -52,3 +53,20 @@ def draw(
     figure.savefig(out, dpi=150)
     if errors().is_terminal:
         errors().print(f"wrote {out}", soft_wrap=True)
+
+
+def _read_policies(names: str, budget: str | None, settings: Sequence[str]) -> "list[Policy]":
+    """The policies to draw. Budget and settings go to those that have them; one of them at least must."""
+    from kvjax.policies import PolicyError, policies
+
+    given = [*([] if budget is None else [f"budget={budget}"]), *settings]
+    wanted: dict[str, list[str]] = {}
+    for name in map(str.strip, names.split(",")):
+        cls = policies().get(name)
+        fields = {field.name for field in dataclasses.fields(cls)} if cls else set()
+        wanted[name] = [setting for setting in given if setting_name(setting) in fields]
+    chosen = [read_policy(name, None, taken) for name, taken in wanted.items()]
+    for setting in given:
+        if not any(setting in taken for taken in wanted.values()):
+            raise PolicyError(f"{setting}: none of {', '.join(wanted)} has this hyperparameter")
+    return chosen

@@ -23,10 +23,7 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
 
     given: dict[str, str] = {} if budget is None else {"budget": budget}
     for setting in settings or ():
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{setting!r}: write NAME=VALUE", param_hint="--set")
-        given[key.strip().replace("-", "_")] = value.strip()
+        given[setting_name(setting)] = setting.partition("=")[2].strip()
     cls = policies().get(name)
     hints = typing.get_type_hints(cls) if cls else {}
     fields = {field.name for field in dataclasses.fields(cls)} if cls else set()
@@ -39,6 +36,14 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
     unset = [key for key, value in values.items() if value is None]  # which get_policy would take for "not given"
     policy = get_policy(name, **values)
     return dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
+
+
+def setting_name(setting: str) -> str:
+    """The name in ``name=value``; hyphens count as underscores."""
+    name, equals, _ = setting.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{setting!r}: write NAME=VALUE", param_hint="--set")
+    return name.strip().replace("-", "_")
 
 
 def parse_value(text: str, hint: Any) -> Any:

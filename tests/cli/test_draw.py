@@ -33,3 +33,8 @@ def test_unknown_policies(kvjax_command, tmp_path: Path, policies: str) -> None:
     assert result.exit_code == 1
     assert "unknown policy" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_no_policy_has(kvjax_command, tmp_path: Path) -> None:
+    result = kvjax_command("draw", "--policies", "full,treekv", "--set", "blok=4", "-o", tmp_path / "kept.png", "hello")
+    assert (result.exit_code, result.stderr) == (1, "error: blok=4: none of full, treekv has this hyperparameter\n")
