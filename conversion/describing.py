@@ -36,7 +36,7 @@ class Description:
 
 
 def describe(source: str | Path | None = None, *, progress: bool | None = None) -> Description:
-    """Describe a checkpoint without loading its weights (a hub id is downloaded first).
+    """Describe a checkpoint without loading its weights; of a hub id only headers are downloaded.
 
     Args:
         source: as for `kvjax.conversion.load`.
@@ -45,7 +45,7 @@ def describe(source: str | Path | None = None, *, progress: bool | None = None) 
     Raises:
         CheckpointError: as `load`; missing, unexpected and wrongly shaped tensors are found too.
     """
-    checkpoint = open_checkpoint(source, progress)
+    checkpoint = open_checkpoint(source, progress, headers_only=True)
     checkpoint.check()
     return Description(
         source=checkpoint.source,

@@ -4,9 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import huggingface_hub.errors
+import numpy as np
 from huggingface_hub.utils import tqdm as hub_bar
 
+from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError
+from .huggingface import FLOAT_OF, INDEX, checkpoint_of, open_directory, read_config, read_json
 from .progress import watched
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -41,21 +45,64 @@ def fetch(repo_id: str, *, progress: bool | None = None) -> Path:
     Raises:
         CheckpointError: no such model, no access, no connection, or no safetensors weights.
     """
-    try:
-        path = Path(
-            huggingface_hub.snapshot_download(
-                repo_id,
-                allow_patterns=[*COMPANIONS, *WEIGHTS],
-                ignore_patterns=list(_ELSEWHERE),
-                etag_timeout=5,
-                tqdm_class=hub_bar if watched(progress) else _Silent,
+    path = _download(repo_id, [*COMPANIONS, *WEIGHTS], progress)
+    if not any(path.glob("*.safetensors")):
+        raise CheckpointError(_no_weights(repo_id))
+    return path
+
+
+def open_headers(repo_id: str, *, progress: bool | None = None) -> Checkpoint:
+    """Describe a model on the hub by the headers of its weight files, of which only the first kilobytes are fetched.
+
+    Args:
+        repo_id: ``owner/name``.
+        progress: see `kvjax.conversion.load`.
+
+    Raises:
+        CheckpointError: as `fetch`, or a damaged header.
+    """
+    path = _download(repo_id, [*COMPANIONS, INDEX], progress)
+    names = ["model.safetensors"]
+    if (path / INDEX).exists():
+        names = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+    if all((path / name).exists() for name in names):
+        return open_directory(path)
+    tensors: dict[str, StoredTensor] = {}
+    for name in names:
+        try:
+            header = huggingface_hub.parse_safetensors_file_metadata(repo_id, name)
+        except huggingface_hub.errors.EntryNotFoundError as error:
+            raise CheckpointError(_no_weights(repo_id)) from error
+        except Exception as error:  # the client and the libraries under it share no base class
+            raise CheckpointError(f"{repo_id}: header of {name} cannot be read ({_first_line(error)})") from error
+        for tensor, info in header.tensors.items():
+            begin, end = info.data_offsets
+            tensors[tensor] = StoredTensor(
+                tuple(info.shape), FLOAT_OF.get(info.dtype, info.dtype), end - begin, path / name, _not_fetched
             )
+    return checkpoint_of(path, tensors, read_config(path))
+
+
+def _download(repo_id: str, patterns: list[str], progress: bool | None) -> Path:
+    try:
+        path = huggingface_hub.snapshot_download(
+            repo_id,
+            allow_patterns=patterns,
+            ignore_patterns=list(_ELSEWHERE),
+            etag_timeout=5,
+            tqdm_class=hub_bar if watched(progress) else _Silent,
         )
     except Exception as error:  # the client and the libraries under it share no base class
         raise CheckpointError(f"{repo_id}: not available from the Hugging Face hub ({_first_line(error)})") from error
-    if not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{repo_id}: the repository has no safetensors weights; pickled ones are not downloaded")
-    return path
+    return Path(path)
+
+
+def _not_fetched(start: int, out: np.ndarray) -> None:
+    raise CheckpointError("only the headers of this model were fetched; load it to have its weights")
+
+
+def _no_weights(repo_id: str) -> str:
+    return f"{repo_id}: the repository has no safetensors weights; pickled ones are not downloaded"
 
 
 def _first_line(error: Exception) -> str:

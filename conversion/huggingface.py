@@ -23,7 +23,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 INDEX = "model.safetensors.index.json"
 
-_FLOAT_OF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOAT_OF: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Supported types by their names in safetensors files."""
 
 
 def open_directory(path: Path) -> Checkpoint:
@@ -32,12 +33,16 @@ def open_directory(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: no or damaged configuration or weights, pickled weights, a tensor twice.
     """
-    config = read_config(path)
+    return checkpoint_of(path, config=read_config(path), tensors=read_headers(weight_files(path)))
+
+
+def checkpoint_of(path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig) -> Checkpoint:
+    """The checkpoint that a directory's configuration and tokenizer make of some tensors."""
     return Checkpoint(
         source=path,
         format="safetensors",
         config=config,
-        tensors=read_headers(weight_files(path)),
+        tensors=tensors,
         layout=hf_layout(config),
         ignored=ignored(config),
         tokenizer=functools.partial(Tokenizer.from_directory, path, eos=config.eos, bos=config.bos),
@@ -145,12 +150,12 @@ def _unique(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
     dtype: str = entry["dtype"]
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    float_name = _FLOAT_OF.get(dtype, dtype)
+    float_name = FLOAT_OF.get(dtype, dtype)
     stored = FLOATS.get(float_name)
 
     def read(start: int, out: np.ndarray) -> None:
         if stored is None:
-            raise CheckpointError(f"{file}: tensor {name} is {dtype}; supported are {', '.join(_FLOAT_OF)}")
+            raise CheckpointError(f"{file}: tensor {name} is {dtype}; supported are {', '.join(FLOAT_OF)}")
         # A map for these rows alone: its pages leave memory with it.
         row = math.prod(shape[1:]) * stored.itemsize
         out[...] = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=out.shape)

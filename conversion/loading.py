@@ -43,8 +43,13 @@ def load(
     return assemble(checkpoint, wanted, device, progress)
 
 
-def open_checkpoint(source: str | Path | None, progress: bool | None = None) -> Checkpoint:
-    """Find a checkpoint, downloading it if need be, and read its headers."""
+def open_checkpoint(
+    source: str | Path | None, progress: bool | None = None, *, headers_only: bool = False
+) -> Checkpoint:
+    """Find a checkpoint, downloading it if need be, and read its headers.
+
+    With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works.
+    """
     path = default_model.locate(progress) if source is None else Path(source)
     if path.suffix in PICKLES:
         refuse_pickle(path)
@@ -57,6 +62,8 @@ def open_checkpoint(source: str | Path | None, progress: bool | None = None) -> 
             )
         return open_gguf(path)
     if _HUB_ID.fullmatch(str(source)):
+        if headers_only:
+            return hub.open_headers(str(source), progress=progress)
         return open_directory(hub.fetch(str(source), progress=progress))
     raise CheckpointError(f"{source}: no such file or directory, and not a hub id, which looks like owner/name")
 

@@ -18,8 +18,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # A process of its own: the hub client reads its settings when it is imported.
 LOADER = """
 import json, sys
-from kvjax.conversion import CheckpointError, load
+from kvjax.conversion import CheckpointError, describe, load
 try:
+    if sys.argv[2] == "describe":
+        found = describe(sys.argv[1], progress=False)
+        print(json.dumps({"parameters": found.parameters, "dtypes": found.dtypes, "vocab": found.tokenizer.vocab_size}))
+        sys.exit()
     params = load(sys.argv[1], progress=False)
     found = {"layers": params.config.num_layers, "sum": float(params.embed.sum())}
     print(json.dumps(found | {"chat": params.tokenizer.chat_template}))
@@ -103,11 +107,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     served.close()
 
 
-def loaded(model: str, home: Path, url: str, **more: str) -> dict:
+def loaded(model: str, home: Path, url: str, what: str = "load", **more: str) -> dict:
     environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | more
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", LOADER, model], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", LOADER, model, what], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "%|" not in done.stderr, "no progress bars where nobody watches"
@@ -138,6 +142,14 @@ def test_downloads_what_it_needs_and_no_more(tmp_path: Path, hub: Hub) -> None:
     assert hub.asked == []
 
 
+def test_describing_fetches_no_weights(tmp_path: Path, hub: Hub) -> None:
+    tensors = write_hf(tmp_path / "hub/some-org/some.model", files=2, tokenizer=True)
+    count = sum(value.size for value in tensors.values())
+    found = loaded("some-org/some.model", tmp_path / "home", hub.url, "describe")
+    assert found == {"parameters": count, "dtypes": [["float32", 4 * count]], "vocab": 261}
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
 def test_says_why_not(tmp_path: Path, hub: Hub) -> None:
     (tmp_path / "hub/some-org/pickled").mkdir(parents=True)
     for name in ("config.json", "pytorch_model.bin"):
@@ -146,6 +158,7 @@ def test_says_why_not(tmp_path: Path, hub: Hub) -> None:
     error = loaded("some-org/pickled", home, hub.url)["error"]
     assert error == "some-org/pickled: the repository has no safetensors weights; pickled ones are not downloaded"
     assert "pytorch_model.bin" not in hub.asked
+    assert loaded("some-org/pickled", home, hub.url, "describe")["error"] == error
     error = loaded("some-org/absent", home, hub.url)["error"]
     assert error.startswith("some-org/absent: not available from the Hugging Face hub")
     assert "\n" not in error
