@@ -22,15 +22,16 @@ def gguf_file(smollm2: Params) -> Path:
 
 
 def test_weights_equal_transformers(gguf_file: Path, smollm2: Params) -> None:
-    transformers = pytest.importorskip("transformers")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = transformers.AutoConfig.for_model(**to_hf(smollm2.config))
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.device("meta"):  # the loader asks a model for names only
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**to_hf(smollm2.config))
+        )
     tensors = load_gguf_checkpoint(gguf_file, return_tensors=True, model_to_load=model)["tensors"]
-    unknown = model.load_state_dict(tensors, strict=False).unexpected_keys
-    assert not unknown
-    theirs = {name: value.numpy() for name, value in model.state_dict().items()}
+    theirs = {name: np.asarray(value) for name, value in tensors.items()}
+    assert len(theirs) == 272
     np.testing.assert_array_equal(smollm2.embed, theirs["model.embed_tokens.weight"])
     for i in (0, 13, 29):
         layer, prefix = smollm2.layers[i], f"model.layers.{i}."
