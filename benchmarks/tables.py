@@ -1,7 +1,4 @@
-"""Print the README's tables from the result files.
-
-    python -m benchmarks.tables
-"""
+"""The README's tables, from the result files; `python -m benchmarks.tables` prints them."""
 
 import json
 from pathlib import Path
@@ -25,17 +22,19 @@ def perplexity() -> str:
     ]
     for row in measured:
         cells = [f"{row['parts'][part]:.1f}" for part in parts]
-        lines.append(f"| `{row['policy']}` | {' | '.join(cells)} | {row['perplexity']:.2f} | {row['cache_bytes'] / 1e6:.0f} MB |")
+        lines.append(
+            f"| `{row['policy']}` | {' | '.join(cells)} | {row['perplexity']:.2f} | {row['cache_bytes'] / 1e6:.0f} MB |"
+        )
     return "\n".join(lines)
 
 
 def memory() -> str:
     """Bytes held by cache and program for few and many decoded tokens."""
     lines = ["| policy | new tokens | cache | decode program |", "| --- | ---: | ---: | ---: |"]
-    for row in rows("constant-memory.json"):
-        lines.append(
-            f"| `{row['policy']}` | {row['new_tokens']} | {row['cache_bytes']:,} B | {row['program_bytes']:,} B |"
-        )
+    lines += [
+        f"| `{row['policy']}` | {row['new_tokens']} | {row['cache_bytes']:,} B | {row['program_bytes']:,} B |"
+        for row in rows("constant-memory.json")
+    ]
     return "\n".join(lines)
 
 

@@ -1,0 +1,69 @@
+"""The verbs of the slot pytree."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policies.driver import make_case
+
+from kvjax import cache
+
+
+def test_buckets_are_few_and_not_wasteful():
+    sizes = [cache.bucket(n) for n in range(1, 100_000)]
+    assert all(size >= n for n, size in enumerate(sizes, 1))
+    assert all(size <= max(64, 1.5 * n) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 23
+    assert cache.bucket(0) == 0
+
+
+def test_capacities_are_even():
+    assert [cache.round_slots(n) for n in (1, 32, 33, 1025, 2048, 2049, 13107)] == [32, 32, 64, 1056, 2048, 2176, 13184]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 48))
+def test_compact_is_nonzero(keep, capacity):
+    index, live = cache.compact(jnp.asarray([keep]), capacity)
+    expected = np.flatnonzero(keep)[:capacity]
+    assert np.asarray(index)[0, : len(expected)].tolist() == expected.tolist()
+    assert np.asarray(live)[0].tolist() == [i < len(expected) for i in range(capacity)]
+
+
+def test_select_insert_evict():
+    """Keep three of a prompt, evict the second, and see the next token take its place."""
+    case = make_case(0, [6, 2], steps=2, heads=2, kv_heads=1)
+    spec = case.spec
+    k, v = (np.zeros((2, spec.prompt_len, 1, 8), np.float32) for _ in range(2))
+    k[:, :8], v[:, :8] = case.k, case.v
+    keep = np.zeros((2, 1, spec.prompt_len), bool)
+    keep[:, :, [0, 3, 5]] = True
+    slots, index = cache.select(spec, 8, jnp.asarray(k), jnp.asarray(v), jnp.asarray(keep), jnp.asarray(case.lengths))
+    assert np.asarray(index)[0, 0, :3].tolist() == [0, 3, 5]
+    assert np.asarray(slots.pos)[:, 0].tolist() == [
+        [0, 3, 5] + [-1] * 5,
+        [0] + [-1] * 7,
+    ]  # the second row has two tokens
+    assert np.asarray(slots.count).tolist() == [[3], [1]]
+    assert np.asarray(slots.next).tolist() == [[3], [1]]
+
+    slots = cache.evict(slots, jnp.asarray([[1], [0]], jnp.int32), jnp.asarray([[True], [False]]))
+    assert np.asarray(slots.live)[0, 0, :4].tolist() == [True, False, True, False]
+    slots = cache.insert(slots, jnp.asarray(case.k[:, 6]), jnp.asarray(case.v[:, 6]), jnp.asarray([6, 2], jnp.int32))
+    assert np.asarray(slots.pos)[:, 0, :3].tolist() == [[0, 6, 5], [0, 2, -1]]
+    np.testing.assert_array_equal(slots.k[0, 0, 1], case.k[0, 6, 0])
+    assert np.asarray(slots.seen).tolist() == [7, 3]
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_sliding_window_counts_original_positions(window):
+    case = make_case(1, [6], steps=1, heads=1, kv_heads=1)
+    import dataclasses
+
+    spec = dataclasses.replace(case.spec, window=window)
+    slots = cache.empty(spec, 8)
+    for pos in range(6):
+        vectors = (jnp.asarray(x[:, pos]) for x in (case.k, case.v))
+        slots = cache.insert(slots, *vectors, jnp.asarray([pos], jnp.int32))
+    _, probs = cache.attend(spec, slots, jnp.asarray(case.q[:, 5]), jnp.asarray([5], jnp.int32))
+    assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]
