@@ -10,20 +10,21 @@ import jax.numpy as jnp
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 
-_UNITS = {"": 1, **{f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}}
-_UNITS |= {"B": 1, **{f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}}
+_UNITS = {"": 1, **{letter: 1000**i for i, letter in enumerate("KMGT", 1)}}
+_UNITS |= {f"{letter}I": 1024**i for i, letter in enumerate("KMGT", 1)}
 
 
 def parse_bytes(text: str) -> int:
-    """A memory size in bytes: "8GB", "512 MiB", "1e9".
+    """A memory size in bytes: "8GB" or "8G", "512 MiB", "1e9".
 
     Raises:
         ValueError: it is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if not match or match[2].upper() not in _UNITS:
+    unit = match[2].upper().removesuffix("B") if match else None
+    if match is None or unit not in _UNITS:
         raise ValueError(f"{text!r} is not a memory size; write a number and a unit, such as 8GB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(float(match[1]) * _UNITS[unit])
 
 
 def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any = jnp.bfloat16) -> int:

@@ -16,6 +16,8 @@ from kvjax.policies import Full, Policy, StreamingLLM, TreeKV, get_policy
         ("1e9", 10**9),
         ("42", 42),
         ("3B", 3),
+        ("16G", 16 * 10**9),
+        ("4Gi", 4 * 2**30),
         ("2tib", 2**41),
     ],
 )

@@ -34,8 +34,8 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(value, ensure_ascii=False, indent=2))
+    """One JSON document on standard output; what JSON has no form for is written as Python shows it."""
+    print(json.dumps(value, ensure_ascii=False, indent=2, default=repr))
 
 
 def print_table(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -142,11 +142,11 @@ def _print_text(params: "Params", text: str, request: Any, options: dict[str, An
 class _Pieces:
     """The text of `kvjax.stream` piece by piece, and after the last one its `result`."""
 
-    def __init__(self, source: "Generator[str, None, Generation] | Iterator[str]") -> None:
+    def __init__(self, source: Any) -> None:
         self._source = source
 
     def __iter__(self) -> Iterator[str]:
-        self.result: Generation = yield from self._source  # type: ignore[misc]
+        self.result: Generation = yield from self._source
 
 
 def _summary(result: "Generation") -> str:

@@ -59,7 +59,7 @@ def parse_value(text: str, hint: Any) -> Any:
     for kind in _alternatives(hint):
         try:
             return _parse(text, kind)
-        except ValueError:
+        except (ValueError, SyntaxError):
             continue
     allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
     raise ValueError(f"give {' or '.join(map(_name, allowed))}")
@@ -93,4 +93,6 @@ def _name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(str(value) for value in get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    if get_origin(kind) is tuple:
+        return "values separated by commas"
     return names.get(kind, "a value from Python: the command line cannot write this one")

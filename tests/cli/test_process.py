@@ -1,7 +1,6 @@
 """The command line as a process of its own: start-up, terminals and pipes."""
 
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +48,7 @@ def test_a_reader_that_goes_away(environment: dict[str, str]) -> None:
 def test_a_terminal_shows_prompt_text_and_summary(
     environment: dict[str, str], checkpoint: Path, params: Params
 ) -> None:
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
     command = [*KVJAX, "generate", "--model", str(checkpoint), "--max-new-tokens", "12"]
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb") as terminal:
