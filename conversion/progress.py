@@ -48,7 +48,7 @@ class Meter:
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, force_terminal=True),
             transient=True,
         )
         bar.add_task(self._title, total=self._total)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import HF_CONFIG, weights, write_hf
+from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
 from safetensors.numpy import save_file
 
-from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load
+from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load, loading
 from kvjax.models import Params
 
 LAST = "model.layers.1.mlp.down_proj.weight"
@@ -59,6 +59,16 @@ def test_types(tmp_path: Path) -> None:
         np.testing.assert_array_equal(params.norm, tensors["model.norm.weight"].astype(dtype))
     with pytest.raises(ValueError, match=r"dtype='int8' is not one of float32, float16, bfloat16"):
         load(tmp_path, dtype="int8")
+
+
+def test_accelerators_keep_the_type_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_platform", lambda device: "tpu")
+    config = from_hf(HF_CONFIG)
+    write_hf(tmp_path / "full")
+    write_hf(tmp_path / "half", tensors={name: value.astype(np.float16) for name, value in weights(config).items()})
+    write_gguf(tmp_path / "quantised.gguf", config, "Q8_0")
+    for name, dtype in (("full", jnp.float32), ("half", jnp.float16), ("quantised.gguf", jnp.bfloat16)):
+        assert load(tmp_path / name).dtype == dtype
 
 
 def test_sentencepiece_files_alone_are_mentioned(tmp_path: Path) -> None:
