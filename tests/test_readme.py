@@ -70,6 +70,9 @@ def test_result_files_say_what_the_readme_claims():
     assert rows["treekv"][inside] < 1.05 * rows["full"][inside]
     assert rows["treekv"][beyond] < 1.5 * rows["treekv"][inside]
     assert rows["full"][beyond] > 10 * rows["treekv"][beyond]
-    held = {(r["policy"], r["new_tokens"]): (r["cache_bytes"], r["program_bytes"]) for r in tables.rows("constant-memory.json")}
+    held = {
+        (r["policy"], r["new_tokens"]): (r["cache_bytes"], r["program_bytes"])
+        for r in tables.rows("constant-memory.json")
+    }
     assert held["treekv", 1024] == held["treekv", 32768]
     assert np.all(np.asarray(held["full", 32768]) > 5 * np.asarray(held["full", 1024]))
