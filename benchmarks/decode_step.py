@@ -126,7 +126,7 @@ def measure(params: Params, name: str, context: int, batch: int, bandwidth: floa
         if i:  # the first call compiles
             tpot.append((time.perf_counter() - start) / steps)
     live = (
-        sum(int(jnp.sum(policy.slots(s).live)) for s in state.caches)
+        sum(int(jnp.sum(policy.slots(*x).live)) for x in zip(specs, state.caches, strict=True))
         * 2
         * params.config.head_dim
         * params.dtype.itemsize

@@ -51,24 +51,10 @@ def step(
     caches: tuple[Any, ...],
     token: Int[Array, " B"],
     pos: Int[Array, " B"],
-    steps: Int[Array, ""],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token a row; the next one's logits, and the caches compressed if it is time.
-
-    Args:
-        steps: tokens read this way before.
-    """
+    """Read one token a row; the next one's logits, and the caches within their budgets again."""
     logits, caches = transformer.decode_step(params, caches, token, pos, policy, specs)
-    if policy.interval is not None:
-
-        def compress(caches: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(policy.compress(spec, cache) for spec, cache in zip(specs, caches, strict=True))
-
-        if policy.interval == 1:
-            caches = compress(caches)
-        else:
-            caches = jax.lax.cond((steps + 1) % policy.interval == 0, compress, lambda caches: caches, caches)
-    return logits, caches
+    return logits, tuple(policy.compress(spec, cache) for spec, cache in zip(specs, caches, strict=True))
 
 
 def _prefill(
@@ -105,7 +91,7 @@ def _decode(
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, state, tokens, logprobs = carry
-        logits, caches = step(policy, specs, params, state.caches, state.token, state.pos, state.steps)
+        logits, caches = step(policy, specs, params, state.caches, state.token, state.pos)
         token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
             caches=caches,

@@ -43,10 +43,10 @@ def retained_positions(
     sampler, ends = Greedy(), jnp.zeros((0,), jnp.int32)
     lengths, seed = jnp.asarray([len(ids)], jnp.int32), jnp.zeros((1,), jnp.uint32)
     state, _ = decoding.prefill(policy, specs, params, jnp.asarray(padded), lengths, seed, sampler, ends)
-    held = [_held(policy, state, tokens - 1)]
+    held = [_held(policy, specs, state, tokens - 1)]
     for _ in range(max_new_tokens - 1):
         state, _, _ = decoding.decode(policy, specs, params, state, jnp.asarray(1, jnp.int32), sampler, ends)
-        held.append(_held(policy, state, tokens - 1))
+        held.append(_held(policy, specs, state, tokens - 1))
     return np.stack(held)
 
 
@@ -60,10 +60,10 @@ def _ids(params: Params, prompt: str | Sequence[int]) -> list[int]:
     return [int(token) for token in prompt]
 
 
-def _held(policy: Policy, state: decoding.Decoding, positions: int) -> Float[np.ndarray, " P"]:
+def _held(policy: Policy, specs: decoding.Specs, state: decoding.Decoding, positions: int) -> Float[np.ndarray, " P"]:
     counts, heads = np.zeros(positions), 0
-    for layer in state.caches:
-        slots = policy.slots(layer)
+    for spec, layer in zip(specs, state.caches, strict=True):
+        slots = policy.slots(spec, layer)
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         counts += np.bincount(pos[live], minlength=positions)
         heads += len(pos)

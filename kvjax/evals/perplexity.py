@@ -142,7 +142,7 @@ def _stream_chunk(
     def read(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         caches, scores = carry
         pos = jnp.full((rows,), start + i, jnp.int32)
-        logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], pos, start + i)
+        logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], pos)
         chosen = jnp.take_along_axis(logits, targets[:, i][:, None], axis=-1)[:, 0]
         return caches, scores.at[:, i].set(chosen - jax.nn.logsumexp(logits, axis=-1))
 

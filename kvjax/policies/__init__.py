@@ -3,6 +3,10 @@
 from .base import Policy as Policy
 from .base import PolicyError as PolicyError
 from .base import rotated as rotated
+from .compose import ByHead as ByHead
+from .compose import ByLayer as ByLayer
+from .compose import by_head as by_head
+from .compose import by_layer as by_layer
 from .full import Full as Full
 from .registry import get_policy as get_policy
 from .registry import policies as policies

@@ -7,7 +7,7 @@ calls it once a layer for the prompt, and three times a layer for every new toke
 
     state = policy.append(spec, state, k, v, pos)
     out, state, carry = policy.attend(spec, state, q, pos, carry)
-    state = policy.compress(spec, state)              # every `interval` tokens
+    state = policy.compress(spec, state)
 
 Queries and keys arrive *unrotated*: a policy that keeps original positions rotates keys when it stores them, one that
 reassigns positions rotates when it attends. `spec.rope` does either. The state's leaves never change shape or dtype.
@@ -49,7 +49,6 @@ class Policy:
         memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), or "full".
         positions: "original" (a token stays where it stood in the text) or "cache" (its place among the kept ones, which keeps
             any sequence inside the trained window).
-        interval: decoded tokens between calls of `compress`; None if it never compresses while decoding.
     """
 
     name: ClassVar[str] = ""
@@ -57,7 +56,6 @@ class Policy:
     keeps: ClassVar[str] = ""
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "full"
     positions: ClassVar[Literal["original", "cache"]] = "original"
-    interval: ClassVar[int | None] = None
 
     def check(self, tokens: int) -> None:
         """Raise `PolicyError` if the policy cannot serve a sequence that will reach `tokens` tokens."""
@@ -103,11 +101,15 @@ class Policy:
         return out, state, carry
 
     def compress(self, spec: LayerSpec, state: State) -> State:
-        """The state within its budget again; called after every `interval` decoded tokens."""
+        """The state within its budget again; called after every decoded token.
+
+        A method that compresses only now and then decides so by its own state, inside `jax.lax.cond`: rows of a ragged batch,
+        and policies composed with one another, each keep their own time.
+        """
         return state
 
-    def slots(self, state: State) -> Slots:
-        """The slot pytree inside a state, for looking at what is kept."""
+    def slots(self, spec: LayerSpec, state: State) -> Slots:
+        """One layer's slots in all its KV heads, for looking at what is kept."""
         return state if isinstance(state, Slots) else state.slots
 
     def nbytes(

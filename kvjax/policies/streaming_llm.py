@@ -40,7 +40,6 @@ class StreamingLLM(Policy):
     keeps: ClassVar[str] = "the first tokens and the most recent ones, at positions within the cache"
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
     positions: ClassVar[Literal["original", "cache"]] = "cache"
-    interval: ClassVar[int | None] = 1
 
     budget: int | float = 1024
     sinks: int = 4

@@ -57,7 +57,8 @@ class TreeKV(Policy):
         sinks: first tokens that are never evicted.
         recent: latest tokens that are never evicted; by default half of the budget less the sinks, which is the paper's
             1024 = 4 sinks + 512 tree + 508 recent. `sinks=0, recent=0` is the bare Algorithm 1.
-        block: tokens in a prompt block, and queries in the observation window.
+        block: tokens in a prompt block, and queries in the observation window. Blocks are smaller where four of this size
+            would not fit in the tree (the paper's tree holds 16 and more).
         keep: "score", or "left" for the ablation of section 5.4 that ignores attention and keeps the older of the two.
         cycle: "text" moves the scope 1, 2, 3, … as the paper's text and Figure 3 do; "printed" follows the formula printed in
             Algorithm 1, line 16, which for an even tree skips every second place.
@@ -68,7 +69,6 @@ class TreeKV(Policy):
     keeps: ClassVar[str] = "sinks, recent tokens, and ever fewer of the older ones, by average attention"
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
     positions: ClassVar[Literal["original", "cache"]] = "cache"
-    interval: ClassVar[int | None] = 1
 
     budget: int | float = 1024
     sinks: int = 4
@@ -195,16 +195,17 @@ class TreeKV(Policy):
         """
         recent = jnp.maximum(recent, jnp.minimum(self.block, tree + recent))
         tree = budget - self.sinks - recent
+        size = jnp.clip(tree // 4, 1, self.block)
         middle = jnp.maximum(lengths - self.sinks - recent, 0)
-        blocks = -(-middle // self.block)
+        blocks = -(-middle // size)
         pos = jnp.arange(observed.shape[-1], dtype=jnp.int32)
-        start = (lengths - recent - blocks * self.block)[:, None]  # of the first block, were it whole
-        block = jnp.where(pos < self.sinks, -1, (pos - start) // self.block)  # [B, T]; < 0 sinks, >= blocks recent
+        start = (lengths - recent - blocks * size)[:, None]  # of the first block, were it whole
+        block = jnp.where(pos < self.sinks, -1, (pos - start) // size[:, None])  # [B, T]; < 0 sinks, >= blocks recent
         inside = (block >= 0) & (block < blocks[:, None])
 
-        count = -(-observed.shape[-1] // self.block)
+        count = observed.shape[-1]
         kept = jax.vmap(self._tournament)(
-            self._block_scores(observed, jnp.where(inside, block, count), count), tree // self.block, blocks
+            self._block_scores(observed, jnp.where(inside, block, count), count), tree // size, blocks
         )
         survives = jnp.take_along_axis(kept, jnp.where(inside, block, 0)[:, None], axis=-1)
         return jnp.where(inside[:, None], survives, True) | (lengths <= budget)[:, None, None]

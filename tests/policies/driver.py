@@ -1,7 +1,6 @@
 """Drives one layer's policy over random queries, keys and values, without a model around it."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models.rope import Rope, RopeConfig
-from kvjax.policies import Policy, get_policy, policies
+from kvjax.policies import Policy, StreamingLLM, TreeKV, by_head, by_layer, get_policy, policies
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
@@ -35,7 +34,7 @@ class Case:
         batch, _, heads, dim = self.q.shape
         return LayerSpec(
             layer=0,
-            num_layers=1,
+            num_layers=2,
             batch=batch,
             num_heads=heads,
             num_kv_heads=self.k.shape[2],
@@ -80,27 +79,24 @@ def run(policy: Policy, case: Case, padding: float = 0.0) -> tuple[Any, np.ndarr
     rows, states, outputs = np.arange(len(case.lengths)), [state], []
     for i in range(case.steps):
         pos = case.lengths + i
-        out, state = step(state, case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos, np.int32(i))
+        out, state = step(state, case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos)
         outputs.append(np.asarray(out))
         states.append(state)
     return state, np.asarray(outputs), states
 
 
 def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
-    """The policy's prefill, and one decoding step (append, attend, compress when due), each jitted."""
+    """The policy's prefill, and one decoding step (append, attend, compress), each jitted."""
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
         return policy.prefill(spec, q, k, v, lengths, None)[0]
 
     @jax.jit
-    def step(state: Any, q: Any, k: Any, v: Any, pos: Any, i: Any) -> Any:
+    def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
         state = policy.append(spec, state, k, v, pos)
         out, state, _ = policy.attend(spec, state, q, pos, None)
-        if policy.interval is not None:
-            due = (i + 1) % policy.interval == 0
-            state = jax.lax.cond(due, partial(policy.compress, spec), lambda s: s, state)
-        return out, state
+        return out, policy.compress(spec, state)
 
     return prefill, step
 
@@ -118,9 +114,16 @@ def every_policy(budget: int | float) -> list[Policy]:
     return made
 
 
-def kept(policy: Policy, state: Any) -> list[list[set[int]]]:
+def compositions(budget: int | float) -> list[Policy]:
+    """Combinators of policies with this budget, nested ones too, for models of 2 layers and 2 KV heads."""
+    tree, stream = TreeKV(budget=budget, sinks=2, block=4), StreamingLLM(budget=budget, sinks=2)
+    heads = by_head({"tree": tree, "stream": stream}, [["stream", "tree"], ["tree", "tree"]])
+    return [heads, by_layer([stream, heads])]
+
+
+def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
     """Original positions held, as sets, by row and head."""
-    slots = policy.slots(state)
+    slots = policy.slots(case.spec, state)
     pos, live = np.asarray(slots.pos), np.asarray(slots.live)
     return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
 

@@ -68,6 +68,7 @@ class TreeHead:
             self.budget - self.sinks - self.tree, min(block, self.budget - self.sinks)
         )  # the observation block
         tree = self.budget - self.sinks - recent
+        block = max(1, min(block, tree // 4))  # a tree of at least four blocks
         middle = list(range(self.sinks, n - recent))
         first = len(middle) % block or block  # a partial block goes first
         blocks = [middle[:first]] + [middle[i : i + block] for i in range(first, len(middle), block)]

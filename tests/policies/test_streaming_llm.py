@@ -13,7 +13,7 @@ def test_sinks_and_window():
     for prompt in (20, 13, 5, 1):
         case = make_case(0, [prompt], steps=20 - prompt)
         state, _, _ = run(policy, case)
-        assert kept(policy, state) == [[{0, 1, 2, 3, *range(12, 20)}] * 2]
+        assert kept(policy, case, state) == [[{0, 1, 2, 3, *range(12, 20)}] * 2]
 
 
 @pytest.mark.parametrize(("budget", "sinks", "heads", "kv_heads"), [(12, 4, 4, 2), (7, 0, 2, 2), (30, 5, 3, 1)])
@@ -35,7 +35,7 @@ def test_equals_the_definition(budget, sinks, heads, kv_heads):
                 out = softmax(keys @ query / np.sqrt(len(query))) @ case.v[row, held, head]
                 np.testing.assert_allclose(outputs[i, row, n], out, atol=2e-5)
         after = {p for p in range(pos + 1) if p < sinks or p > pos - (budget - sinks)}
-        assert kept(policy, states[-1])[row] == [after] * kv_heads
+        assert kept(policy, case, states[-1])[row] == [after] * kv_heads
 
 
 def test_budget_must_leave_a_recent_token():

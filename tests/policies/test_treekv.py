@@ -123,7 +123,7 @@ def test_equals_the_literal_algorithm(name):
     _, outputs, states = run(policy, case)
     recent = options.get("recent", options["budget"] // 2 - options["sinks"])
     group = heads // kv_heads
-    held = [kept(policy, state) for state in states]
+    held = [kept(policy, case, state) for state in states]
     for row, length in enumerate(lengths):
         for head in range(kv_heads):
             oracle = TreeHead(policy.budget, policy.sinks, recent, policy.keep, policy.cycle)
@@ -162,7 +162,7 @@ def test_fractional_budget_is_each_rows_own():
     case = make_case(2, [50, 10, 33], steps=10)
     policy = TreeKV(budget=0.5, sinks=2, block=4)
     _, _, states = run(policy, case)
-    counts = [[len(s) for s in row] for row in kept(policy, states[-1])]
+    counts = [[len(s) for s in row] for row in kept(policy, case, states[-1])]
     assert counts == [[30, 30], [10, 10], [21, 21]]
 
 

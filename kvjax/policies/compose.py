@@ -1,0 +1,244 @@
+"""Combinators: policies made of policies, by layer and by head. Each is a policy itself, so they nest."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import LayerSpec, Slots
+
+from .base import Carry, Policy, PolicyError, State
+
+
+@dataclasses.dataclass(frozen=True)
+class ByLayer(Policy):
+    """Another policy in each layer; made by `by_layer`.
+
+    Attributes:
+        layers: one policy a layer.
+    """
+
+    layers: tuple[Policy, ...]
+
+    @property
+    def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _positions(self.layers)
+
+    def check(self, tokens: int) -> None:
+        for policy in dict.fromkeys(self.layers):
+            policy.check(tokens)
+
+    def at(self, spec: LayerSpec) -> Policy:
+        """The policy of this layer."""
+        if spec.num_layers != len(self.layers):
+            raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {spec.num_layers}")
+        return self.layers[spec.layer]
+
+    def capacity(self, spec: LayerSpec) -> int:
+        return self.at(spec).capacity(spec)
+
+    def init(self, spec: LayerSpec) -> State:
+        return self.at(spec).init(spec)
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[State, Carry]:
+        state, own = self.at(spec).prefill(spec, q, k, v, lengths, _own(carry, self.at(spec)))
+        return state, _with(carry, self.at(spec), own)
+
+    def append(
+        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> State:
+        return self.at(spec).append(spec, state, k, v, pos)
+
+    def attend(
+        self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], State, Carry]:
+        out, state, own = self.at(spec).attend(spec, state, q, pos, _own(carry, self.at(spec)))
+        return out, state, _with(carry, self.at(spec), own)
+
+    def compress(self, spec: LayerSpec, state: State) -> State:
+        return self.at(spec).compress(spec, state)
+
+    def slots(self, spec: LayerSpec, state: State) -> Slots:
+        return self.at(spec).slots(spec, state)
+
+
+def by_layer(
+    policies: Sequence[Policy] | Mapping[int, Policy], default: Policy | None = None, num_layers: int | None = None
+) -> ByLayer:
+    """Give layers policies of their own.
+
+    Args:
+        policies: one a layer; or a mapping from layer to policy, with `default` for the layers it leaves out of `num_layers`.
+
+    Raises:
+        PolicyError: a mapping without `default` or `num_layers`, or with a layer that does not exist.
+    """
+    if isinstance(policies, Mapping):
+        if default is None or num_layers is None:
+            raise PolicyError("by_layer: a mapping of layers needs a default policy and num_layers")
+        unknown = [layer for layer in policies if not 0 <= layer < num_layers]
+        if unknown:
+            raise PolicyError(f"by_layer: layer {unknown[0]} is not among the model's {num_layers} (counted from 0)")
+        policies = [policies.get(layer, default) for layer in range(num_layers)]
+    return ByLayer(tuple(policies))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHead(Policy):
+    """Another policy for each group of KV heads; made by `by_head`.
+
+    Every group has a cache of its own shape, so a group that keeps less really holds less memory.
+
+    Attributes:
+        groups: policies.
+        heads: for each group, the KV heads that it has in each layer: [group][layer][...].
+    """
+
+    groups: tuple[Policy, ...]
+    heads: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _positions(self.groups)
+
+    def check(self, tokens: int) -> None:
+        for policy in self.groups:
+            policy.check(tokens)
+
+    def init(self, spec: LayerSpec) -> tuple[State, ...]:
+        return tuple(policy.init(sub) for policy, sub, _ in self._parts(spec))
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[tuple[State, ...], Carry]:
+        states = []
+        for policy, sub, heads in self._parts(spec):
+            queries, own = q[:, :, _queries(spec, heads)], _own(carry, policy)
+            state, own = policy.prefill(sub, queries, k[:, :, heads], v[:, :, heads], lengths, own)
+            states.append(state)
+            carry = _with(carry, policy, own)
+        return tuple(states), carry
+
+    def append(
+        self,
+        spec: LayerSpec,
+        state: tuple[State, ...],
+        k: Float[Array, "B K H"],
+        v: Float[Array, "B K H"],
+        pos: Int[Array, " B"],
+    ) -> tuple[State, ...]:
+        return tuple(
+            policy.append(sub, part, k[:, heads], v[:, heads], pos)
+            for (policy, sub, heads), part in zip(self._parts(spec), state, strict=True)
+        )
+
+    def attend(
+        self, spec: LayerSpec, state: tuple[State, ...], q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], tuple[State, ...], Carry]:
+        outs, states, order = [], [], []
+        for (policy, sub, heads), part in zip(self._parts(spec), state, strict=True):
+            queries = _queries(spec, heads)
+            out, part, own = policy.attend(sub, part, q[:, queries], pos, _own(carry, policy))
+            outs.append(out)
+            states.append(part)
+            order.append(queries)
+            carry = _with(carry, policy, own)
+        back = np.argsort(np.concatenate(order))
+        return jnp.concatenate(outs, axis=1)[:, back], tuple(states), carry
+
+    def compress(self, spec: LayerSpec, state: tuple[State, ...]) -> tuple[State, ...]:
+        return tuple(
+            policy.compress(sub, part) for (policy, sub, _), part in zip(self._parts(spec), state, strict=True)
+        )
+
+    def slots(self, spec: LayerSpec, state: tuple[State, ...]) -> Slots:
+        parts = [p.slots(sub, part) for (p, sub, _), part in zip(self._parts(spec), state, strict=True)]
+        size = max(part.pos.shape[-1] for part in parts)
+        back = np.argsort(np.concatenate([heads for _, _, heads in self._parts(spec)]))
+
+        def join(name: str, fill: Any) -> Array:
+            arrays = [getattr(part, name) for part in parts]
+            widths = [[(0, 0), (0, 0), (0, size - a.shape[2])] + [(0, 0)] * (a.ndim - 3) for a in arrays]
+            padded = [jnp.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)]
+            return jnp.concatenate(padded, axis=1)[:, back]
+
+        following = jnp.concatenate([part.next for part in parts], axis=1)[:, back]
+        return Slots(join("k", 0), join("v", 0), join("pos", -1), join("weight", 0), following, parts[0].seen)
+
+    def _parts(self, spec: LayerSpec) -> list[tuple[Policy, LayerSpec, np.ndarray]]:
+        """Policy, layer as it sees it, and KV heads, of each group that has heads in this layer."""
+        layers = {len(layers) for layers in self.heads}
+        here = [head for layers in self.heads for head in layers[spec.layer % len(layers)]]
+        if layers != {spec.num_layers} or sorted(here) != list(range(spec.num_kv_heads)):
+            raise PolicyError(
+                f"by_head: the heads given do not divide a layer of {spec.num_kv_heads} KV heads in {spec.num_layers} layers "
+                "among the groups: each head must be in exactly one; was the profile made for another model?"
+            )
+        group = spec.num_heads // spec.num_kv_heads
+        return [
+            (
+                policy,
+                dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads)),
+                np.asarray(heads),
+            )
+            for policy, layers in zip(self.groups, self.heads, strict=True)
+            if (heads := layers[spec.layer])
+        ]
+
+
+def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) -> ByHead:
+    """Give KV heads policies of their own.
+
+    Args:
+        policies: a policy for each label.
+        profile: the label of every KV head: [layer][head].
+
+    Raises:
+        PolicyError: the profile has a label without a policy.
+    """
+    unknown = {label for layer in profile for label in layer} - set(policies)
+    if unknown:
+        raise PolicyError(
+            f"by_head: the profile labels heads {sorted(unknown)}, but policies are given for {sorted(policies)}"
+        )
+    heads = tuple(
+        tuple(tuple(i for i, other in enumerate(layer) if other == label) for layer in profile) for label in policies
+    )
+    return ByHead(tuple(policies.values()), heads)
+
+
+def _queries(spec: LayerSpec, heads: np.ndarray) -> np.ndarray:
+    """Query heads that read these KV heads, in their order."""
+    group = spec.num_heads // spec.num_kv_heads
+    return (heads[:, None] * group + np.arange(group)).reshape(-1)
+
+
+def _positions(policies: Sequence[Policy]) -> Literal["original", "cache"]:
+    """Positions stay within the cache only if they do so in every part."""
+    return "cache" if all(policy.positions == "cache" for policy in policies) else "original"
+
+
+def _own(carry: Carry, policy: Policy) -> Carry:
+    """What this policy has told itself from layer to layer: carries of composed policies travel side by side."""
+    return None if carry is None else carry.get(policy)
+
+
+def _with(carry: Carry, policy: Policy, own: Carry) -> Carry:
+    return carry if own is None else {**(carry or {}), policy: own}
