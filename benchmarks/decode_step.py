@@ -107,6 +107,7 @@ def measure(params: Params, name: str, context: int, batch: int, bandwidth: floa
     """Prefill and decode a random prompt; medians of several runs of the compiled loop."""
     name, _, budget = name.partition(":")
     policy = get_policy(name, budget=(float(budget) if "." in budget else int(budget)) if budget else None)
+    policy = policy.bind(params.config)
     specs = layer_specs(params.config, batch, context, NEW_TOKENS, params.dtype)
     lengths = jnp.full((batch,), context, jnp.int32)
     tokens = jax.random.randint(jax.random.key(2), (batch, specs[0].prompt_len), 0, params.config.vocab_size, jnp.int32)

@@ -236,7 +236,7 @@ class _Run:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}; give a whole number, 1 or more")
         self.params = params
-        self.policy = get_policy(policy, budget=budget)
+        self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.max_new_tokens = max_new_tokens
         self.sampler: Greedy | Sample = make_sampler(*sampling)
         self.seed = seed

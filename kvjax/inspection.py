@@ -36,6 +36,7 @@ def retained_positions(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
     tokens = len(ids) + max_new_tokens
+    policy = policy.bind(params.config)
     policy.check(tokens)
     specs = layer_specs(params.config, 1, len(ids), max_new_tokens, params.dtype)
     padded = np.zeros((1, bucket(len(ids))), np.int32)

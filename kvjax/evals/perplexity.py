@@ -100,7 +100,7 @@ def streaming(
     """
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
-    policy = get_policy(policy, budget=budget)
+    policy = get_policy(policy, budget=budget).bind(params.config)
     policy.check(len(tokens))
     specs = layer_specs(params.config, 1, 0, len(tokens), params.dtype)
     caches = tuple(policy.init(spec) for spec in specs)

@@ -57,6 +57,16 @@ class Policy:
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "full"
     positions: ClassVar[Literal["original", "cache"]] = "original"
 
+    def bind(self, config: ModelConfig) -> "Policy":
+        """The policy for one model: where a method treats heads or layers differently, the composition that does so.
+
+        Called once before anything runs; binding again changes nothing.
+
+        Raises:
+            PolicyError: the policy is for another model, or needs something of this one that it does not have.
+        """
+        return self
+
     def check(self, tokens: int) -> None:
         """Raise `PolicyError` if the policy cannot serve a sequence that will reach `tokens` tokens."""
 
@@ -122,7 +132,7 @@ class Policy:
             dtype: type of keys and values.
         """
         specs = cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
-        return sum(_nbytes(jax.eval_shape(partial(self.init, spec))) for spec in specs)
+        return sum(_nbytes(jax.eval_shape(partial(self.bind(config).init, spec))) for spec in specs)
 
 
 def rotated(spec: LayerSpec, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

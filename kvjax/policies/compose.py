@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec, Slots
+from kvjax.models.config import ModelConfig
 
 from .base import Carry, Policy, PolicyError, State
 
@@ -27,14 +28,17 @@ class ByLayer(Policy):
     def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _positions(self.layers)
 
+    def bind(self, config: ModelConfig) -> "ByLayer":
+        if config.num_layers != len(self.layers):
+            raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {config.num_layers}")
+        return ByLayer(tuple(policy.bind(config) for policy in self.layers))
+
     def check(self, tokens: int) -> None:
         for policy in dict.fromkeys(self.layers):
             policy.check(tokens)
 
     def at(self, spec: LayerSpec) -> Policy:
         """The policy of this layer."""
-        if spec.num_layers != len(self.layers):
-            raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {spec.num_layers}")
         return self.layers[spec.layer]
 
     def capacity(self, spec: LayerSpec) -> int:
@@ -112,6 +116,20 @@ class ByHead(Policy):
     def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _positions(self.groups)
 
+    def bind(self, config: ModelConfig) -> "ByHead":
+        every = list(range(config.num_kv_heads))
+        for layers in zip(*self.heads, strict=False):
+            if sorted(head for heads in layers for head in heads) != every:
+                raise PolicyError(
+                    f"by_head: the heads given do not divide this model's {len(every)} KV heads among the groups, each head "
+                    "to exactly one; was the profile made for another model?"
+                )
+        if any(len(layers) != config.num_layers for layers in self.heads):
+            raise PolicyError(
+                f"by_head was given heads of {len(self.heads[0])} layers, but the model has {config.num_layers}"
+            )
+        return ByHead(tuple(policy.bind(config) for policy in self.groups), self.heads)
+
     def check(self, tokens: int) -> None:
         for policy in self.groups:
             policy.check(tokens)
@@ -184,13 +202,6 @@ class ByHead(Policy):
 
     def _parts(self, spec: LayerSpec) -> list[tuple[Policy, LayerSpec, np.ndarray]]:
         """Policy, layer as it sees it, and KV heads, of each group that has heads in this layer."""
-        layers = {len(layers) for layers in self.heads}
-        here = [head for layers in self.heads for head in layers[spec.layer % len(layers)]]
-        if layers != {spec.num_layers} or sorted(here) != list(range(spec.num_kv_heads)):
-            raise PolicyError(
-                f"by_head: the heads given do not divide a layer of {spec.num_kv_heads} KV heads in {spec.num_layers} layers "
-                "among the groups: each head must be in exactly one; was the profile made for another model?"
-            )
         group = spec.num_heads // spec.num_kv_heads
         return [
             (

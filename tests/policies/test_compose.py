@@ -1,0 +1,39 @@
+"""Combinators refuse what does not fit the model."""
+
+import pytest
+
+import kvjax
+from kvjax.policies import PolicyError, StreamingLLM, TreeKV, by_head, by_layer
+
+TREE, STREAM = TreeKV(budget=16, sinks=2), StreamingLLM(budget=16, sinks=2)
+PROMPT = [1, 2, 3, 4] * 10
+
+
+def test_by_layer_from_a_mapping(tiny):
+    policy = by_layer({1: TREE}, default=STREAM, num_layers=2)
+    assert policy.layers == (STREAM, TREE)
+    assert len(kvjax.generate(tiny, PROMPT, policy=policy, max_new_tokens=4).tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: by_layer({0: TREE}), "default policy and num_layers"),
+        (lambda: by_layer({2: TREE}, default=STREAM, num_layers=2), "layer 2 is not among the model's 2"),
+        (lambda: by_layer([TREE]), "given 1 layers, but the model has 2"),
+        (lambda: by_head({"a": TREE}, [["a", "b"], ["a", "a"]]), "labels heads \\['b'\\]"),
+        (lambda: by_head({"a": TREE}, [["a", "a"]]), "heads of 1 layers, but the model has 2"),
+        (lambda: by_head({"a": TREE}, [["a"], ["a"]]), "this model's 2 KV heads"),
+    ],
+)
+def test_what_does_not_fit(tiny, make, says):
+    with pytest.raises(PolicyError, match=says):
+        kvjax.generate(tiny, PROMPT, policy=make(), max_new_tokens=4)
+
+
+def test_by_head_holds_fewer_bytes(tiny):
+    """Half of the heads at a tight budget hold about half of the bytes."""
+    tight, ample = StreamingLLM(budget=31), StreamingLLM(budget=991)
+    half = by_head({"tight": tight, "ample": ample}, [["tight", "ample"], ["ample", "tight"]])
+    sizes = [policy.nbytes(tiny.config, 1, 2000, 100) for policy in (tight, half, ample)]
+    assert sizes[1] == pytest.approx((sizes[0] + sizes[2]) / 2, rel=0.01)
