@@ -1,0 +1,155 @@
+"""Head profiles: what calibration has found out about every KV head of one model, as a small JSON file."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvjax.models.config import ModelConfig
+
+from .base import PolicyError
+
+VERSION = 1
+"""Of the file's layout; files of another version are refused."""
+
+Labels = tuple[tuple[str, ...], ...]
+"""The label of every KV head: [layer][head]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadProfile:
+    """Scores and labels of a model's KV heads. Hashable, so that it can be a policy's hyperparameter.
+
+    Attributes:
+        method: the policy that it is for ("catekv", "chelsea").
+        model: `fingerprint` of the model that it was made with.
+        data: the text that it was made from.
+        settings: how it was made, as pairs of name and value.
+        scores: [L][K], what the labels were decided by; the method says what it means.
+        labels: [L][K], which kind of head each is.
+        version: of the layout.
+    """
+
+    method: str
+    model: str
+    data: str
+    settings: tuple[tuple[str, Any], ...]
+    scores: tuple[tuple[float, ...], ...]
+    labels: Labels
+    version: int = VERSION
+
+    def heads(self, label: str) -> list[tuple[int, int]]:
+        """The (layer, head) pairs that have this label, in order."""
+        return [(i, j) for i, layer in enumerate(self.labels) for j, other in enumerate(layer) if other == label]
+
+    def require(self, method: str, config: ModelConfig) -> None:
+        """Raise `PolicyError` unless this profile is for this method and this model."""
+        if self.method != method:
+            raise PolicyError(f"{method}: the profile is for {self.method!r}; {_remedy(method)}")
+        if self.model != fingerprint(config):
+            raise PolicyError(
+                f"{method}: the profile was made for the model {self.model}, but this one is {fingerprint(config)}; "
+                + _remedy(method)
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, one layer a line."""
+        head = {
+            "version": self.version,
+            "method": self.method,
+            "model": self.model,
+            "data": self.data,
+            "settings": dict(self.settings),
+        }
+        lines = [f"  {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
+        for name in ("scores", "labels"):
+            rows = ",\n".join(f"    {json.dumps(row)}" for row in getattr(self, name))
+            lines.append(f'  "{name}": [\n{rows}\n  ]')
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def load(path: str | Path) -> HeadProfile:
+    """Read a profile.
+
+    Raises:
+        OSError: the file cannot be read.
+        PolicyError: it is not a profile, or one of another version.
+    """
+    return _parse(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def shipped(method: str, config: ModelConfig) -> HeadProfile | None:
+    """The profile that comes with the library for this method and model, if there is one."""
+    file = resources.files(__package__) / "profiles" / f"{method}-{fingerprint(config)}.json"
+    return _parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
+
+
+def find(method: str, config: ModelConfig, profile: HeadProfile | str | None) -> HeadProfile | None:
+    """The profile that a policy's hyperparameter stands for: itself, a file, or (None) the shipped one if there is one.
+
+    Raises:
+        PolicyError: it was made for another method or model, or the file is not a profile.
+    """
+    found = load(profile) if isinstance(profile, str) else profile
+    if found is None:
+        return shipped(method, config)
+    found.require(method, config)
+    return found
+
+
+def missing(method: str, config: ModelConfig) -> PolicyError:
+    """The error of a policy that cannot work without a profile, where none is given or shipped."""
+    return PolicyError(
+        f"{method}: no profile of the heads of {fingerprint(config)} comes with kvjax; {_remedy(method)}"
+    )
+
+
+def fingerprint(config: ModelConfig) -> str:
+    """What a profile knows its model by: family, layers × query heads × KV heads × head dim, and a hash of sizes and rope."""
+    sizes = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    shape = repr((config.family, sizes, heads, config.rope, config.qk_norm, config.windows))
+    digest = hashlib.sha256(shape.encode()).hexdigest()[:8]
+    return f"{config.family}-{config.num_layers}x{'x'.join(map(str, heads))}-{digest}"
+
+
+def rows(table: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    """A table of any kind of sequences as tuples, the form that profiles have."""
+    return tuple(tuple(row) for row in table)
+
+
+def _remedy(method: str) -> str:
+    return f"make one with `kvjax calibrate {method} --model … --data … --out FILE` and give it as profile=FILE"
+
+
+def _parse(text: str, name: str) -> HeadProfile:
+    """A profile from JSON, every field of it checked."""
+    try:
+        found: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PolicyError(f"{name} is not a head profile: not JSON ({error})") from None
+    fields = {field.name for field in dataclasses.fields(HeadProfile)}
+    if not isinstance(found, dict) or set(found) != fields:
+        got = sorted(found) if isinstance(found, dict) else type(found).__name__
+        raise PolicyError(f"{name} is not a head profile: it has {got}, but should have {sorted(fields)}")
+    if found["version"] != VERSION:
+        raise PolicyError(f"{name} is a head profile of version {found['version']}, but this kvjax reads {VERSION}")
+    kinds = (("scores", (int, float)), ("labels", str))
+    tables_are_right = all(_is_table(found[field], kind) for field, kind in kinds)
+    if not tables_are_right or [len(row) for row in found["scores"]] != [len(row) for row in found["labels"]]:
+        raise PolicyError(f"{name} is not a head profile: scores and labels should be [layer][head], numbers and texts")
+    texts_are_right = all(isinstance(found[field], str) for field in ("method", "model", "data"))
+    if not texts_are_right or not isinstance(found["settings"], dict):
+        raise PolicyError(f"{name} is not a head profile: method, model and data should be texts, settings an object")
+    found["settings"] = rows(list(found["settings"].items()))
+    found.update((field, rows(found[field])) for field, _ in kinds)
+    return HeadProfile(**found)
+
+
+def _is_table(value: Any, kind: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(isinstance(cell, kind) for cell in row) for row in value
+    )
