@@ -47,6 +47,7 @@ class Policy:
         paper: authors, year, title.
         keeps: what it keeps, in one phrase.
         memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), or "full".
+        grows: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
         positions: "original" (a token stays where it stood in the text) or "cache" (its place among the kept ones, which keeps
             any sequence inside the trained window).
     """
@@ -55,6 +56,7 @@ class Policy:
     paper: ClassVar[str] = ""
     keeps: ClassVar[str] = ""
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "full"
+    grows: ClassVar[bool] = False
     positions: ClassVar[Literal["original", "cache"]] = "original"
 
     def bind(self, config: ModelConfig) -> "Policy":
