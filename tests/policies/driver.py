@@ -1,6 +1,7 @@
 """Drives one layer's policy over random queries, keys and values, without a model around it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -85,6 +86,7 @@ def run(policy: Policy, case: Case, padding: float = 0.0) -> tuple[Any, np.ndarr
     return state, np.asarray(outputs), states
 
 
+@functools.cache
 def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
     """The policy's prefill, and one decoding step (append, attend, compress), each jitted."""
 

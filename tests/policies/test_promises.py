@@ -1,10 +1,12 @@
 """What every policy promises, checked on each one that is registered."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import compiled, compositions, every_policy, kept, make_case, rotate, run
+from policies.driver import Case, compiled, compositions, every_policy, kept, make_case, rotate, run
 
 import kvjax
 from kvjax import decoding
@@ -23,6 +25,14 @@ def names(policies: list[Policy]) -> list[str]:
 
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
+NEW = 12
+GREEDY = {"max_new_tokens": NEW, "ignore_eos": True}
+"""The same in all tests, so that they share compiled programs; likewise the lengths of `case`."""
+
+
+def case(seed: int) -> Case:
+    """Random inputs of one layer: prompts longer and shorter than the tight budget, as long, and one longer."""
+    return make_case(seed, [50, 3, 16, 17], steps=NEW)
 
 
 # 1. A budget of at least prompt + new tokens gives what the full cache gives.
@@ -30,17 +40,15 @@ PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2
 
 @by_name("policy", AMPLE, ids=names(AMPLE))
 def test_ample_budget_is_the_full_cache(policy, tiny):
-    options = {"max_new_tokens": 20, "ignore_eos": True}
-    expected = kvjax.generate(tiny, PROMPTS, policy="full", **options)
-    for got, want in zip(kvjax.generate(tiny, PROMPTS, policy=policy, **options), expected, strict=True):
+    expected = kvjax.generate(tiny, PROMPTS, policy="full", **GREEDY)
+    for got, want in zip(kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY), expected, strict=True):
         assert got.tokens == want.tokens
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-5)
 
 
 @by_name("policy", AMPLE, ids=names(AMPLE))
 def test_ample_budget_attends_like_the_full_cache(policy):
-    case = make_case(11, [30, 1, 17], steps=12)
-    np.testing.assert_allclose(run(policy, case)[1], run(Full(), case)[1], atol=2e-5)
+    np.testing.assert_allclose(run(policy, case(11))[1], run(Full(), case(11))[1], atol=2e-5)
 
 
 # 2. Leaves never change shape or type, equal policies share one program, the cache is donated.
@@ -48,21 +56,21 @@ def test_ample_budget_attends_like_the_full_cache(policy):
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
 def test_leaves_keep_shape_and_type(policy):
-    case = make_case(0, [40, 5], steps=3)
-    _, _, states = run(policy, case)
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in [policy.init(case.spec), *states]]
+    inputs = case(0)
+    shapes = [
+        jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in [policy.init(inputs.spec), *run(policy, inputs)[2]]
+    ]
     assert all(s == shapes[0] for s in shapes)
 
 
 @by_name("policy", TIGHT, ids=names(TIGHT))
 def test_equal_policies_share_one_program(policy, tiny):
-    options = {"max_new_tokens": 8, "ignore_eos": True, "policy": policy}
-    kvjax.generate(tiny, PROMPTS[0], **options)
+    kvjax.generate(tiny, PROMPTS[0], policy=policy, **GREEDY)
     before = decoding.prefill.executables, decoding.decode.executables
     same = kvjax.get_policy(policy)
     assert same is not policy
     for prompt, seed in ((PROMPTS[0], 1), (PROMPTS[0][:50], 2)):
-        kvjax.generate(tiny, prompt, **options | {"policy": same, "seed": seed})
+        kvjax.generate(tiny, prompt, policy=same, seed=seed, **GREEDY)
     assert (decoding.prefill.executables, decoding.decode.executables) == before
 
 
@@ -89,21 +97,21 @@ def test_cache_is_donated(policy, tiny):
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
 def test_slots_hold_what_they_claim(policy):
-    case = make_case(21, [50, 3, 16, 17], steps=25)
-    for state in run(policy, case)[2]:
-        slots = jax.tree.map(np.asarray, policy.slots(case.spec, state))
+    inputs = case(21)
+    for state in run(policy, inputs)[2]:
+        slots = jax.tree.map(np.asarray, policy.slots(inputs.spec, state))
         for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
             pos = slots.pos[row, head, slot]
             assert 0 <= pos < slots.seen[row]
-            key = case.k[row, pos, head]
-            turned = rotate(case.spec.rope, key, pos)
+            key = inputs.k[row, pos, head]
+            turned = rotate(inputs.spec.rope, key, pos)
             held = slots.k[row, head, slot]
             if isinstance(policy, ByHead | ByLayer):  # each part has keys in its own way
                 key = min(key, turned, key=lambda k: np.abs(k - held).max())
             elif policy.positions == "original":
                 key = turned
             np.testing.assert_allclose(held, key, atol=1e-5)
-            np.testing.assert_array_equal(slots.v[row, head, slot], case.v[row, pos, head])
+            np.testing.assert_array_equal(slots.v[row, head, slot], inputs.v[row, pos, head])
         live = slots.weight > 0
         assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
         assert (slots.pos[~live] == -1).all()
@@ -112,13 +120,13 @@ def test_slots_hold_what_they_claim(policy):
 
 @by_name("policy", TIGHT, ids=names(TIGHT))
 def test_budget_is_kept(policy):
-    case = make_case(22, [50, 3, 16, 17], steps=25)
+    inputs = case(22)
     if isinstance(policy, Full):
-        expected = [case.lengths + i for i in range(26)]
+        expected = [inputs.lengths + i for i in range(NEW + 1)]
     else:
-        expected = [np.minimum(case.lengths + i, 16) for i in range(26)]
-    for state, most in zip(run(policy, case)[2], expected, strict=True):
-        counts = np.asarray([[len(head) for head in row] for row in kept(policy, case, state)])
+        expected = [np.minimum(inputs.lengths + i, 16) for i in range(NEW + 1)]
+    for state, most in zip(run(policy, inputs)[2], expected, strict=True):
+        counts = np.asarray([[len(head) for head in row] for row in kept(policy, inputs, state)])
         assert (counts <= most[:, None]).all()
         assert (counts > 0).all()
 
@@ -128,20 +136,19 @@ def test_budget_is_kept(policy):
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
 def test_rows_are_independent(policy, tiny):
-    options = {"policy": policy, "max_new_tokens": 12, "ignore_eos": True, "temperature": 0.8}
-    together = kvjax.generate(tiny, PROMPTS, seed=5, **options)
+    together = kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
     for i, prompt in enumerate(PROMPTS):
-        alone = kvjax.generate(tiny, prompt, seed=5 + i, **options)
+        alone = kvjax.generate(tiny, prompt, policy=policy, **GREEDY)
         assert alone.tokens == together[i].tokens
         np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=2e-5)
 
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
 def test_padding_is_never_read(policy):
-    case = make_case(31, [40, 2, 15], steps=6)
-    clean, poisoned = run(policy, case), run(policy, case, padding=np.nan)
+    inputs = case(31)
+    clean, poisoned = run(policy, inputs), run(policy, inputs, padding=np.nan)
     np.testing.assert_array_equal(clean[1], poisoned[1])
-    assert kept(policy, case, clean[0]) == kept(policy, case, poisoned[0])
+    assert kept(policy, inputs, clean[0]) == kept(policy, inputs, poisoned[0])
 
 
 def poison(x):
@@ -154,14 +161,14 @@ def poison(x):
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
 def test_free_slots_are_never_read(policy):
-    case = make_case(32, [40, 2, 15], steps=6)
-    _, step = compiled(policy, case.spec)
-    states = run(policy, case)[2]
-    rows = np.arange(3)
+    inputs = case(32)
+    _, step = compiled(policy, inputs.spec)
+    states = run(policy, inputs)[2]
+    rows = np.arange(len(inputs.lengths))
     for i, state in enumerate(states[:-1]):
         other = jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, Slots))
-        pos = case.lengths + i
-        args = case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos
+        pos = inputs.lengths + i
+        args = inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos
         np.testing.assert_array_equal(step(state, *args)[0], step(other, *args)[0])
 
 
@@ -171,18 +178,20 @@ def test_free_slots_are_never_read(policy):
 @by_name("dtype", [jnp.float32, jnp.bfloat16])
 @by_name("policy", TIGHT + AMPLE + FRACTION, ids=names(TIGHT + AMPLE + FRACTION))
 def test_bytes_are_predicted(policy, dtype, tiny):
+    """What a prefill would return, by its shapes alone; `test_compiler_agrees_on_bytes` looks at what really runs."""
     params = jax.tree.map(lambda x: x.astype(dtype), tiny)
-    result = kvjax.generate(params, PROMPTS, policy=policy, max_new_tokens=5)[0]
-    predicted = policy.nbytes(tiny.config, batch=3, prompt_len=len(PROMPTS[0]), max_new_tokens=5, dtype=dtype)
-    assert result.stats.cache_bytes == predicted
+    specs, args, prompt = inputs_of(policy, params)
+    state, _ = jax.eval_shape(partial(decoding._prefill, policy, specs), params, *prompt, *args)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.caches))
+    assert held == policy.nbytes(tiny.config, batch=3, prompt_len=54, max_new_tokens=NEW, dtype=dtype)
 
 
 @by_name("policy", TIGHT, ids=names(TIGHT))
 def test_compiler_agrees_on_bytes(policy, tiny):
     specs, args, state = start(policy, tiny)
     memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny))
-    cache = policy.nbytes(tiny.config, 3, 54, 20, jnp.float32)
+    weights, cache = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (tiny, state.caches))
+    assert cache == policy.nbytes(tiny.config, 3, 54, NEW, jnp.float32)
     others = memory.argument_size_in_bytes - weights - cache
     assert 0 <= others < 256  # token, position, counters, end ids
     assert memory.temp_size_in_bytes < cache + weights
@@ -221,14 +230,19 @@ def test_state_round_trips(policy, tiny, tmp_path):
         np.testing.assert_array_equal(logprobs, other_logprobs)
 
 
-def start(policy: Policy, params, new_tokens: int = 20):
-    """The state after reading the prompts, and what the decode program wants besides it."""
+def inputs_of(policy: Policy, params, new_tokens: int = NEW):
+    """Specs, the prefill program's prompt arguments, and what both programs want last."""
     lengths = np.asarray([len(p) for p in PROMPTS], np.int32)
     specs = layer_specs(params.config, 3, int(lengths.max()), new_tokens, params.dtype)
     tokens = np.zeros((3, specs[0].prompt_len), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     args = kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32)
-    seed = jnp.zeros(3, jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, jnp.asarray(tokens), jnp.asarray(lengths), seed, *args)
+    return specs, args, (jnp.asarray(tokens), jnp.asarray(lengths), jnp.zeros(3, jnp.uint32))
+
+
+def start(policy: Policy, params, new_tokens: int = NEW):
+    """The state after reading the prompts, and what the decode program wants besides it."""
+    specs, args, prompt = inputs_of(policy, params, new_tokens)
+    state, _ = decoding.prefill(policy, specs, params, *prompt, *args)
     return specs, args, state
