@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .generation import generate as generate
     from .generation import stream as stream
     from .models import Params as Params
+    from .policies import ChunkKV as ChunkKV
     from .policies import Full as Full
     from .policies import Policy as Policy
     from .policies import PolicyError as PolicyError
@@ -34,7 +35,7 @@ _NAMES = {
     "conversion": ("load",),
     "generation": ("Generation", "Stats", "generate", "stream"),
     "models": ("Params",),
-    "policies": ("Full", "Policy", "PolicyError", "StreamingLLM", "TreeKV", "get_policy", "register"),
+    "policies": ("ChunkKV", "Full", "Policy", "PolicyError", "StreamingLLM", "TreeKV", "get_policy", "register"),
 }
 _MODULES = ("conversion", "models", "policies", "sampling")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

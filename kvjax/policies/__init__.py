@@ -3,6 +3,8 @@
 from .base import Policy as Policy
 from .base import PolicyError as PolicyError
 from .base import rotated as rotated
+from .chunkkv import ChunkKV as ChunkKV
+from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
 from .compose import ByHead as ByHead
 from .compose import ByLayer as ByLayer
 from .compose import by_head as by_head

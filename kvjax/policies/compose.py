@@ -28,6 +28,10 @@ class ByLayer(Policy):
     def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _positions(self.layers)
 
+    @property
+    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(policy.grows for policy in self.layers)
+
     def bind(self, config: ModelConfig) -> "ByLayer":
         if config.num_layers != len(self.layers):
             raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {config.num_layers}")
@@ -115,6 +119,10 @@ class ByHead(Policy):
     @property
     def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _positions(self.groups)
+
+    @property
+    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(policy.grows for policy in self.groups)
 
     def bind(self, config: ModelConfig) -> "ByHead":
         every = list(range(config.num_kv_heads))

@@ -132,3 +132,24 @@ def test_window_scores(sliding, dtype):
                 logits = k64[b, first : pos + 1, head] @ q64[b, pos, 2 * head + g] * 0.25
                 total[first : pos + 1] += softmax(logits) / (2 * len(observers))
         np.testing.assert_allclose(scores[b, head], total, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_window_scores_as_bare_products(dtype):
+    """No mask and no softmax: every observer with every token of its prompt; NaN in the padding."""
+    lengths, window, size = np.asarray([30, 8, 3, 1]), 8, 32
+    (q, k), (q64, k64) = draw(6, dtype, (4, size, 4, 16), (4, size, 2, 16))
+    padding = (np.arange(size) >= lengths[:, None])[..., None, None]
+    scores = window_scores(
+        jnp.where(padding, jnp.nan, q),
+        jnp.where(padding, jnp.nan, k),
+        jnp.asarray(lengths, jnp.int32),
+        window=window,
+        scale=0.25,
+        kind="logits",
+    )
+    for b, head in np.ndindex(4, 2):
+        n = lengths[b]
+        queries = q64[b, max(0, n - window) : n, 2 * head : 2 * head + 2].reshape(-1, 16)
+        products = (queries @ k64[b, :n, head].T).mean(axis=0) * 0.25
+        np.testing.assert_allclose(scores[b, head], np.pad(products, (0, size - n)), atol=TOLERANCE[dtype])

@@ -124,7 +124,8 @@ def test_budget_is_kept(policy):
     if isinstance(policy, Full):
         expected = [inputs.lengths + i for i in range(NEW + 1)]
     else:
-        expected = [np.minimum(inputs.lengths + i, 16) for i in range(NEW + 1)]
+        grown = [i if policy.grows else 0 for i in range(NEW + 1)]
+        expected = [np.minimum(inputs.lengths + i, 16 + more) for i, more in enumerate(grown)]
     for state, most in zip(run(policy, inputs)[2], expected, strict=True):
         counts = np.asarray([[len(head) for head in row] for row in kept(policy, inputs, state)])
         assert (counts <= most[:, None]).all()

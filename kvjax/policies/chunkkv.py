@@ -1,0 +1,173 @@
+"""ChunkKV: a prompt is kept in whole chunks of neighbouring tokens, so that what is kept still reads as text."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+from kvjax.pallas_kernels import window_scores
+
+from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .compose import ByLayer, by_layer
+from .registry import register
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ChunkKV(Policy):
+    """Keep the chunks of a prompt that its last tokens attend to most (Liu et al. 2025, Algorithms 1 to 3).
+
+    The last `window` tokens are kept and observe; what lies before them is cut into chunks of `chunk` tokens (the last may be
+    shorter). A chunk's score is the attention that its tokens receive from the observers; whole chunks are kept, the best
+    first, while `chunk` more tokens fit into the budget (Algorithm 3, line 13), and stay in order. Only the prompt is
+    compressed: tokens decoded later are kept in addition.
+
+    Where the paper's algorithms contradict its text or each other, the defaults follow the text; the options named below
+    give what is printed, and what NVIDIA's kvpress does.
+
+    Attributes:
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
+        chunk: c, tokens in a chunk (10 in all of the paper's experiments). 1 is SnapKV without its pooling.
+        window: w, last tokens of the prompt, which observe and are kept (the paper uses 4, 8, 16 and 32).
+        reuse: N_reuse: every so many layers one chooses, and the layers after it take over its choice, head by head
+            (Algorithm 2; the paper's timings use 2). A layer that has another number of heads chooses for itself.
+        score: "softmax" sums causal attention probabilities, as H2O and SnapKV do; "raw" the products q · k, as printed.
+        agg: a chunk's score is its tokens' "sum", or their "mean", with which a short last chunk competes as an equal (kvpress).
+        pool: width of an average over neighbouring tokens' scores before they are gathered into chunks; odd, or None for
+            no pooling (SnapKV and kvpress: 5).
+        shared_heads: one choice for all KV heads of a layer, by the sum of their scores (kvpress).
+        strict: Algorithm 3 to the letter: the window's tokens are in chunks too and compete, so that a chosen chunk may add
+            little to the window that is kept anyway, and part of the budget stays unused.
+    """
+
+    name: ClassVar[str] = "chunkkv"
+    paper: ClassVar[str] = (
+        "Liu et al. 2025, ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference"
+    )
+    keeps: ClassVar[str] = "the prompt's most attended chunks, its last tokens, and all new ones"
+    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    grows: ClassVar[bool] = True
+
+    budget: int | float = 512
+    chunk: int = 10
+    window: int = 32
+    reuse: int = 1
+    score: Literal["softmax", "raw"] = "softmax"
+    agg: Literal["sum", "mean"] = "sum"
+    pool: int | None = None
+    shared_heads: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        check_budget(self.name, self.budget)
+        for field in ("chunk", "window", "reuse"):
+            if getattr(self, field) < 1:
+                raise PolicyError(f"{self.name}: {field}={getattr(self, field)}; give 1 or more")
+        for field, allowed in (("score", ("softmax", "raw")), ("agg", ("sum", "mean"))):
+            if getattr(self, field) not in allowed:
+                raise PolicyError(
+                    f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}"
+                )
+        if self.pool is not None and (self.pool < 1 or self.pool % 2 == 0):
+            raise PolicyError(f"{self.name}: pool={self.pool}; give an odd width (5), or None for no pooling")
+        if isinstance(self.budget, int):
+            self.check(0)
+
+    def check(self, tokens: int) -> None:
+        budget = budget_tokens(self.budget, tokens)
+        if budget < self.window:
+            raise PolicyError(
+                f"{self.name}: a budget of {self.budget} gives {budget} slots, fewer than the {self.window} tokens of the "
+                "window, which are always kept; raise budget or lower window"
+            )
+
+    def capacity(self, spec: LayerSpec) -> int:
+        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.prompt_len) + spec.new_tokens)
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Slots, Carry]:
+        keys, group = rotated(spec, k), spec.layer // self.reuse
+        if carry is not None and carry[0] == group and carry[1].shape[1] == spec.num_kv_heads:
+            keep = carry[1]  # chosen by the first layer of this one's group
+        else:
+            scores = window_scores(
+                rotated(spec, q),
+                keys,
+                lengths,
+                window=self.window,
+                scale=spec.scale,
+                sliding_window=spec.window,
+                kind="softmax" if self.score == "softmax" else "logits",
+            )
+            keep = self._keep(scores, lengths, budget_rows(self.budget, lengths + spec.new_tokens))
+        slots, _ = cache.select(spec, self.capacity(spec), keys, v, keep, lengths)
+        return slots, carry if self.reuse == 1 else (group, keep)
+
+    def _keep(
+        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+    ) -> Bool[Array, "B K T"]:
+        """Which prompt tokens are kept, given how much the window attends to each."""
+        size = scores.shape[-1]
+        pos = jnp.arange(size, dtype=jnp.int32)
+        before = lengths - self.window  # tokens before the window
+        candidates = lengths if self.strict else jnp.maximum(before, 0)
+        chunks = self._chunk_scores(scores, candidates)  # [B, K, M]
+        count = jnp.minimum((budget - self.window) // self.chunk, -(-candidates // self.chunk))
+        order = jnp.argsort(-chunks, axis=-1, stable=True)  # equal ones from the left
+        rank = jnp.argsort(order, axis=-1)
+        chosen = jnp.repeat(rank < count[:, None, None], self.chunk, axis=-1)[..., :size]
+        inside = (pos < candidates[:, None])[:, None]
+        keep = (chosen & inside) | (pos >= before[:, None])[:, None]
+        return keep | (lengths <= budget)[:, None, None]
+
+    def _chunk_scores(self, scores: Float[Array, "B K T"], candidates: Int[Array, " B"]) -> Float[Array, "B K M"]:
+        """A score for each chunk of the first `candidates` tokens, -inf for what lies beyond them."""
+        batch, heads, size = scores.shape
+        inside = cache.in_prompt(candidates, size)[:, None]
+        scores = jnp.where(inside, scores, 0.0)
+        if self.shared_heads:
+            scores = jnp.broadcast_to(jnp.sum(scores, axis=1, keepdims=True), scores.shape)
+        if self.pool is not None:
+            sums = jax.lax.reduce_window(scores, 0.0, jax.lax.add, (1, 1, self.pool), (1, 1, 1), "SAME")
+            scores = jnp.where(inside, sums / self.pool, 0.0)
+        pad = -size % self.chunk
+        chunks = jnp.pad(scores, [(0, 0), (0, 0), (0, pad)]).reshape(batch, heads, -1, self.chunk)
+        totals = jnp.sum(chunks, axis=-1)
+        start = jnp.arange(totals.shape[-1], dtype=jnp.int32) * self.chunk
+        tokens = jnp.clip(candidates[:, None] - start, 0, self.chunk)[:, None]
+        if self.agg == "mean":
+            totals = totals / jnp.maximum(tokens, 1).astype(jnp.float32)
+        return jnp.where(tokens > 0, totals, -jnp.inf)
+
+
+def chunk_token_hybrid(
+    num_layers: int, chunks: ChunkKV | None = None, tokens: Policy | None = None, lower: int | None = None
+) -> ByLayer:
+    """Chunks in the lower layers, single tokens in the upper ones (the paper's section 4.6).
+
+    Args:
+        num_layers: layers of the model.
+        chunks: policy of the lower layers; by default `ChunkKV()`.
+        tokens: policy of the upper layers; by default that of the lower ones with `chunk=1`.
+        lower: how many layers keep chunks; by default half of them, as the paper's 16 of 32.
+
+    Raises:
+        PolicyError: `lower` is not between 0 and `num_layers`.
+    """
+    chunks = ChunkKV() if chunks is None else chunks
+    tokens = dataclasses.replace(chunks, chunk=1) if tokens is None else tokens
+    lower = num_layers // 2 if lower is None else lower
+    if not 0 <= lower <= num_layers:
+        raise PolicyError(f"chunk_token_hybrid: lower={lower}; give 0 to {num_layers}, the layers there are")
+    return by_layer([chunks] * lower + [tokens] * (num_layers - lower))

@@ -1,0 +1,248 @@
+"""ChunkKV against the literal algorithm."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies import oracle_chunkkv as oracle
+from policies.driver import kept, make_case, run
+
+import kvjax
+from kvjax import decoding
+from kvjax.cache import layer_specs
+from kvjax.models import transformer
+from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv
+
+HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
+"""Attention that the 25 tokens of a prompt get, of which the last 4 are the window."""
+
+
+def keep(policy: ChunkKV, *heads) -> list[list[int]]:
+    """What the policy keeps of one prompt whose tokens get this attention in each head."""
+    scores = jnp.asarray(np.asarray(heads)[None], jnp.float32)
+    length, budget = jnp.asarray([scores.shape[-1]], jnp.int32), jnp.asarray([policy.budget], jnp.int32)
+    return [np.flatnonzero(head).tolist() for head in np.asarray(policy._keep(scores, length, budget))[0]]
+
+
+# The cases worked out by hand.
+
+
+def test_whole_chunks_and_the_window():
+    """Sums of the three chunks before the window: 1, 0.5, and 0.3 for the single token 20."""
+    expected = [*range(10), *range(21, 25)]
+    assert keep(ChunkKV(budget=14, window=4), HAND) == [expected]
+    assert oracle.survivors([HAND], 14, 10, 4) == [expected]
+
+
+def test_algorithm_3_to_the_letter():
+    """The last chunk, 1.5 with the window's tokens in it, wins and adds one token to the window: 5 of 14 slots are used."""
+    assert keep(ChunkKV(budget=14, window=4, strict=True), HAND) == [[20, 21, 22, 23, 24]]
+    assert oracle.survivors([HAND], 14, 10, 4, strict=True) == [[20, 21, 22, 23, 24]]
+
+
+def test_two_chunks():
+    assert keep(ChunkKV(budget=24, window=4), HAND) == [[*range(20), *range(21, 25)]]
+
+
+def test_a_mean_lets_a_short_chunk_win():
+    assert keep(ChunkKV(budget=14, window=4, agg="mean"), HAND) == [list(range(20, 25))]
+
+
+def test_equal_chunks_are_taken_from_the_left():
+    assert keep(ChunkKV(budget=10, chunk=3, window=4), np.ones(20)) == [[0, 1, 2, 3, 4, 5, 16, 17, 18, 19]]
+
+
+def test_heads_choose_apart_or_together():
+    a, b = np.asarray([5.0, 1, 1, 0, 0]), np.asarray([0.0, 1, 6, 0, 0])
+    assert keep(ChunkKV(budget=3, chunk=1, window=2), a, b) == [[0, 3, 4], [2, 3, 4]]
+    assert keep(ChunkKV(budget=3, chunk=1, window=2, shared_heads=True), a, b) == [[2, 3, 4]] * 2
+
+
+def test_pooling_lifts_the_neighbours():
+    scores = np.asarray([0.0, 0, 0, 9, 0, 0, 5, 4, 0, 0])
+    assert keep(ChunkKV(budget=5, chunk=1, window=2), scores) == [[3, 6, 7, 8, 9]]
+    assert keep(ChunkKV(budget=5, chunk=1, window=2, pool=3), scores) == [[2, 3, 4, 8, 9]]
+
+
+def test_a_whole_budget_of_window():
+    assert keep(ChunkKV(budget=4, window=4), HAND) == [[21, 22, 23, 24]]
+
+
+# Random cases against the oracle.
+
+CONFIGURATIONS = {
+    "gqa": ({"budget": 24, "chunk": 4, "window": 4}, 4, 2),
+    "mha, budget not of whole chunks": ({"budget": 21, "chunk": 5, "window": 3}, 2, 2),
+    "mqa, long chunks": ({"budget": 20, "chunk": 10, "window": 8}, 4, 1),
+    "single tokens": ({"budget": 18, "chunk": 1, "window": 5}, 4, 2),
+    "chunk above the budget": ({"budget": 12, "chunk": 16, "window": 4}, 2, 2),
+    "raw": ({"budget": 22, "chunk": 4, "window": 4, "score": "raw"}, 4, 2),
+    "raw, strict": ({"budget": 22, "chunk": 4, "window": 4, "score": "raw", "strict": True}, 2, 2),
+    "strict": ({"budget": 22, "chunk": 4, "window": 6, "strict": True}, 4, 2),
+    "kvpress": ({"budget": 27, "chunk": 6, "window": 4, "agg": "mean", "pool": 5, "shared_heads": True}, 4, 2),
+    "fraction": ({"budget": 0.5, "chunk": 4, "window": 4}, 4, 2),
+}
+STEPS = 6
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts shorter and longer than the budget: kept tokens, their keys' order, outputs of every step."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy, group = ChunkKV(**options), heads // kv_heads
+    lengths = np.random.default_rng(len(name)).integers(4, 62, size=32)
+    case = make_case(6, lengths, STEPS, heads, kv_heads)
+    _, outputs, states = run(policy, case)
+    for row, length in enumerate(lengths):
+        queries = case.q[row].reshape(-1, kv_heads, group, 8)
+        observed = [
+            oracle.observed(queries[:length, head], case.k[row, :length, head], policy.window, policy.score)
+            for head in range(kv_heads)
+        ]
+        budget = policy.budget if isinstance(policy.budget, int) else (length + STEPS) // 2
+        held = oracle.survivors(
+            observed, budget, policy.chunk, policy.window, policy.agg, policy.pool, policy.shared_heads, policy.strict
+        )
+        for i, state in enumerate(states):
+            pos, live = np.asarray(state.pos)[row], np.asarray(state.live)[row]
+            for head in range(kv_heads):
+                assert pos[head][live[head]].tolist() == [*held[head], *range(length, length + i)]
+        for i, n in np.ndindex(STEPS, heads):
+            at, head = length + i, n // group
+            positions = [*held[head], *range(length, at + 1)]
+            out = oracle.attend(case.q[row, at, n], case.k[row, :, head], case.v[row, :, head], positions, at)
+            np.testing.assert_allclose(outputs[i, row, n], out, atol=2e-5)
+
+
+@pytest.mark.parametrize(("chunk", "window", "budget"), [(4, 4, 24), (10, 8, 40), (7, 3, 31)])
+def test_invariants(chunk, window, budget):
+    """Whole chunks within the budget, which they fill but for one chunk's size; the window is always there."""
+    policy = ChunkKV(budget=budget, chunk=chunk, window=window)
+    lengths = np.random.default_rng(chunk).integers(budget + 1, 120, size=32)
+    case = make_case(chunk, lengths, steps=1)
+    for row, heads in enumerate(kept(policy, case, run(policy, case)[2][0])):
+        last = set(range(lengths[row] - window, lengths[row]))
+        for tokens in heads:
+            assert last <= tokens
+            assert (budget - window) // chunk * chunk + window - chunk < len(tokens) <= budget
+            for token in tokens - last:
+                start = token // chunk * chunk
+                assert set(range(start, min(start + chunk, min(last)))) <= tokens
+
+
+# Layers: index reuse, and other policies beside it.
+
+
+def prefilled(policy, params, prompt) -> list[list[set[int]]]:
+    """Kept positions of one prompt, by layer and head."""
+    policy = policy.bind(params.config)
+    specs = layer_specs(params.config, 1, len(prompt), 4, params.dtype)
+    tokens = np.zeros((1, specs[0].prompt_len), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    args = jnp.asarray(tokens), jnp.asarray([len(prompt)], jnp.int32), jnp.zeros(1, jnp.uint32)
+    state, _ = decoding.prefill(policy, specs, params, *args, kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32))
+    held = []
+    for spec, layer in zip(specs, state.caches, strict=True):
+        slots = policy.slots(spec, layer)
+        pos, live = np.asarray(slots.pos)[0], np.asarray(slots.live)[0]
+        held.append([set(p[m].tolist()) for p, m in zip(pos, live, strict=True)])
+    return held
+
+
+@pytest.fixture(scope="module")
+def deep(tiny):
+    """Six layers of random weights."""
+    return kvjax.models.init(dataclasses.replace(tiny.config, num_layers=6, windows=()), jax.random.key(1))
+
+
+PROMPT = np.random.default_rng(0).integers(0, 64, size=90).tolist()
+SMALL = ChunkKV(budget=24, chunk=4, window=4)
+
+
+def test_layers_take_over_the_choice_of_their_groups_first(deep):
+    own = prefilled(SMALL, deep, PROMPT)
+    assert len({str(layer) for layer in own}) == 6
+    for reuse in (2, 4, 6):
+        held = prefilled(dataclasses.replace(SMALL, reuse=reuse), deep, PROMPT)
+        assert held == [own[layer // reuse * reuse] for layer in range(6)]
+
+
+@pytest.mark.parametrize(("reuse", "scored"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4]), (4, [0, 4])])
+def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
+    entered, layers, scores, prefill = [], [], chunkkv.window_scores, ChunkKV.prefill
+
+    def enter(self, spec, *args):
+        entered.append(spec.layer)
+        return prefill(self, spec, *args)
+
+    def count(*args, **options):
+        layers.append(entered[-1])
+        return scores(*args, **options)
+
+    monkeypatch.setattr(ChunkKV, "prefill", enter)
+    monkeypatch.setattr(chunkkv, "window_scores", count)
+    policy, specs = dataclasses.replace(SMALL, reuse=reuse), layer_specs(deep.config, 1, 64, 4, deep.dtype)
+    tokens, lengths = jnp.zeros((1, 64), jnp.int32), jnp.asarray([64], jnp.int32)
+    jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, policy, specs)[0])
+    assert layers == scored
+
+
+def test_reuse_beside_other_policies(deep):
+    """In by_layer each policy hears of its own choices alone, and never of another group's."""
+    pairs, other = dataclasses.replace(SMALL, reuse=2), StreamingLLM(budget=24)
+    own = prefilled(SMALL, deep, PROMPT)
+    held = prefilled(by_layer([pairs, other, pairs, pairs, other, pairs]), deep, PROMPT)
+    assert held[0] == own[0]
+    assert held[1] == held[4] != own[1]
+    assert held[2] == held[3] == own[2]
+    assert held[5] == own[5]  # layer 4 would have chosen, but has another policy
+
+
+def test_hybrid_of_chunks_and_tokens(deep):
+    tokens = dataclasses.replace(SMALL, chunk=1)
+    held = prefilled(chunk_token_hybrid(6, SMALL), deep, PROMPT)
+    assert held == prefilled(SMALL, deep, PROMPT)[:3] + prefilled(tokens, deep, PROMPT)[3:]
+    assert chunk_token_hybrid(6, SMALL, lower=1) == ByLayer((SMALL,) + (tokens,) * 5)
+    assert chunk_token_hybrid(2) == by_layer([ChunkKV(), ChunkKV(chunk=1)])
+    assert chunk_token_hybrid(2, SMALL, StreamingLLM()) == by_layer([SMALL, StreamingLLM()])
+    with pytest.raises(PolicyError, match="lower=7; give 0 to 6"):
+        chunk_token_hybrid(6, SMALL, lower=7)
+
+
+# Sizes and errors.
+
+
+def test_memory_is_freed(tiny):
+    """The slots of the budget and of the new tokens, whatever the prompt."""
+    held = ChunkKV(budget=1000).nbytes(tiny.config, 1, 30_000, 20, jnp.float32)
+    slots = 2 * 2 * 1024  # layers, KV heads, 1020 rounded up
+    assert held == slots * (2 * 16 * 4 + 4 + 4) + 2 * (2 * 4 + 4)
+
+
+def test_papers_defaults():
+    assert (ChunkKV().chunk, ChunkKV().window, ChunkKV().reuse) == (10, 32, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 31}, "gives 31 slots, fewer than the 32 tokens of the window"),
+        ({"budget": 0}, "budget=0"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"window": 0}, "window=0"),
+        ({"reuse": 0}, "reuse=0"),
+        ({"score": "max"}, "'softmax', 'raw'"),
+        ({"agg": "max"}, "'sum', 'mean'"),
+        ({"pool": 4}, "odd width"),
+    ],
+)
+def test_bad_hyperparameters(options, says):
+    with pytest.raises(PolicyError, match=says):
+        ChunkKV(**options)
+
+
+def test_fraction_too_small_for_the_window():
+    with pytest.raises(PolicyError, match="gives 10 slots"):
+        ChunkKV(budget=0.1).check(100)
