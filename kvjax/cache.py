@@ -52,17 +52,13 @@ class LayerSpec:
         return self.prompt_len + self.new_tokens
 
 
-def layer_specs(
-    config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any, reach: int | None = None
-) -> tuple[LayerSpec, ...]:
+def layer_specs(config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any) -> tuple[LayerSpec, ...]:
     """One `LayerSpec` a layer.
 
     Args:
         prompt_len: tokens of the longest prompt; padded up here, see `bucket`.
-        reach: number of positions the sequence will span, which LongRoPE's choice of factors depends on; by default
-            `prompt_len + new_tokens`.
     """
-    rope = config.rope.resolve(prompt_len + new_tokens if reach is None else reach)
+    rope = config.rope.resolve(prompt_len + new_tokens)
     return tuple(
         LayerSpec(
             layer=layer,

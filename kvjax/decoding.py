@@ -4,14 +4,16 @@ The loop appends, attends, compresses, samples and stops rows without the host. 
 its memory does not depend on how many tokens are decoded in all.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy
 from kvjax.program import Program
@@ -42,6 +44,14 @@ class Decoding:
     steps: Int[Array, ""]
     done: Bool[Array, " B"]
     seed: UInt32[Array, " B"]
+
+
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """Prompts of any lengths as one array, padded on the right to a common bucket, and their lengths."""
+    tokens = np.zeros((len(prompts), bucket(max(map(len, prompts)))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
 
 
 def step(

@@ -3,24 +3,19 @@
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decoding
-from kvjax.cache import bucket, layer_specs
+from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
+from kvjax.prompts import Prompt, token_ids
 from kvjax.sampling import Greedy, Sample, make_sampler
-
-Message: TypeAlias = Mapping[str, Any]
-"""A chat message, such as {"role": "user", "content": "Hello"}."""
-
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Text to continue, token ids, or a chat (put through the model's own template)."""
 
 StopReason = Literal["eos", "length", "stop"]
 
@@ -33,6 +28,7 @@ class Stats:
     """What one call did; of a batch, all rows together.
 
     Attributes:
+        rows: prompts that were continued.
         prompt_tokens, new_tokens: tokens read and drawn.
         prefill_seconds, decode_seconds: time to run the two programs, compilation not included.
         compile_seconds: time to compile them, 0 when they were compiled before.
@@ -40,6 +36,7 @@ class Stats:
         full_cache_bytes: bytes a full cache would hold for the same prompts and new tokens.
     """
 
+    rows: int
     prompt_tokens: int
     new_tokens: int
     prefill_seconds: float
@@ -55,8 +52,8 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens drawn a second after the first, which the prefill draws."""
-        return self.new_tokens / max(self.decode_seconds, 1e-9)
+        """Tokens drawn a second, not counting the first of each row, which the prefill draws."""
+        return (self.new_tokens - self.rows) / max(self.decode_seconds, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +241,7 @@ class _Run:
         if self.stop and (params.tokenizer is None or not all(self.stop)):
             raise ValueError(f"stop={stop!r}; give non-empty strings, and a model with a tokenizer")
         self.ends = () if ignore_eos else params.config.eos
-        prompts, self.single = _token_ids(params, prompt)
+        prompts, self.single = token_ids(params, prompt)
         decode = None if params.tokenizer is None else params.tokenizer.decode
         self.rows = [_Row(ids, decode) for ids in prompts]
         self._check_lengths()
@@ -261,6 +258,7 @@ class _Run:
     def generations(self) -> list[Generation]:
         """The results, once all chunks have run."""
         stats = Stats(
+            rows=len(self.rows),
             prompt_tokens=sum(len(row.prompt) for row in self.rows),
             new_tokens=sum(len(row.tokens) for row in self.rows),
             prefill_seconds=self.prefill_seconds,
@@ -300,19 +298,14 @@ class _Run:
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[bool]:
         rows = [self.rows[i] for i in group]
-        lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
-        longest = int(lengths.max())
+        longest = max(len(row.prompt) for row in rows)
         dtype = self.params.dtype
-        specs = layer_specs(
-            self.params.config, len(rows), longest, self.max_new_tokens, dtype, reach=longest + self.max_new_tokens
-        )
-        tokens = np.zeros((len(rows), bucket(longest)), np.int32)
-        for row, ids in zip(tokens, rows, strict=True):
-            row[: len(ids.prompt)] = ids.prompt
+        specs = layer_specs(self.params.config, len(rows), longest, self.max_new_tokens, dtype)
+        tokens, lengths = decoding.padded([row.prompt for row in rows])
         seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
         ends = jnp.asarray(self.ends, jnp.int32)
 
-        args = (self.policy, specs, self.params, jnp.asarray(tokens), jnp.asarray(lengths), seed, self.sampler, ends)
+        args = (self.policy, specs, self.params, tokens, lengths, seed, self.sampler, ends)
         self._compile(decoding.prefill, args)
         start = time.perf_counter()
         state, logprobs = decoding.prefill(*args)
@@ -346,52 +339,3 @@ class _Run:
         before = program.compile_seconds
         program.compiled(*args)
         self.compile_seconds += program.compile_seconds - before
-
-
-def _token_ids(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
-    """Every prompt as token ids, and whether one prompt was given rather than a list of them."""
-    one = _kind(prompt)
-    prompts = [prompt] if one else prompt
-    if not one and (isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or len(prompts) == 0):
-        raise ValueError(
-            f"prompt is {_shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these"
-        )
-    return [_ids(params, p) for p in prompts], one is not None
-
-
-def _kind(prompt: Any) -> Literal["text", "ids", "chat"] | None:
-    if isinstance(prompt, str):
-        return "text"
-    if isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer):
-        return "ids"
-    if isinstance(prompt, Sequence) and len(prompt):
-        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in prompt):
-            return "ids"
-        if all(isinstance(x, Mapping) for x in prompt):
-            return "chat"
-    return None
-
-
-def _ids(params: Params, prompt: Any) -> list[int]:
-    kind = _kind(prompt)
-    if kind is None:
-        raise ValueError(f"a prompt is {_shown(prompt)}; give text, token ids or chat messages")
-    if kind == "ids":
-        ids = [int(i) for i in prompt]
-    elif params.tokenizer is None:
-        raise ValueError("this model has no tokenizer; give token ids instead of text")
-    elif kind == "chat":
-        ids = params.tokenizer.chat(cast(Sequence[Message], prompt))
-    else:
-        ids = params.tokenizer.encode(prompt)
-    if not ids:
-        raise ValueError("a prompt is empty; give at least one token")
-    bad = [i for i in ids if not 0 <= i < params.config.vocab_size]
-    if bad:
-        raise ValueError(f"token id {bad[0]} is outside this model's vocabulary of {params.config.vocab_size}")
-    return ids
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"

@@ -8,9 +8,10 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import decoding
-from kvjax.cache import bucket, layer_specs
+from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Policy
+from kvjax.prompts import token_ids
 from kvjax.sampling import Greedy
 
 
@@ -32,33 +33,23 @@ def retained_positions(
         ValueError: the prompt is empty, or text for a model without tokenizer, or `max_new_tokens` is less than 1.
         PolicyError: the policy cannot work with a sequence of this length.
     """
-    ids = _ids(params, prompt)
+    (ids, *others), single = token_ids(params, prompt)
+    if not single:
+        raise ValueError(f"one prompt can be looked at, {1 + len(others)} were given")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
-    tokens = len(ids) + max_new_tokens
+    reach = len(ids) + max_new_tokens
     policy = policy.bind(params.config)
-    policy.check(tokens)
+    policy.check(reach)
     specs = layer_specs(params.config, 1, len(ids), max_new_tokens, params.dtype)
-    padded = np.zeros((1, bucket(len(ids))), np.int32)
-    padded[0, : len(ids)] = ids
-    sampler, ends = Greedy(), jnp.zeros((0,), jnp.int32)
-    lengths, seed = jnp.asarray([len(ids)], jnp.int32), jnp.zeros((1,), jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, jnp.asarray(padded), lengths, seed, sampler, ends)
-    held = [_held(policy, specs, state, tokens - 1)]
+    tokens, lengths = decoding.padded([ids])
+    rest = Greedy(), jnp.zeros((0,), jnp.int32)
+    state, _ = decoding.prefill(policy, specs, params, tokens, lengths, jnp.zeros((1,), jnp.uint32), *rest)
+    held = [_held(policy, specs, state, reach - 1)]
     for _ in range(max_new_tokens - 1):
-        state, _, _ = decoding.decode(policy, specs, params, state, jnp.asarray(1, jnp.int32), sampler, ends)
-        held.append(_held(policy, specs, state, tokens - 1))
+        state, _, _ = decoding.decode(policy, specs, params, state, jnp.asarray(1, jnp.int32), *rest)
+        held.append(_held(policy, specs, state, reach - 1))
     return np.stack(held)
-
-
-def _ids(params: Params, prompt: str | Sequence[int]) -> list[int]:
-    if isinstance(prompt, str):
-        if params.tokenizer is None:
-            raise ValueError("this model has no tokenizer; give token ids instead of text")
-        prompt = params.tokenizer.encode(prompt)
-    if not len(prompt):
-        raise ValueError("the prompt is empty; give at least one token")
-    return [int(token) for token in prompt]
 
 
 def _held(policy: Policy, specs: decoding.Specs, state: decoding.Decoding, positions: int) -> Float[np.ndarray, " P"]:

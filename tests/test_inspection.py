@@ -39,7 +39,7 @@ def test_heads_that_differ_count_as_shares(tiny: Params) -> None:
 @pytest.mark.parametrize(
     ("prompt", "policy", "steps", "error", "says"),
     [
-        ([], Full(), 4, ValueError, "prompt is empty"),
+        ([], Full(), 4, ValueError, "non-empty list"),
         ([1], Full(), 0, ValueError, "max_new_tokens=0"),
         ("text", Full(), 4, ValueError, "no tokenizer"),
         ([1, 2], TreeKV(budget=0.1), 4, PolicyError, "budget of 0.1"),
