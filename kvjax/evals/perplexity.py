@@ -105,25 +105,46 @@ def streaming(
     specs = layer_specs(params.config, 1, 0, len(tokens), params.dtype)
     caches = tuple(policy.init(spec) for spec in specs)
     caches = jax.tree.map(jnp.copy, caches)  # leaves may share a buffer when made, and the loop is given each to reuse
-    total, scores = len(tokens) - 1, []
-    for start in range(0, total, CHUNK):
-        stop = min(start + CHUNK, total)
-        inputs, targets = np.zeros((2, 1, CHUNK), np.int32)
-        inputs[0, : stop - start], targets[0, : stop - start] = tokens[start:stop], tokens[start + 1 : stop + 1]
-        caches, logprobs = _stream(
-            policy,
-            specs,
-            params,
-            caches,
-            jnp.asarray(inputs),
-            jnp.asarray(targets),
-            jnp.int32(start),
-            jnp.int32(stop - start),
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    logprobs, _ = read(params, policy, specs, caches, np.asarray(tokens, np.int32)[None], 0, progress)
+    return Perplexity(logprobs[0], held)
+
+
+def read(
+    params: Params,
+    policy: Policy,
+    specs: decoding.Specs,
+    caches: tuple[Any, ...],
+    tokens: Int[np.ndarray, "B T"],
+    first: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Float[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
+    """Read texts one token at a time into caches that hold what comes before position `first`.
+
+    Args:
+        caches: the policy's state of each layer; used up (their buffers are donated).
+        tokens: whole texts, of one length.
+        first: position of the first token to read; the last token is predicted, not read.
+        progress: called with tokens read and in all.
+
+    Returns:
+        For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the likeliest.
+    """
+    last, scores, best = tokens.shape[1] - 1, [], []
+    for start in range(first, last, CHUNK):
+        count = min(CHUNK, last - start)
+        inputs, targets = np.zeros((2, len(tokens), CHUNK), np.int32)
+        inputs[:, :count], targets[:, :count] = (
+            tokens[:, start : start + count],
+            tokens[:, start + 1 : start + count + 1],
         )
-        scores.append(np.asarray(logprobs)[0, : stop - start])
+        texts = jnp.asarray(inputs), jnp.asarray(targets)
+        caches, *found = _stream(policy, specs, params, caches, *texts, jnp.int32(start), jnp.int32(count))
+        for kept, new in zip((scores, best), found, strict=True):
+            kept.append(np.asarray(new)[:, :count])
         if progress is not None:
-            progress(stop, total)
-    return Perplexity(np.concatenate(scores), sum(leaf.nbytes for leaf in jax.tree.leaves(caches)))
+            progress(start + count - first, last - first)
+    return np.concatenate(scores, axis=1), np.concatenate(best, axis=1)
 
 
 def _stream_chunk(
@@ -135,18 +156,23 @@ def _stream_chunk(
     targets: Int[Array, "B M"],
     start: Int[Array, ""],
     count: Int[Array, ""],
-) -> tuple[tuple[Any, ...], Float[Array, "B M"]]:
-    """Read `count` tokens, the first of them at position `start`; the log-probabilities of what follows each."""
+) -> tuple[tuple[Any, ...], Float[Array, "B M"], Int[Array, "B M"]]:
+    """Read `count` tokens, the first of them at position `start`.
+
+    Returns the caches, the log-probability of what follows each token, and what is likeliest to follow.
+    """
     rows = inputs.shape[0]
 
-    def read(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        caches, scores = carry
+    def proceed(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+        caches, scores, best = carry
         pos = jnp.full((rows,), start + i, jnp.int32)
         logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], pos)
         chosen = jnp.take_along_axis(logits, targets[:, i][:, None], axis=-1)[:, 0]
-        return caches, scores.at[:, i].set(chosen - jax.nn.logsumexp(logits, axis=-1))
+        scores = scores.at[:, i].set(chosen - jax.nn.logsumexp(logits, axis=-1))
+        return caches, scores, best.at[:, i].set(jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
-    return jax.lax.fori_loop(0, count, read, (caches, jnp.zeros(inputs.shape, jnp.float32)))
+    buffers = jnp.zeros(inputs.shape, jnp.float32), jnp.zeros(inputs.shape, jnp.int32)
+    return jax.lax.fori_loop(0, count, proceed, (caches, *buffers))
 
 
 _stream = Program(_stream_chunk, static=2, donate=(3,))

@@ -1,0 +1,120 @@
+"""What each policy costs in quality, at several budgets, against the full cache.
+
+    python -m benchmarks.policy_quality --text BOOK.txt --text OTHER.txt
+
+The beginning of every text is prefilled under a policy, the rest is read token by token through what it kept
+(`kvjax.evals.continuation`): perplexity of that rest, and how often the likeliest next token is the one that the full cache finds
+likeliest. Budgets are fractions of the whole text, prompt and rest. What a budget limits differs: policies that compress only the
+prompt keep the rest in addition, and policies that read a selection keep everything; the table gives the bytes that are really
+held.
+"""
+
+import argparse
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from benchmarks import report
+from kvjax.evals import Continuation, continuation
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, action="append", required=True, help="a plain text file; may be repeated")
+    parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
+    parser.add_argument("--prompt", type=int, default=7168, help="tokens of each text that are prefilled")
+    parser.add_argument("--scored", type=int, default=1024, help="tokens read after them")
+    parser.add_argument("--skip", type=int, default=0, help="tokens to leave out at the start of each text")
+    parser.add_argument("--budgets", default="0.125,0.25,0.5,1.0", help="fractions of prompt + scored tokens")
+    parser.add_argument("--policies", default=",".join(kvjax.policies.policies()))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/policy-quality.json"))
+    args = parser.parse_args()
+
+    params = kvjax.load(args.model, dtype=args.dtype)
+    texts = [read(params, path, args.skip, args.prompt + args.scored) for path in args.text]
+    header = report.header(
+        model=args.model or "SmolLM2-135M-Instruct (the default model)",
+        texts=[path.name for path in args.text],
+        prompt_tokens=args.prompt,
+        scored_tokens=args.scored,
+        skipped_tokens=args.skip,
+        dtype=args.dtype,
+    )
+    full, rows = measure(params, texts, args.prompt, kvjax.Full()), []
+    rows.append(row(full, full, args.text))
+    print(line(rows[-1]), flush=True)
+    for name in args.policies.split(","):
+        for budget in map(float, args.budgets.split(",")) if name != "full" else ():
+            policy = kvjax.get_policy(name, budget=budget)
+            rows.append(row(measure(params, texts, args.prompt, policy), full, args.text))
+            report.write(args.out, header, rows)
+            print(line(rows[-1]), flush=True)
+
+
+def read(params: kvjax.Params, path: Path, skip: int, count: int) -> list[int]:
+    """`count` tokens of a text file after the first `skip`."""
+    tokens = params.tokenizer.encode(path.read_text(encoding="utf-8"))[skip : skip + count]
+    if len(tokens) < count:
+        raise SystemExit(f"{path} has {len(tokens)} tokens after --skip, fewer than --prompt + --scored = {count}")
+    return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One policy's predictions of all texts, and the time they took, compilation included."""
+
+    policy: kvjax.Policy
+    texts: list[Continuation]
+    seconds: float
+
+
+def measure(params: kvjax.Params, texts: list[list[int]], prompt: int, policy: kvjax.Policy) -> Measured:
+    """Read all texts, as one batch, under one policy."""
+    start = time.perf_counter()
+    return Measured(policy, continuation(params, texts, prompt, policy), time.perf_counter() - start)
+
+
+def row(measured: Measured, full: Measured, paths: list[Path]) -> dict[str, Any]:
+    """A row of the result file: over all texts, and each apart. Perplexity is exp of the mean over all predicted tokens."""
+    return {
+        "policy": measured.policy.name,
+        "budget": getattr(measured.policy, "budget", None),
+        "perplexity": perplexity(measured.texts),
+        "agreement": agreement(measured.texts, full.texts),
+        "cache_bytes": measured.texts[0].scores.cache_bytes,
+        "seconds": measured.seconds,
+        "texts": {
+            path.stem: {"perplexity": text.scores.perplexity, "agreement": text.agreement(other)}
+            for path, text, other in zip(paths, measured.texts, full.texts, strict=True)
+        },
+    }
+
+
+def perplexity(texts: list[Continuation]) -> float:
+    """exp of the mean negative log-likelihood over the predicted tokens of all texts."""
+    return math.exp(-np.mean(np.concatenate([text.scores.logprobs for text in texts]), dtype=np.float64))
+
+
+def agreement(texts: list[Continuation], full: list[Continuation]) -> float:
+    """Share of all places where the likeliest token is the full cache's."""
+    return float(np.mean([text.agreement(other) for text, other in zip(texts, full, strict=True)]))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the printed table."""
+    budget = "" if row["budget"] is None else f"{100 * row['budget']:.1f} %"
+    return (
+        f"{row['policy']:16s} {budget:>8s}   perplexity {row['perplexity']:8.3f}   agreement {100 * row['agreement']:6.2f} %"
+        f"   cache {row['cache_bytes'] / 1e6:7.1f} MB   {row['seconds']:6.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
