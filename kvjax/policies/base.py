@@ -48,6 +48,7 @@ class Policy:
         keeps: what it keeps, in one phrase.
         memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), or "full".
         grows: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
+        merges: whether a slot may hold the mean of several tokens (it then counts as often, and weights sum to all tokens seen).
         positions: "original" (a token stays where it stood in the text) or "cache" (its place among the kept ones, which keeps
             any sequence inside the trained window).
     """
@@ -57,6 +58,7 @@ class Policy:
     keeps: ClassVar[str] = ""
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "full"
     grows: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
     positions: ClassVar[Literal["original", "cache"]] = "original"
 
     def bind(self, config: ModelConfig) -> "Policy":

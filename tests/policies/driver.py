@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import LayerSpec, bucket
+from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
-from kvjax.policies import Policy, StreamingLLM, TreeKV, by_head, by_layer, get_policy, policies
+from kvjax.policies import ByHead, ByLayer, Policy, StreamingLLM, TreeKV, by_head, by_layer, get_policy, policies
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
+
+TINY = ModelConfig("llama", 64, 48, 96, 2, 4, 2, 16, 256, RopeConfig(theta=10000.0, dim=16))
+"""What policies are bound to: as the `tiny` model, 2 layers of 2 KV heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +108,20 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
 
 def every_policy(budget: int | float) -> list[Policy]:
-    """One of each registered policy with this budget (and small regions, so that small cases exercise them)."""
-    small = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None}
+    """One of each registered policy with this budget (and small regions, so that small cases exercise them).
+
+    Methods with kinds of heads, which they name in `labels`, have their heads labelled in turn.
+    """
+    small = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None, "every": 4}
     made = []
     for name, cls in policies().items():
         fields = {f.name for f in dataclasses.fields(cls)}
         options = {k: v for k, v in small.items() if k in fields}
         if "budget" in fields:
             options["budget"] = budget
-        made.append(get_policy(name, **options))
+        if kinds := getattr(cls, "labels", ()):
+            options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
+        made.append(get_policy(name, **options).bind(TINY))
     return made
 
 
@@ -121,6 +130,19 @@ def compositions(budget: int | float) -> list[Policy]:
     tree, stream = TreeKV(budget=budget, sinks=2, block=4), StreamingLLM(budget=budget, sinks=2)
     heads = by_head({"tree": tree, "stream": stream}, [["stream", "tree"], ["tree", "tree"]])
     return [heads, by_layer([stream, heads])]
+
+
+def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) -> int:
+    """How many slots one KV head may hold after a prompt of `length` tokens and `steps` new ones."""
+    if isinstance(policy, ByLayer):
+        return most(policy.at(spec), spec, head, length, steps)
+    if isinstance(policy, ByHead):
+        group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
+        return most(policy.groups[group], spec, head, length, steps)
+    budget = getattr(policy, "budget", None)
+    if budget is None:
+        return length + steps
+    return min(length + steps, budget + (steps if policy.grows else 0))
 
 
 def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:

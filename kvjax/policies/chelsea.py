@@ -1,0 +1,248 @@
+"""Chelsea: clusters of similar keys, each kept as one centroid that counts as often as the tokens it stands for."""
+
+import dataclasses
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+from kvjax.models.config import ModelConfig
+
+from . import soft_matching
+from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .compose import by_head
+from .full import Full
+from .profile import HeadProfile, find
+from .registry import register
+from .soft_matching import Clusters
+
+SCHEDULES = {"llama-2": (0.45, 0.05, 3), "llama-3": (0.35, 0.1, 2), "qwen": (0.2, 0.1, 2), "constant": (0.25, 0.0, 0)}
+"""r_init, alpha and number of decreasing steps by model family (appendix C.2); "constant" is the paper's needle test."""
+
+OUTLIER, CLUSTERED = "outlier", "clustered"
+"""Labels of heads in a profile."""
+
+_UNIT = 10_000
+"""Ratios are counted in parts of this, so that the number of merges is exact."""
+
+
+@flax.struct.dataclass
+class Centroids:
+    """A Chelsea cache. B rows.
+
+    Attributes:
+        slots: rotated keys, and values, in order; those of a row fill equally many slots in every head.
+        steps: i, clustering steps that each row has been through, which the ratio schedule depends on.
+        budget: B, slots that clustering leaves.
+    """
+
+    slots: Slots
+    steps: Int[Array, " B"]
+    budget: Int[Array, " B"]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Chelsea(Policy):
+    """Merge tokens with similar keys into centroids (Hu et al. 2025, Algorithm 1 and section 5).
+
+    When a row holds `every` slots more than its budget, those between sinks and recent tokens go through Chunked Soft Matching
+    (`kvjax.policies.soft_matching`), step after step until exactly the budget is left. A step removes a share
+    r = max(r_min, r_init - alpha · min(steps, i)) of them, i counting all steps since the row began, though at least one and
+    no more than the budget asks. A cluster of n tokens attends like n tokens: log n is added to its logit.
+
+    Outlier heads, whose keys are less alike, keep everything if the model has a profile that names them, and the others' budget
+    is reduced to pay for it: with a share f of such heads, from R to (R - f) / (1 - f) (appendix C.2). That is so for a budget
+    that is a fraction; one of a number of tokens is a size that no head may outgrow, so there every head is clustered.
+
+    Attributes:
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: first tokens that are never merged.
+        recent: latest tokens that are never merged. Where sinks and recent tokens would fill a row's budget, at most a quarter
+            of it are sinks and at most half of it recent tokens.
+        chunk: tokens among which similar ones are looked for; None for all of them (the paper's ablation).
+        every: tokens in excess of the budget that clustering waits for, so that decoding clusters once in so many steps.
+        schedule: a ratio schedule of the paper: "llama-2", "llama-3", "qwen", or "constant".
+        r_init, alpha, steps: a schedule of one's own; what is None is taken from `schedule`.
+        r_min: least ratio. The paper only asks that it exceed 0.
+        outliers: whether outlier heads keep everything.
+        profile: which heads they are: a profile, its file, or None for the one that comes with the library, if there is one.
+    """
+
+    name: ClassVar[str] = "chelsea"
+    paper: ClassVar[str] = "Hu et al. 2025, Efficient Long-Context LLM Inference via KV Cache Clustering"
+    keeps: ClassVar[str] = "sinks, recent tokens, and centroids of older tokens with similar keys"
+    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    merges: ClassVar[bool] = True
+
+    budget: int | float = 0.2
+    sinks: int = 16
+    recent: int = 64
+    chunk: int | None = 256
+    every: int = 64
+    schedule: Literal["llama-2", "llama-3", "qwen", "constant"] = "llama-3"
+    r_init: float | None = None
+    alpha: float | None = None
+    steps: int | None = None
+    r_min: float = 0.05
+    outliers: bool = True
+    profile: HeadProfile | str | None = None
+
+    def __post_init__(self) -> None:
+        check_budget(self.name, self.budget)
+        least = {"sinks": 0, "recent": 0, "chunk": 2, "every": 1, "alpha": 0, "steps": 0, "r_min": 0}
+        for field, bound in least.items():
+            value = getattr(self, field)
+            if value is not None and value < bound:
+                raise PolicyError(f"{self.name}: {field}={value}; give {bound} or more")
+        if self.schedule not in SCHEDULES:
+            raise PolicyError(f"{self.name}: schedule={self.schedule!r}; give one of {', '.join(map(repr, SCHEDULES))}")
+        if min(self._ratios) <= 0 or max(self._ratios) > _UNIT // 2:
+            raise PolicyError(
+                f"{self.name}: ratios from {self._ratios[0] / _UNIT} to {self._ratios[-1] / _UNIT}; a step removes more than "
+                "0 and at most 0.5 of the tokens, so raise r_min, or lower r_init"
+            )
+
+    def bind(self, config: ModelConfig) -> Policy:
+        if not self.outliers or isinstance(self.budget, int):
+            return self
+        profile = find(self.name, config, self.profile)
+        if profile is None or not profile.heads(OUTLIER):
+            return self
+        share = Fraction(len(profile.heads(OUTLIER)), config.num_layers * config.num_kv_heads)
+        if self.budget <= share:
+            raise PolicyError(
+                f"{self.name}: budget={self.budget} is less than what the outlier heads alone take, which are "
+                f"{float(share):.3f} of all; raise budget, or set outliers to False"
+            )
+        budget = float((Fraction(self.budget).limit_denominator(_UNIT) - share) / (1 - share))
+        clustered = dataclasses.replace(self, budget=budget, outliers=False, profile=None)
+        return by_head({OUTLIER: Full(), CLUSTERED: clustered}, profile.labels)
+
+    @property
+    def _ratios(self) -> tuple[int, ...]:
+        """r at steps 0, 1, … until it no longer changes, in parts of `_UNIT`."""
+        r_init, alpha, steps = SCHEDULES[self.schedule]
+        r_init = r_init if self.r_init is None else self.r_init
+        alpha = alpha if self.alpha is None else self.alpha
+        steps = steps if self.steps is None else self.steps
+        return tuple(round(max(r_init - alpha * i, self.r_min) * _UNIT) for i in range(steps + 1))
+
+    def capacity(self, spec: LayerSpec) -> int:
+        most = max(budget_tokens(self.budget, spec.max_tokens), 1) + self.every
+        return cache.round_slots(min(most, spec.max_tokens))
+
+    def init(self, spec: LayerSpec) -> Centroids:
+        tokens = jnp.full((spec.batch,), spec.new_tokens, jnp.int32)
+        return Centroids(cache.empty(spec, self.capacity(spec)), jnp.zeros_like(tokens), self._budgets(tokens))
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Centroids, Carry]:
+        capacity, prompt = self.capacity(spec), k.shape[1]
+        every = jnp.ones((spec.batch, spec.num_kv_heads, prompt), bool)
+        slots, _ = cache.select(spec, max(capacity, prompt), rotated(spec, k), v, every, lengths)
+        state = Centroids(slots, jnp.zeros_like(slots.seen), self._budgets(lengths + spec.new_tokens))
+        state = self.compress(spec, state)
+        slots = dataclasses.replace(
+            state.slots,
+            k=state.slots.k[:, :, :capacity],
+            v=state.slots.v[:, :, :capacity],
+            pos=state.slots.pos[:, :, :capacity],
+            weight=state.slots.weight[:, :, :capacity],
+        )
+        return dataclasses.replace(state, slots=slots), carry
+
+    def append(
+        self,
+        spec: LayerSpec,
+        state: Centroids,
+        k: Float[Array, "B K H"],
+        v: Float[Array, "B K H"],
+        pos: Int[Array, " B"],
+    ) -> Centroids:
+        return dataclasses.replace(state, slots=super().append(spec, state.slots, k, v, pos))
+
+    def attend(
+        self, spec: LayerSpec, state: Centroids, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], Centroids, Carry]:
+        out, _, carry = super().attend(spec, state.slots, q, pos, carry)
+        return out, state, carry
+
+    def compress(self, spec: LayerSpec, state: Centroids) -> Centroids:
+        due = state.slots.next[:, 0] >= state.budget + self.every
+        return jax.lax.cond(jnp.any(due), self._cluster, lambda state, due: state, state, due)
+
+    def _cluster(self, state: Centroids, due: Bool[Array, " B"]) -> Centroids:
+        """The rows that are due, clustered to exactly their budgets."""
+        slots = state.slots
+        places = slots.pos.shape[-1]
+        chunk = places if self.chunk is None else min(self.chunk, places)
+        live = slots.live[..., None]
+        tokens = Clusters(
+            k=jnp.where(live, slots.k, 0).astype(jnp.float32),
+            v=jnp.where(live, slots.v, 0).astype(jnp.float32),
+            pos=slots.pos,
+            weight=slots.weight,
+        )
+        sinks, recent = self._regions(state.budget)
+        size = slots.next[:, 0]
+        goal = jnp.where(due, state.budget, size)
+
+        def unfinished(loop: tuple[Clusters, Array, Array]) -> Array:
+            return jnp.any(loop[1] > goal)
+
+        def step(loop: tuple[Clusters, Array, Array]) -> tuple[Clusters, Array, Array]:
+            tokens, size, steps = loop
+            middle = size - sinks - recent
+            count = self._merges(jnp.maximum(middle, 0), steps, chunk, size - goal)
+            return (
+                soft_matching.merge(tokens, middle, count, chunk),
+                size - count,
+                steps + (count > 0).astype(jnp.int32),
+            )
+
+        older = soft_matching.pad(soft_matching.shift(tokens, sinks), -(-places // chunk) * chunk)
+        older, size, steps = jax.lax.while_loop(unfinished, step, (older, size, state.steps))
+        older = soft_matching.shift(older, -sinks)
+        first = jnp.arange(places, dtype=jnp.int32) < sinks[:, None, None]
+        slots = dataclasses.replace(
+            slots,
+            k=jnp.where(first[..., None], tokens.k, older.k[:, :, :places]).astype(slots.k.dtype),
+            v=jnp.where(first[..., None], tokens.v, older.v[:, :, :places]).astype(slots.v.dtype),
+            pos=jnp.where(first, tokens.pos, older.pos[:, :, :places]),
+            weight=jnp.where(first, tokens.weight, older.weight[:, :, :places]),
+            next=jnp.broadcast_to(size[:, None], slots.next.shape),
+        )
+        return dataclasses.replace(state, slots=slots, steps=steps)
+
+    def _budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """B of each row; all tokens can be merged into one, but no further."""
+        return jnp.maximum(budget_rows(self.budget, tokens), 1)
+
+    def _regions(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """How many first and how many latest tokens of each row are never merged."""
+        fits = self.sinks + self.recent < budget
+        sinks = jnp.where(fits, self.sinks, jnp.minimum(self.sinks, budget // 4))
+        return sinks, jnp.where(fits, self.recent, jnp.minimum(self.recent, budget // 2))
+
+    def _merges(
+        self, middle: Int[Array, " B"], steps: Int[Array, " B"], chunk: int, excess: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """M, how many edges the next step keeps among `middle` tokens."""
+        table = jnp.asarray(self._ratios, jnp.int32)
+        ratio = table[jnp.minimum(steps, len(self._ratios) - 1)]
+        share = middle // _UNIT * ratio + middle % _UNIT * ratio // _UNIT
+        most = jnp.minimum(middle // 2, soft_matching.edges(middle, chunk))
+        return jnp.minimum(jnp.minimum(jnp.maximum(share, 1), most), excess)

@@ -1,0 +1,154 @@
+"""Chunked Soft Matching: merge the most similar keys of each chunk, all chunks of a head competing (Hu et al. 2025, section 5.2).
+
+Tokens are divided into chunks of c. Inside a chunk those at even places are the set A, those at odd places the set B; an edge
+leads from each token of A to the token of B whose key is most similar. The strongest edges over all chunks of a head merge
+their ends: every token of B becomes the mean of itself and of the tokens of A that it is joined to, each counted as often as
+the tokens it stands for. All edges lead from A to B, so clusters are stars, and merging them needs no search.
+"""
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import compact
+
+RESOLUTION = 2.0**-14
+"""Cosines are compared in whole multiples of this.
+
+Text repeats itself, and where the same two tokens stand equally far apart their keys are equally similar. Which of such edges is
+kept must not hang on rounding errors, which differ with the size of the batch.
+"""
+
+
+@flax.struct.dataclass
+class Clusters:
+    """Tokens and clusters of tokens, in order, the first ones live. B rows, K KV heads, S places, H head dim; float32.
+
+    Attributes:
+        k, v: keys and values; of a cluster, the means over its tokens.
+        pos: original position, of a cluster that of its newest token; -1 where there is nothing.
+        weight: how many tokens each stands for, 0 where there is nothing.
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
+    weight: Float[Array, "B K S"]
+
+
+def best_edges(
+    keys: Float[Array, "*B C H"], live: Bool[Array, "*B C"]
+) -> tuple[Float[Array, "*B A"], Int[Array, "*B A"]]:
+    """From each even place of a chunk of C >= 2 places, the edge to the odd place with the most similar key.
+
+    Args:
+        live: which places hold something.
+
+    Returns:
+        Cosine similarity of each edge, to the `RESOLUTION` (-inf where there is none), and where it leads: 0 for place 1, 1
+        for place 3, and so on; of equally similar keys, to the first.
+    """
+    length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    unit = keys / jnp.maximum(length, jnp.finfo(keys.dtype).tiny)
+    cosine = jnp.einsum("...ah,...bh->...ab", unit[..., 0::2, :], unit[..., 1::2, :], precision="highest")
+    cosine = jnp.round(cosine / RESOLUTION) * RESOLUTION
+    cosine = jnp.where(live[..., 0::2, None] & live[..., None, 1::2], cosine, -jnp.inf)
+    return jnp.max(cosine, axis=-1), jnp.argmax(cosine, axis=-1).astype(jnp.int32)
+
+
+def strongest(similarity: Float[Array, "B K E"], count: Int[Array, " B"]) -> Bool[Array, "B K E"]:
+    """The `count` most similar edges of each head; of equally similar ones, the first."""
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    threshold = jnp.take_along_axis(-jnp.sort(-similarity, axis=-1), last, axis=-1)
+    above, equal = similarity > threshold, similarity == threshold
+    room = count[:, None, None] - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return (above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))) & (count > 0)[:, None, None]
+
+
+def edges(size: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
+    """How many edges `size` tokens have: one for each token of A, unless it is alone in the last chunk."""
+    half = -(-chunk // 2)
+    rest = size % chunk
+    return size // chunk * half + jnp.where(rest == 1, 0, (rest + 1) // 2)
+
+
+def merge(tokens: Clusters, size: Int[Array, " B"], count: Int[Array, " B"], chunk: int) -> Clusters:
+    """Merge along the `count` strongest edges among the first `size` tokens of each row; the others stay as they are.
+
+    A cluster stands where its token of B stood, and gaps are closed, so order is kept and neighbours stay near.
+
+    Args:
+        count: at most `edges(size, chunk)`.
+        chunk: c, a divisor of the number of places.
+    """
+    batch, heads, places, dim = tokens.k.shape
+    shape = (batch, heads, places // chunk, chunk)
+    k, v = tokens.k.reshape(*shape, dim), tokens.v.reshape(*shape, dim)
+    pos, weight = tokens.pos.reshape(shape), tokens.weight.reshape(shape)
+    live = (jnp.arange(places, dtype=jnp.int32) < size[:, None, None]).reshape(batch, 1, *shape[2:])
+
+    similarity, target = best_edges(k, jnp.broadcast_to(live, shape))
+    kept = strongest(similarity.reshape(batch, heads, -1), count).reshape(similarity.shape)
+    joined = kept[..., None] & (target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32))  # [B, K, chunk, A, B]
+
+    odd = weight[..., 1::2]
+    share = jnp.where(joined, weight[..., 0::2, None], 0.0)
+    degree = odd + jnp.sum(share, axis=-2)
+    grown = jnp.any(joined, axis=-2)[..., None]
+
+    def mean(x: Float[Array, "B K M C H"]) -> Float[Array, "B K M D H"]:
+        """The tokens of B, where they have been joined averaged with those that joined them."""
+        total = jnp.einsum("...ab,...ah->...bh", share, x[..., 0::2, :], precision="highest")
+        x = x[..., 1::2, :]
+        return jnp.where(grown, (total + odd[..., None] * x) / jnp.maximum(degree, 1.0)[..., None], x)
+
+    newest = jnp.maximum(pos[..., 1::2], jnp.max(jnp.where(joined, pos[..., 0::2, None], -1), axis=-2))
+    stays = jnp.stack([~kept, jnp.ones_like(kept)], axis=-1).reshape(*kept.shape[:-1], -1)[..., :chunk]
+    index, filled = compact(stays.reshape(batch, heads, places) & (tokens.weight > 0), places)
+    source = jnp.asarray(_halves(places, chunk))[index]
+
+    def gather(even: Array, odd: Array) -> Array:
+        halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
+        at = source if halves.ndim == 3 else source[..., None]
+        return jnp.take_along_axis(halves, at, axis=2)
+
+    return Clusters(
+        k=jnp.where(filled[..., None], gather(k[..., 0::2, :], mean(k)), 0.0),
+        v=jnp.where(filled[..., None], gather(v[..., 0::2, :], mean(v)), 0.0),
+        pos=jnp.where(filled, gather(pos[..., 0::2], newest), -1),
+        weight=jnp.where(filled, gather(weight[..., 0::2], degree), 0.0),
+    )
+
+
+def _halves(places: int, chunk: int) -> Int[np.ndarray, " S"]:
+    """Where each place is when the even places of all chunks are written first, and then the odd ones."""
+    place = np.arange(places, dtype=np.int32)
+    at, half = place % chunk, -(-chunk // 2)
+    even = place // chunk * half + at // 2
+    odd = places // chunk * half + place // chunk * (chunk // 2) + at // 2
+    return np.where(at % 2 == 0, even, odd)
+
+
+def pad(tokens: Clusters, places: int) -> Clusters:
+    """The same with room for `places`, which are at least as many as there are."""
+
+    def widen(x: Array, fill: int) -> Array:
+        width = [(0, 0), (0, 0), (0, places - x.shape[2])] + [(0, 0)] * (x.ndim - 3)
+        return jnp.pad(x, width, constant_values=fill)
+
+    return Clusters(widen(tokens.k, 0), widen(tokens.v, 0), widen(tokens.pos, -1), widen(tokens.weight, 0))
+
+
+def shift(tokens: Clusters, by: Int[Array, " B"]) -> Clusters:
+    """The same without each row's first `by` places (or, where negative, with that many empty ones in front)."""
+    places = tokens.pos.shape[2]
+    index = jnp.arange(places, dtype=jnp.int32) + by[:, None]
+    inside = ((index >= 0) & (index < places))[:, None]
+    index = jnp.clip(index, 0, places - 1)[:, None]
+
+    def take(x: Array, fill: int) -> Array:
+        wide = (slice(None),) * 3 + (None,) * (x.ndim - 3)
+        return jnp.where(inside[wide], jnp.take_along_axis(x, index[wide], axis=2), jnp.asarray(fill, x.dtype))
+
+    return Clusters(take(tokens.k, 0), take(tokens.v, 0), take(tokens.pos, -1), take(tokens.weight, 0))

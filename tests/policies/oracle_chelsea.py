@@ -1,0 +1,102 @@
+"""Chelsea, literally: the paper's Algorithm 1 and Chunked Soft Matching in NumPy and lists, for one KV head. Written for reading."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+def ratio(schedule: tuple[float, float, int], r_min: float, i: int) -> Fraction:
+    """r at clustering step i (appendix C.2), as an exact number."""
+    r_init, alpha, steps = schedule
+    return max(Fraction(str(r_init)) - Fraction(str(alpha)) * min(steps, i), Fraction(str(r_min)))
+
+
+def regions(budget: int, sinks: int, recent: int) -> tuple[int, int]:
+    """First and latest tokens that are never merged: fewer where they would fill the budget."""
+    return (sinks, recent) if sinks + recent < budget else (min(sinks, budget // 4), min(recent, budget // 2))
+
+
+def count_edges(tokens: int, chunk: int) -> int:
+    """Tokens at even places of chunks of at least two."""
+    sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
+    return sum(math.ceil(size / 2) for size in sizes if size > 1)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> int:
+    """Similarity, in multiples of 2^-14: what is closer together counts as equal."""
+    return round(float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) * 2**14)
+
+
+def soft_matching(tokens: list[dict], count: int, chunk: int) -> list[dict]:
+    """Merge along the `count` most similar edges of all chunks."""
+    edges = []
+    for start in range(0, len(tokens), chunk):
+        places = range(start, min(start + chunk, len(tokens)))
+        a_places, b_places = places[0::2], places[1::2]
+        if b_places:
+            for a in a_places:
+                best = max(b_places, key=lambda b: cosine(tokens[a]["k"], tokens[b]["k"]))  # the first, if several
+                edges.append((cosine(tokens[a]["k"], tokens[best]["k"]), a, best))
+    edges.sort(key=lambda edge: -edge[0])  # stable: of equally similar edges, the first ones
+    members = {i: [i] for i in range(len(tokens))}
+    for _, a, b in edges[:count]:
+        members[b].append(a)
+        del members[a]
+    return [merged([tokens[i] for i in members[place]]) for place in sorted(members)]
+
+
+def merged(tokens: list[dict]) -> dict:
+    """The centroid of some tokens or clusters, each counted by its degree."""
+    total = sum(t["n"] for t in tokens)
+    return {
+        "k": sum(t["n"] * t["k"] for t in tokens) / total,
+        "v": sum(t["n"] * t["v"] for t in tokens) / total,
+        "n": total,
+        "pos": max(t["pos"] for t in tokens),
+    }
+
+
+class ChelseaHead:
+    """One KV head of a Chelsea cache: entries {k (rotated), v, n, pos} in order."""
+
+    def __init__(
+        self, budget: int, sinks: int, recent: int, chunk: int | None, every: int, schedule, r_min: float
+    ) -> None:
+        self.budget, self.chunk, self.every = budget, chunk, every
+        self.sinks, self.recent = regions(budget, sinks, recent)
+        self.schedule, self.r_min = schedule, r_min
+        self.entries: list[dict] = []
+        self.steps = 0
+
+    def prefill(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take in a prompt: keys (unrotated) and values [n, H]."""
+        for pos, (k, v) in enumerate(zip(keys, values, strict=True)):
+            self._append(k, v, pos)
+        self._compress()
+
+    def step(self, queries: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int) -> np.ndarray:
+        """Append a token, attend with the group's queries [G, H], cluster; the attention output [G, H]."""
+        self._append(k, v, pos)
+        keys, values = (np.stack([e[name] for e in self.entries]) for name in "kv")
+        bias = np.log([e["n"] for e in self.entries])
+        probs = [softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q)) + bias) for q in queries]
+        self._compress()
+        return np.stack(probs) @ values
+
+    def _append(self, k: np.ndarray, v: np.ndarray, pos: int) -> None:
+        self.entries.append({"k": rotate(ROPE, k, pos), "v": v.astype(np.float64), "n": 1, "pos": pos})
+
+    def _compress(self) -> None:
+        if len(self.entries) < self.budget + self.every:
+            return
+        while len(self.entries) > self.budget:
+            end = len(self.entries) - self.recent
+            first, middle, last = self.entries[: self.sinks], self.entries[self.sinks : end], self.entries[end:]
+            chunk = self.chunk or len(middle)
+            r = ratio(self.schedule, self.r_min, self.steps)
+            most = min(len(middle) // 2, count_edges(len(middle), chunk), len(self.entries) - self.budget)
+            middle = soft_matching(middle, min(max(math.floor(r * len(middle)), 1), most), chunk)
+            self.entries = first + middle + last
+            self.steps += 1

@@ -1,0 +1,280 @@
+"""Chelsea against the literal algorithm."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import Case, kept, make_case, run
+from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
+
+from kvjax.policies import Chelsea, Full, PolicyError, soft_matching
+from kvjax.policies.base import budget_tokens
+from kvjax.policies.chelsea import SCHEDULES
+from kvjax.policies.soft_matching import Clusters
+
+# The worked example: four keys in one chunk. Edges lead from the first to the second (.8) and from the third to the second (.96).
+FOUR = [(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)]
+
+
+def clusters(keys, values=None, weights=None) -> Clusters:
+    """One head's tokens."""
+    k = jnp.asarray(keys, jnp.float32)[None, None]
+    v = k if values is None else jnp.asarray(values, jnp.float32)[None, None]
+    places = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
+    weight = jnp.ones(k.shape[:3], jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)[None, None]
+    return Clusters(k, v, jnp.where(weight > 0, places, -1), weight)
+
+
+def merge(tokens: Clusters, size: int, count: int, chunk: int) -> tuple[list, list, list]:
+    """Live keys, weights and positions after one step."""
+    after = soft_matching.merge(tokens, jnp.asarray([size], jnp.int32), jnp.asarray([count], jnp.int32), chunk)
+    live = np.asarray(after.weight[0, 0]) > 0
+    k, weight, pos = (np.asarray(x[0, 0])[live] for x in (after.k, after.weight, after.pos))
+    return np.round(k, 4).tolist(), weight.tolist(), pos.tolist()
+
+
+def test_edges_of_the_worked_example():
+    similarity, target = soft_matching.best_edges(jnp.asarray(FOUR, jnp.float32), jnp.ones(4, bool))
+    np.testing.assert_allclose(similarity, [0.8, 0.96], atol=soft_matching.RESOLUTION)
+    assert target.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "keys", "weights", "pos"),
+    [
+        (0, FOUR, [1, 1, 1, 1], [0, 1, 2, 3]),
+        (1, [(1, 0), (0.7, 0.7), (0, 1)], [1, 2, 1], [0, 2, 3]),
+        (2, [(0.8, 0.4667), (0, 1)], [3, 1], [2, 3]),
+    ],
+)
+def test_merges_of_the_worked_example(count, keys, weights, pos):
+    got = merge(clusters(FOUR), 4, count, 4)
+    np.testing.assert_allclose(got[0], keys, atol=1e-4)
+    assert got[1:] == (weights, pos)
+
+
+def test_merging_clusters_gives_the_mean_of_all_tokens():
+    got = merge(clusters([(0.8, 0.466667), (0, 1)], weights=[3, 1]), 2, 1, 2)
+    np.testing.assert_allclose(got[0], [(0.6, 0.6)], atol=1e-4)
+    assert got[1:] == ([4], [1])
+
+
+def test_equal_edges_are_kept_from_the_left():
+    same = [(1, 0)] * 6
+    assert merge(clusters(same), 6, 2, 2)[1:] == ([2, 2, 1, 1], [1, 3, 4, 5])
+    assert merge(clusters(same), 6, 2, 6)[1:] == ([3, 1, 1, 1], [2, 3, 4, 5])
+
+
+def test_a_token_alone_in_its_chunk_has_no_edge():
+    assert count_edges(5, 4) == 2
+    assert merge(clusters([(1, 0)] * 8, weights=[1] * 5 + [0] * 3), 5, 2, 4)[1:] == ([3, 1, 1], [2, 3, 4])
+
+
+def test_tokens_beyond_the_middle_stay():
+    keys = [(1, 0), (1, 0), (1, 0), (1, 0)]
+    assert merge(clusters(keys), 2, 1, 4)[1:] == ([2, 1, 1], [1, 2, 3])
+
+
+def test_number_of_edges():
+    sizes = jnp.arange(70, dtype=jnp.int32)
+    for chunk in (2, 3, 4, 5, 8, 70):
+        assert soft_matching.edges(sizes, chunk).tolist() == [count_edges(s, chunk) for s in range(70)]
+
+
+def steps_to_budget(tokens: int, new: int, budget: float, schedule: str, r_min: float) -> tuple[int, int]:
+    """Steps until a prompt is within its budget, and tokens that are then left."""
+    goal, steps = budget_tokens(budget, tokens + new), 0
+    while tokens > goal:
+        middle = tokens - 16 - 64
+        count = min(int(ratio(SCHEDULES[schedule], r_min, steps) * middle), middle // 2, tokens - goal)
+        if count == 0:
+            break
+        tokens, steps = tokens - count, steps + 1
+    return steps, tokens
+
+
+@pytest.mark.parametrize(("schedule", "steps"), [("llama-2", 4), ("llama-3", 8), ("qwen", 27)])
+def test_steps_of_the_papers_schedules(schedule, steps):
+    """32768 tokens to 20 %: what the rule gives, and what the policy's own counting gives."""
+    assert steps_to_budget(32768, 1000, 0.2, schedule, 0.05) == (steps, 6753)
+    policy, tokens, taken = Chelsea(schedule=schedule), 32768, 0
+    while tokens > 6753:
+        args = (jnp.asarray([x], jnp.int32) for x in (tokens - 80, taken))
+        tokens -= policy._merges(*args, 256, jnp.asarray([tokens - 6753], jnp.int32)).item()
+        taken += 1
+    assert (taken, tokens) == (steps, 6753)
+
+
+def test_without_a_floor_qwens_schedule_stalls():
+    assert steps_to_budget(32768, 1000, 0.2, "qwen", 0.0)[1] == 23616
+    with pytest.raises(PolicyError, match="raise r_min"):
+        Chelsea(schedule="qwen", r_min=0.0)
+
+
+CONFIGURATIONS = {
+    "gqa": ({"budget": 24, "sinks": 2, "recent": 5, "chunk": 4, "every": 5}, 4, 2),
+    "mha": ({"budget": 17, "sinks": 1, "recent": 4, "chunk": 6, "every": 3, "schedule": "llama-2"}, 2, 2),
+    "mqa, clustering after each token": ({"budget": 20, "sinks": 3, "recent": 6, "chunk": 8, "every": 1}, 4, 1),
+    "no chunks": ({"budget": 21, "sinks": 2, "recent": 5, "chunk": None, "every": 4, "schedule": "constant"}, 2, 1),
+    "odd chunks": ({"budget": 15, "sinks": 0, "recent": 0, "chunk": 5, "every": 4, "schedule": "qwen"}, 2, 1),
+    "regions larger than the budget": ({"budget": 10, "chunk": 7, "every": 6}, 2, 1),
+    "fraction": ({"budget": 0.3, "sinks": 2, "recent": 3, "chunk": 4, "every": 2, "r_init": 0.5, "alpha": 0.1}, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts shorter and longer than the budget: slots after each step, and outputs."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy = Chelsea(**options)
+    lengths = np.random.default_rng(7).integers(1, 60, size=32)
+    case = make_case(3, lengths, steps=20, heads=heads, kv_heads=kv_heads)
+    _, outputs, states = run(policy, case)
+    group = heads // kv_heads
+    held = [jax.tree.map(np.asarray, state) for state in states]
+    for row, length in enumerate(lengths):
+        for head in range(kv_heads):
+            oracle = oracle_of(policy, int(length) + case.steps)
+            queries = case.q[row, :, head * group : (head + 1) * group]
+            keys, values = case.k[row, :, head], case.v[row, :, head]
+            oracle.prefill(keys[:length], values[:length])
+            compare(held[0], row, head, oracle)
+            for i in range(case.steps):
+                pos = int(length) + i
+                out = oracle.step(queries[pos], keys[pos], values[pos], pos)
+                np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=2e-5)
+                compare(held[i + 1], row, head, oracle)
+
+
+def oracle_of(policy: Chelsea, tokens: int) -> ChelseaHead:
+    given = (policy.r_init, policy.alpha, policy.steps)
+    schedule = tuple(a if a is not None else b for a, b in zip(given, SCHEDULES[policy.schedule], strict=True))
+    budget = budget_tokens(policy.budget, tokens)
+    return ChelseaHead(budget, policy.sinks, policy.recent, policy.chunk, policy.every, schedule, policy.r_min)
+
+
+def compare(state, row: int, head: int, oracle: ChelseaHead) -> None:
+    """The slots of one head are the oracle's entries, in order."""
+    slots, count = state.slots, len(oracle.entries)
+    assert slots.pos[row, head, :count].tolist() == [e["pos"] for e in oracle.entries]
+    assert slots.weight[row, head].tolist() == [e["n"] for e in oracle.entries] + [0] * (slots.pos.shape[-1] - count)
+    for name in "kv":
+        expected = np.stack([e[name] for e in oracle.entries])
+        np.testing.assert_allclose(getattr(slots, name)[row, head, :count], expected, atol=2e-5)
+    assert state.steps[row] == oracle.steps
+
+
+def test_cases_are_what_they_are_meant_to_be():
+    """The random cases above do cluster, repeatedly, and have rows that never do."""
+    options, heads, kv_heads = CONFIGURATIONS["gqa"]
+    lengths = np.random.default_rng(7).integers(1, 60, size=32)
+    state, _, _ = run(Chelsea(**options), make_case(3, lengths, steps=20, heads=heads, kv_heads=kv_heads))
+    assert (np.asarray(state.steps) == 0).any()
+    assert (np.asarray(state.steps) > 4).any()
+    assert np.asarray(state.slots.weight).max() > 4
+
+
+SMALL = {"sinks": 2, "recent": 4, "chunk": 8, "every": 3}
+
+
+def test_sums_are_invariant():
+    """Degrees sum to the tokens seen, and degree-weighted values to all values, at every step."""
+    case = make_case(5, [50, 9, 31], steps=20)
+    for step, state in enumerate(run(Chelsea(budget=14, **SMALL), case)[2]):
+        weight, v = (np.asarray(x, np.float64) for x in (state.slots.weight, state.slots.v))
+        for row, length in enumerate(case.lengths):
+            seen = length + step
+            assert weight[row].sum(axis=-1).tolist() == [seen] * 2
+            total = np.einsum("kc,kch->kh", weight[row], v[row])
+            np.testing.assert_allclose(total, case.v[row, :seen].sum(axis=0, dtype=np.float64), atol=1e-4)
+
+
+def test_clusters_of_equal_keys_attend_like_their_tokens():
+    """Equal keys and arbitrary values: the output is the full cache's, however few slots are left."""
+    random = np.random.default_rng(2)
+    case = make_case(2, [40, 23], steps=12)
+    # Unrotated positions, so that equal keys stay equal; in runs of ten, which chunks of five divide.
+    k = np.repeat(random.normal(size=(2, 6, 2, 8)), 10, axis=1)[:, :52].astype(np.float32)
+    still = StillCase(case.q, k, case.v, case.lengths, case.steps)
+    policy = Chelsea(budget=16, sinks=0, recent=0, chunk=10, every=4)
+    state, outputs, _ = run(policy, still)
+    assert np.asarray(state.slots.count).max() < 20
+    np.testing.assert_allclose(outputs, run(Full(), still)[1], atol=2e-5)
+
+
+class StillCase(Case):
+    """The same inputs without rotation."""
+
+    @property
+    def spec(self):
+        rope = dataclasses.replace(super().spec.rope, inv_freq=(0.0,) * 4)
+        return dataclasses.replace(super().spec, rope=rope)
+
+
+def test_nothing_is_merged_before_the_budget_is_exceeded():
+    """Weights of 1 are vanilla attention."""
+    case = make_case(8, [30, 5], steps=6)
+    state, outputs, _ = run(Chelsea(budget=34, **SMALL), case)
+    assert set(np.unique(np.asarray(state.slots.weight))) == {0.0, 1.0}
+    np.testing.assert_allclose(outputs, run(Full(), case)[1], atol=1e-6)
+
+
+def test_clusters_every_so_many_tokens_down_to_exactly_the_budget():
+    case = make_case(9, [40], steps=20)
+    counts = [int(np.asarray(s.slots.count)[0, 0]) for s in run(Chelsea(budget=14, **SMALL | {"every": 5}), case)[2]]
+    assert counts == [14, 15, 16, 17, 18] * 4 + [14]
+
+
+def test_sinks_and_recent_tokens_are_never_merged():
+    case = make_case(10, [50], steps=15)
+    policy = Chelsea(budget=14, **SMALL)
+    for i, state in enumerate(run(policy, case)[2]):
+        pos, weight = np.asarray(state.slots.pos)[0, 0], np.asarray(state.slots.weight)[0, 0]
+        alone = set(pos[weight == 1].tolist())
+        assert {0, 1, *range(46 + i, 50 + i)} <= alone
+
+
+def test_error_falls_with_budget():
+    case = make_case(12, [120], steps=4)
+    full = run(Full(), case)[1]
+
+    def error(budget: float) -> float:
+        return float(np.abs(run(Chelsea(budget=budget, **SMALL), case)[1] - full).mean())
+
+    errors = [error(budget) for budget in (0.125, 0.25, 0.5, 1.0)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-6
+
+
+def test_fractional_budget_is_each_rows_own():
+    case = make_case(2, [50, 10, 33], steps=10)
+    policy = Chelsea(budget=0.5, sinks=2, recent=4, chunk=4, every=1)
+    counts = [[len(s) for s in row] for row in kept(policy, case, run(policy, case)[0])]
+    assert counts == [[30, 30], [10, 10], [21, 21]]
+
+
+def test_a_fraction_of_nothing_is_one_slot():
+    policy = Chelsea(budget=0.01, every=1)
+    case = make_case(2, [6], steps=3)
+    state, _, _ = run(policy, case)
+    assert np.asarray(state.slots.weight)[0, 0, :2].tolist() == [9, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 0}, "budget=0"),
+        ({"budget": 1.5}, "fraction"),
+        ({"sinks": -1}, "sinks=-1"),
+        ({"chunk": 1}, "chunk=1"),
+        ({"every": 0}, "every=0"),
+        ({"schedule": "llama"}, "'llama-2', 'llama-3', 'qwen', 'constant'"),
+        ({"r_init": 0.6}, "at most 0.5"),
+        ({"r_min": 0.0, "r_init": 0.2, "alpha": 0.1, "steps": 2}, "more than 0"),
+    ],
+)
+def test_bad_hyperparameters(options, says):
+    with pytest.raises(PolicyError, match=says):
+        Chelsea(**options)
