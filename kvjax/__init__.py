@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .generation import generate as generate
     from .generation import stream as stream
     from .models import Params as Params
+    from .policies import CateKV as CateKV
     from .policies import ChunkKV as ChunkKV
     from .policies import Full as Full
     from .policies import Policy as Policy
@@ -35,7 +36,17 @@ _NAMES = {
     "conversion": ("load",),
     "generation": ("Generation", "Stats", "generate", "stream"),
     "models": ("Params",),
-    "policies": ("ChunkKV", "Full", "Policy", "PolicyError", "StreamingLLM", "TreeKV", "get_policy", "register"),
+    "policies": (
+        "CateKV",
+        "ChunkKV",
+        "Full",
+        "Policy",
+        "PolicyError",
+        "StreamingLLM",
+        "TreeKV",
+        "get_policy",
+        "register",
+    ),
 }
 _MODULES = ("conversion", "models", "policies", "sampling")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

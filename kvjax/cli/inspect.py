@@ -60,7 +60,7 @@ def _report(
     import jax.numpy as jnp
 
     from kvjax.memory import largest_cache
-    from kvjax.policies import policies
+    from kvjax.policies import PolicyError, policies
 
     config = model.config
     dtype = dtype or model.own_dtype
@@ -72,10 +72,15 @@ def _report(
     for cls in policies().values():
         policy = cls()
         entry: dict[str, Any] = {"policy": cls.name, **dataclasses.asdict(policy)}
+        caches.append(entry)
+        try:
+            policy = policy.bind(config)
+        except PolicyError as error:  # it needs to know this model's heads, and does not
+            entry |= {"cache_bytes": None, "fits": None, "refused": str(error)}
+            continue
         entry["cache_bytes"] = policy.nbytes(config, 1, prompt_len, max_new_tokens, dtype)
         if memory is not None:
-            entry["fits"] = largest_cache(policy, config, max(memory - weights, 0), dtype)
-        caches.append(entry)
+            entry["fits"] = largest_cache(cls(), config, max(memory - weights, 0), dtype)
     return {
         "source": str(model.source),
         "format": model.format,
@@ -119,12 +124,16 @@ def _print(report: dict[str, Any]) -> None:
     console.print_table(["", ""], list(facts.items()), headers=False)
     print()
     columns = ["Policy", f"Cache at {report['prompt_len']} + {report['max_new_tokens']} tokens"]
-    rows = [[_named(entry), console.size(entry["cache_bytes"])] for entry in report["caches"]]
+    caches = [entry for entry in report["caches"] if "refused" not in entry]
+    rows = [[_named(entry), console.size(entry["cache_bytes"])] for entry in caches]
     if report["memory"] is not None:
         columns.append(f"Fits in {console.size(report['memory'])}")
-        for row, entry in zip(rows, report["caches"], strict=True):
+        for row, entry in zip(rows, caches, strict=True):
             row.append(_fits(entry))
     console.print_table(columns, rows, right=columns[1:])
+    for entry in report["caches"]:
+        if "refused" in entry:
+            print(entry["refused"])
 
 
 def _named(entry: dict[str, Any]) -> str:

@@ -25,6 +25,10 @@ class ByLayer(Policy):
     layers: tuple[Policy, ...]
 
     @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"by_layer({', '.join(dict.fromkeys(policy.name for policy in self.layers))})"
+
+    @property
     def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _positions(self.layers)
 
@@ -115,6 +119,10 @@ class ByHead(Policy):
 
     groups: tuple[Policy, ...]
     heads: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"by_head({', '.join(policy.name for policy in self.groups)})"
 
     @property
     def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]

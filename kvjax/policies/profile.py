@@ -83,7 +83,7 @@ def load(path: str | Path) -> HeadProfile:
 
 def shipped(method: str, config: ModelConfig) -> HeadProfile | None:
     """The profile that comes with the library for this method and model, if there is one."""
-    file = resources.files(__package__) / "profiles" / f"{method}-{fingerprint(config)}.json"
+    file = resources.files("kvjax.policies") / "profiles" / f"{method}-{fingerprint(config)}.json"
     return _parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
 
 

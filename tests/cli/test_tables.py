@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.conversion import describe
-from kvjax.policies import get_policy, policies
+from kvjax.policies import PolicyError, get_policy, policies
 
 
 def test_policies_as_json(kvjax_command) -> None:
@@ -47,6 +47,11 @@ def test_inspect_as_json(kvjax_command, checkpoint: Path) -> None:
     free = memory - report["weight_bytes"]
     for entry in report["caches"]:
         policy = get_policy(entry["policy"])
+        if entry["cache_bytes"] is None:
+            with pytest.raises(PolicyError) as refusal:
+                policy.bind(found.config)
+            assert entry["refused"] == str(refusal.value)
+            continue
         assert entry["cache_bytes"] == policy.nbytes(found.config, 1, 100, 20, "float32")
         sized = get_policy(policy, budget=entry["fits"]) if "budget" in entry else policy
         assert sized.nbytes(found.config, 1, 0, entry["fits"], "float32") <= free
@@ -62,6 +67,7 @@ def test_inspect_for_people(kvjax_command, checkpoint: Path) -> None:
     assert rows["Attention"] == "4 query heads on 2 KV heads of 8"
     assert rows["Weights"].endswith("as float32")
     assert rows["full"].endswith("nothing")  # the weights alone are larger
+    assert "no profile of the heads of" in rows["catekv:"]
 
 
 def test_inspect_in_another_type(kvjax_command, checkpoint: Path) -> None:
