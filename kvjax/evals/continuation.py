@@ -72,11 +72,9 @@ def continuation(
     tokens = np.asarray(texts, np.int32)
     rows = len(tokens)
     specs = layer_specs(params.config, rows, prompt_tokens, lengths[0] - prompt_tokens, params.dtype)
-    prompt = np.zeros((rows, specs[0].prompt_len), np.int32)
-    prompt[:, :prompt_tokens] = tokens[:, :prompt_tokens]
+    prompts = decoding.padded([text[:prompt_tokens] for text in texts])
     ends, seed = jnp.zeros((0,), jnp.int32), jnp.zeros((rows,), jnp.uint32)
-    sizes = jnp.full((rows,), prompt_tokens, jnp.int32)
-    state, _ = decoding.prefill(policy, specs, params, jnp.asarray(prompt), sizes, seed, Greedy(), ends)
+    state, _ = decoding.prefill(policy, specs, params, *prompts, seed, Greedy(), ends)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches)) // rows
     logprobs, predicted = read(params, policy, specs, state.caches, tokens, prompt_tokens, progress)
     return [Continuation(Perplexity(row, held), best) for row, best in zip(logprobs, predicted, strict=True)]

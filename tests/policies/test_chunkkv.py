@@ -139,10 +139,8 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
     """Kept positions of one prompt, by layer and head."""
     policy = policy.bind(params.config)
     specs = layer_specs(params.config, 1, len(prompt), 4, params.dtype)
-    tokens = np.zeros((1, specs[0].prompt_len), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    args = jnp.asarray(tokens), jnp.asarray([len(prompt)], jnp.int32), jnp.zeros(1, jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, *args, kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32))
+    rest = jnp.zeros(1, jnp.uint32), kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32)
+    state, _ = decoding.prefill(policy, specs, params, *decoding.padded([prompt]), *rest)
     held = []
     for spec, layer in zip(specs, state.caches, strict=True):
         slots = policy.slots(spec, layer)
