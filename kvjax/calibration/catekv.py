@@ -1,0 +1,182 @@
+"""Which heads are consistent: CateKV's coefficient-of-variation score, and the vote of a reference set (section 3.2)."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerSpec
+from kvjax.models import Params
+from kvjax.policies.catekv import CateKV, observation
+from kvjax.policies.profile import HeadProfile, Labels, fingerprint, rows
+
+from .recording import record
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How heads are scored and chosen.
+
+    Attributes:
+        ratio: r, share of adaptive heads.
+        quantile: k, of all entries of an observation matrix, that the threshold is taken from. Appendix B.1: 0.996 for Llama-3,
+            0.984 for Llama-3.1, 0.99 for others.
+        alpha: factor on the threshold; 0.8 for Llama-3.1 and Yi, 1 for others.
+        window: L_obs, last queries of a sample.
+        sinks, recent: L_init and L_rec, tokens left out at both ends.
+        rule: "paper", equations 2 to 4; or "code" as published: a threshold between the quantiles 1 - k and k, counts of
+            chunks with any critical token, and the sample's standard deviation instead of the population's.
+        chunk: tokens in a chunk, for "code".
+    """
+
+    ratio: float = 0.4
+    quantile: float = 0.99
+    alpha: float = 1.0
+    window: int = 64
+    sinks: int = 64
+    recent: int = 256
+    rule: Literal["paper", "code"] = "paper"
+    chunk: int = 8
+
+    def __post_init__(self) -> None:
+        for field in ("ratio", "quantile"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field}={getattr(self, field)}; give a share, 0 to 1")
+        for field in ("window", "chunk"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)}; give 1 or more")
+        if self.rule not in ("paper", "code"):
+            raise ValueError(f"rule={self.rule!r}; give one of 'paper', 'code'")
+
+    def middle(self, length: int) -> int:
+        """Tokens of a sample that are looked at: those between sinks and recent ones, for "code" in whole chunks.
+
+        Raises:
+            ValueError: there are none.
+        """
+        tokens = length - self.sinks - self.recent
+        if tokens < max(2, 2 * self.chunk if self.rule == "code" else 0):
+            raise ValueError(
+                f"samples of {length} tokens leave {max(tokens, 0)} between {self.sinks} sinks and {self.recent} recent ones; "
+                "give longer samples"
+            )
+        return tokens // self.chunk * self.chunk if self.rule == "code" else tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What is measured in every layer: the score of each KV head."""
+
+    settings: Settings
+
+    def __call__(self, spec: LayerSpec, q: Array, k: Array, v: Array) -> Float[Array, "B K"]:
+        batch, length = q.shape[:2]
+        middle = self.settings.middle(length)
+
+        def each(value: int) -> Int[Array, " B"]:
+            return jnp.full((batch,), value, jnp.int32)
+
+        observed = observation(
+            q,
+            k,
+            each(length),
+            first=each(self.settings.sinks),
+            middle=each(middle),
+            window=self.settings.window,
+            scale=spec.scale,
+            sliding_window=spec.window,
+        )
+        return variation(frequencies(observed[..., :middle], self.settings), self.settings)
+
+
+def head_scores(
+    params: Params,
+    samples: Int[np.ndarray, "S T"],
+    settings: Settings,
+    progress: Callable[[int, int], None] | None = None,
+) -> Float[np.ndarray, "S L K"]:
+    """The score of every KV head on every sample: low where attention moves about, high where it stays on few tokens.
+
+    Args:
+        progress: called with samples read and in all.
+
+    Raises:
+        ValueError: samples are too short.
+    """
+    scores = []
+    for i, sample in enumerate(samples):
+        layers = record(params, sample[None], Scores(settings))
+        scores.append(np.stack([layer[0] for layer in layers]))
+        if progress is not None:
+            progress(i + 1, len(samples))
+    return np.stack(scores)
+
+
+def critical(observed: Float[Array, "*H w M"], settings: Settings) -> Bool[Array, "*H w M"]:
+    """The binarised observation matrix (equation 2): which entries are among the largest of their head's."""
+    entries = observed.reshape(*observed.shape[:-2], -1)
+    high = jnp.quantile(entries, settings.quantile, axis=-1)[..., None, None]
+    if settings.rule == "paper":
+        return observed >= settings.alpha * high
+    low = jnp.quantile(entries, 1 - settings.quantile, axis=-1)[..., None, None]
+    return observed > jnp.maximum(low + (high - low) * settings.alpha, 1e-9)
+
+
+def frequencies(observed: Float[Array, "*H w M"], settings: Settings) -> Int[Array, "*H C"]:
+    """How many observers find each token critical (equation 3); for "code", each chunk."""
+    hits = critical(observed, settings)
+    if settings.rule == "code":
+        hits = jnp.any(hits.reshape(*hits.shape[:-1], -1, settings.chunk), axis=-1)
+    return jnp.sum(hits, axis=-2, dtype=jnp.int32)
+
+
+def variation(counts: Int[Array, "*H C"], settings: Settings) -> Float[Array, "*H"]:
+    """Coefficient of variation of the counts (equation 4): their standard deviation over their mean."""
+    values = counts.astype(jnp.float32)
+    if settings.rule == "paper":
+        return jnp.std(values, axis=-1) / jnp.mean(values, axis=-1)
+    mean = jnp.mean(values, axis=-1)
+    return jnp.std(values, axis=-1, ddof=1) / jnp.where(mean == 0, 1e-10, mean)
+
+
+def adaptive_by_sample(scores: Float[np.ndarray, "S L K"], ratio: float) -> Bool[np.ndarray, "S L K"]:
+    """Which heads are adaptive on each sample (equation 5): those whose score is within the sample's r-quantile."""
+    return scores <= np.quantile(scores, ratio, axis=(1, 2), keepdims=True)
+
+
+def vote(adaptive: Bool[np.ndarray, "S L K"], ratio: float) -> Labels:
+    """The model's head types: the ⌈r·L·K⌉ heads that are most often adaptive; of equals the first layer's, first head."""
+    votes = adaptive.sum(axis=0)
+    order = np.argsort(-votes.reshape(-1), kind="stable")
+    count = math.ceil(Fraction(ratio).limit_denominator(10_000) * votes.size)
+    labels = np.full(votes.size, "consistent", object)
+    labels[order[:count]] = "adaptive"
+    return rows(labels.reshape(votes.shape).tolist())
+
+
+def profile(
+    params: Params,
+    samples: Int[np.ndarray, "S T"],
+    data: str,
+    settings: Settings = Settings(),
+    progress: Callable[[int, int], None] | None = None,
+) -> HeadProfile:
+    """A profile for the `catekv` policy, with mean scores and voted labels.
+
+    Args:
+        data: what the samples are, for people.
+    """
+    scores = head_scores(params, samples, settings, progress)
+    return HeadProfile(
+        method=CateKV.name,
+        model=fingerprint(params.config),
+        data=data,
+        settings=tuple(dataclasses.asdict(settings).items()),
+        scores=rows(np.round(scores.mean(axis=0).astype(float), 4).tolist()),
+        labels=vote(adaptive_by_sample(scores, settings.ratio), settings.ratio),
+    )

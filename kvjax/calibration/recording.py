@@ -1,0 +1,86 @@
+"""Statistics of every layer's queries and keys on real text: a policy that records them instead of keeping a cache."""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import LayerSpec, layer_specs
+from kvjax.models import Params, transformer
+from kvjax.policies import Policy, rotated
+from kvjax.policies.base import Carry
+from kvjax.program import Program
+
+Measure = Callable[[LayerSpec, Array, Array, Array], Any]
+"""From a layer, rotated queries [B, T, N, H] and keys [B, T, K, H], and values, to any arrays. Hashable: a frozen dataclass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(Policy):
+    """Keeps of each layer's prompt what `measure` makes of it, and no cache."""
+
+    measure: Measure
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Any, Carry]:
+        return self.measure(spec, rotated(spec, q), rotated(spec, k), v), carry
+
+
+def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
+    """Read texts of the same length, without padding; what `measure` found in each layer."""
+    batch, length = tokens.shape
+    specs = layer_specs(params.config, batch, length, 0, params.dtype)
+    return jax.device_get(_recorded(_hashable(measure), specs, params, jnp.asarray(tokens, jnp.int32)))
+
+
+def cut(params: Params, files: list[Path], count: int, length: int) -> tuple[Int[np.ndarray, "S T"], str]:
+    """Samples of text to calibrate on: `count` pieces of `length` tokens that do not overlap, spread evenly over the files.
+
+    Returns:
+        The pieces, and a line that says what they are.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the files are too short.
+        OSError: a file cannot be read.
+    """
+    if params.tokenizer is None:
+        raise ValueError("this model has no tokenizer, so text cannot be read with it")
+    pieces: list[np.ndarray] = []
+    for i, file in enumerate(files):
+        wanted = count * (i + 1) // len(files) - count * i // len(files)
+        ids = np.asarray(params.tokenizer.encode(file.read_text(encoding="utf-8")), np.int32)
+        if len(ids) < wanted * length:
+            raise ValueError(
+                f"{file} has {len(ids)} tokens, but {wanted} samples of {length} need {wanted * length}; give more text, or "
+                "ask for fewer or shorter samples"
+            )
+        stride = len(ids) // max(wanted, 1)
+        pieces += [ids[j * stride : j * stride + length] for j in range(wanted)]
+    names = ", ".join(file.name for file in files)
+    return np.stack(pieces), f"{count} samples of {length} tokens, spread evenly over {names}"
+
+
+def _record(measure: Measure, specs: tuple[LayerSpec, ...], params: Params, tokens: Int[Array, "B T"]) -> Any:
+    lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    return transformer.prefill(params, tokens, lengths, Recorder(measure), specs)[1]
+
+
+def _hashable(measure: Measure) -> Measure:
+    if not isinstance(measure, Hashable):
+        raise TypeError(f"{measure!r} is not hashable, so its program cannot be kept; make it a frozen dataclass")
+    return measure
+
+
+_recorded = Program(_record, static=2)
