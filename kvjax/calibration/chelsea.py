@@ -1,0 +1,119 @@
+"""Chelsea's outlier heads: those whose keys have no similar neighbours (Hu et al. 2025, appendix B)."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import LayerSpec
+from kvjax.models import Params
+from kvjax.policies.chelsea import CLUSTERED, OUTLIER, Chelsea
+from kvjax.policies.profile import HeadProfile, Labels, fingerprint, rows
+from kvjax.policies.soft_matching import best_edges
+
+from .recording import record
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How heads are scored and chosen.
+
+    Attributes:
+        fraction: share of all heads that are outliers (appendix C.2).
+        threshold: least cosine similarity of an edge that counts (appendix B).
+        chunk: tokens among which similar ones are looked for.
+        sinks: first tokens of a sample that are left out, as they are never merged.
+    """
+
+    fraction: float = 0.04
+    threshold: float = 0.8
+    chunk: int = 256
+    sinks: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction < 1:
+            raise ValueError(f"fraction={self.fraction}; give a share of all heads, between 0 and 1")
+        for field, least in (("chunk", 2), ("sinks", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field}={getattr(self, field)}; give {least} or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges:
+    """What is measured in every layer: the share of A tokens whose best edge is weaker than the threshold."""
+
+    settings: Settings
+
+    def __call__(self, spec: LayerSpec, q: Array, k: Float[Array, "B T K H"], v: Array) -> Float[Array, "B K"]:
+        chunk = self.settings.chunk
+        keys = jnp.swapaxes(k[:, self.settings.sinks :], 1, 2).astype(jnp.float32)
+        batch, heads, length, dim = keys.shape
+        padding = -length % chunk
+        live = jnp.broadcast_to(jnp.arange(length + padding) < length, (batch, heads, length + padding))
+        keys = jnp.pad(keys, [(0, 0), (0, 0), (0, padding), (0, 0)])
+        chunks = (batch, heads, -1, chunk)
+        similarity, _ = best_edges(keys.reshape(*chunks, dim), live.reshape(chunks))
+        exists = jnp.isfinite(similarity)
+        weak = exists & (similarity < self.settings.threshold)
+        return jnp.sum(weak, axis=(-2, -1)).astype(jnp.float32) / jnp.sum(exists, axis=(-2, -1)).astype(jnp.float32)
+
+
+def outlier_scores(
+    params: Params,
+    samples: Int[np.ndarray, "S T"],
+    settings: Settings = Settings(),
+    progress: Callable[[int, int], None] | None = None,
+) -> Float[np.ndarray, "L K"]:
+    """How little each KV head's keys resemble their neighbours: the share of A tokens without a strong edge, over all samples.
+
+    Args:
+        samples: texts, each read by itself.
+        progress: called with samples read and in all.
+
+    Raises:
+        ValueError: samples are too short to have edges.
+    """
+    if samples.shape[1] < settings.sinks + 2:
+        raise ValueError(
+            f"samples of {samples.shape[1]} tokens have no edges besides {settings.sinks} sinks; "
+            f"give at least {settings.sinks + 2} tokens"
+        )
+    scores = []
+    for i, sample in enumerate(samples):
+        found = record(params, sample[None], Edges(settings))
+        scores.append(np.stack([layer[0] for layer in found]))
+        if progress is not None:
+            progress(i + 1, len(samples))
+    return np.stack(scores).astype(np.float64).mean(axis=0)
+
+
+def outlier_heads(scores: Float[np.ndarray, "L K"], fraction: float = 0.04) -> Labels:
+    """Labels of all heads: "outlier" for the `fraction` of them with the highest scores (of equals the first), at least one."""
+    outliers = np.zeros(scores.size, bool)
+    outliers[np.argsort(-scores.reshape(-1), kind="stable")[: max(1, round(fraction * scores.size))]] = True
+    return tuple(tuple(OUTLIER if head else CLUSTERED for head in row) for row in outliers.reshape(scores.shape))
+
+
+def profile(
+    params: Params,
+    samples: Int[np.ndarray, "S T"],
+    data: str,
+    settings: Settings = Settings(),
+    progress: Callable[[int, int], None] | None = None,
+) -> HeadProfile:
+    """A profile for the `chelsea` policy.
+
+    Args:
+        data: what the samples are, for people.
+    """
+    scores = outlier_scores(params, samples, settings, progress)
+    return HeadProfile(
+        method=Chelsea.name,
+        model=fingerprint(params.config),
+        data=data,
+        settings=tuple(dataclasses.asdict(settings).items()),
+        scores=rows(np.round(scores, 4).tolist()),
+        labels=outlier_heads(scores, settings.fraction),
+    )
