@@ -1,0 +1,114 @@
+"""Key similarity against its definition, and the alternating partition against all others."""
+
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from kvjax.analysis import key_similarity, partition
+from kvjax.analysis.recording import record
+
+TEXT = np.random.default_rng(4).integers(0, 64, size=70).tolist()
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+def test_similarity_of_a_real_head(tiny):
+    keys = record(tiny, TEXT)[1].k[:, 1]
+    matrix = key_similarity.similarity(keys)
+    expected = [[cosine(a, b) for b in keys] for a in keys]
+    np.testing.assert_allclose(matrix, expected, atol=1e-5)
+    np.testing.assert_allclose(np.diag(matrix), 1, atol=1e-6)
+
+
+def test_by_distance_averages_all_pairs(tiny):
+    keys = record(tiny, TEXT)[0].k
+    curves = key_similarity.by_distance(keys, distance=69)
+    assert curves.shape == (2, 69)
+    for head in range(2):
+        for d in (1, 7, 68, 69):
+            pairs = [cosine(keys[t, head], keys[t + d, head]) for t in range(70 - d)]
+            assert curves[head, d - 1] == pytest.approx(np.mean(pairs), abs=1e-5)
+
+
+def test_keys_that_turn_by_the_same_angle():
+    """cos(d · 0.1) at distance d, for keys that turn by 0.1 a token; length does not matter."""
+    angle = 0.1 * np.arange(50)
+    keys = (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * np.linspace(1, 9, 50)[:, None])[:, None]
+    np.testing.assert_allclose(key_similarity.by_distance(keys, 20), np.cos(0.1 * np.arange(1, 21))[None], atol=1e-5)
+
+
+@pytest.mark.parametrize("distance", [0, 70])
+def test_a_distance_that_no_pair_has(distance):
+    with pytest.raises(ValueError, match="give 1 to 69"):
+        key_similarity.by_distance(np.ones((70, 1, 2)), distance)
+
+
+def test_pictures_show_the_numbers(tiny, tmp_path):
+    keys = record(tiny, TEXT)[0].k
+    maps = {f"head {head}": key_similarity.similarity(keys[:, head]) for head in range(2)}
+    figure = key_similarity.draw_maps(maps)
+    for panel, (title, matrix) in zip(figure.axes, maps.items(), strict=False):
+        assert panel.get_title() == title
+        np.testing.assert_array_equal(panel.images[0].get_array(), matrix)
+    curve = key_similarity.by_distance(keys, 30)[0]
+    lines = key_similarity.draw_by_distance({"first": curve, "half": curve / 2})
+    panel = lines.axes[0]
+    for line, expected in zip(panel.lines, (curve, curve / 2), strict=True):
+        np.testing.assert_array_equal(line.get_xdata(), np.arange(1, 31))
+        np.testing.assert_array_equal(line.get_ydata(), expected)
+    assert "tokens" in panel.get_xlabel()
+    for name, picture in (("maps", figure), ("lines", lines)):
+        picture.savefig(tmp_path / f"{name}.png")
+        assert len(np.unique(imread(tmp_path / f"{name}.png").reshape(-1, 4), axis=0)) > 10
+
+
+def test_nothing_to_draw(monkeypatch):
+    with pytest.raises(ValueError, match="at least one"):
+        key_similarity.draw_maps({})
+    with pytest.raises(ValueError, match="at least one"):
+        key_similarity.draw_by_distance({})
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install"):
+        key_similarity.draw_by_distance({"a": np.ones(3)})
+
+
+# The alternating partition
+
+
+def test_worked_example_of_six_tokens():
+    f = (5, 3, 2, 1.5, 1.25)
+    assert partition.alternating(3) == (1, 3, 5)
+    assert partition.between((1, 3, 5), f) == 32.25
+    assert partition.between((1, 2, 3), f) == 21.25
+    top, halves = partition.best(f)
+    assert top == 32.25
+    assert (1, 3, 5) in halves
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_alternating_is_best_for_random_convex_functions(n):
+    random = np.random.default_rng(n)
+    for _ in range(20):
+        drops = np.sort(random.exponential(size=2 * n - 2))[::-1]  # ever smaller, never negative
+        f = (random.normal() - np.concatenate([[0.0], np.cumsum(drops)])).tolist()
+        top, halves = partition.best(f)
+        assert partition.between(partition.alternating(n), f) == pytest.approx(top)
+        assert partition.alternating(n) in halves
+
+
+def test_alternating_is_not_best_for_all_functions():
+    """The theorem needs its conditions: where similarity rises with distance, halves side by side are better."""
+    f = (0.0, 1.0, 2.0, 3.0, 4.0)
+    top, halves = partition.best(f)
+    assert halves == [(1, 2, 3)]
+    assert partition.between(partition.alternating(3), f) < top
+
+
+@pytest.mark.parametrize("size", [2, 19])
+def test_a_number_of_distances_that_cannot_be_tried(size):
+    with pytest.raises(ValueError, match="2n - 1, and n up to 9"):
+        partition.best([1.0] * size)
