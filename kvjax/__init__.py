@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .models import Params as Params
     from .policies import CateKV as CateKV
     from .policies import ChunkKV as ChunkKV
+    from .policies import ClusterKV as ClusterKV
     from .policies import Full as Full
     from .policies import Policy as Policy
     from .policies import PolicyError as PolicyError
@@ -39,6 +40,7 @@ _NAMES = {
     "policies": (
         "CateKV",
         "ChunkKV",
+        "ClusterKV",
         "Full",
         "Policy",
         "PolicyError",

@@ -112,7 +112,7 @@ def every_policy(budget: int | float) -> list[Policy]:
 
     Methods with kinds of heads, which they name in `labels`, have their heads labelled in turn.
     """
-    small = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None, "every": 4}
+    small = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None, "every": 4, "exempt": 0, "n_clusters": 5}
     made = []
     for name, cls in policies().items():
         fields = {f.name for f in dataclasses.fields(cls)}
@@ -140,7 +140,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
         return most(policy.groups[group], spec, head, length, steps)
     budget = getattr(policy, "budget", None)
-    if budget is None:
+    if budget is None or policy.memory == "bandwidth":
         return length + steps
     return min(length + steps, budget + (steps if policy.grows else 0))
 

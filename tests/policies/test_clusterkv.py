@@ -1,0 +1,342 @@
+"""ClusterKV against the literal algorithm."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import Case, compiled, make_case, rotate, run
+from policies.oracle_clusterkv import ClusterHead, select
+from policies.oracle_clusterkv import kmeans as lloyd
+
+from kvjax.pallas_kernels import kmeans
+from kvjax.policies import ClusterKV, Full, PolicyError
+from kvjax.policies.clusterkv import Clusters, _index
+
+SMALL = {"budget": 24, "sinks": 4, "exempt": 0, "n_clusters": 5, "window": 8, "new_clusters": 3}
+
+
+def state_of(policy: ClusterKV, centroids, labels: list[int]) -> tuple[Case, Clusters]:
+    """A state of one row and head with these centroids, whose token i has label i, and no sinks."""
+    case = make_case(0, [len(labels)], 4, heads=1, kv_heads=1)
+    blank = policy.init(case.spec)
+    labels = jnp.asarray(labels, jnp.int32)[None, None]
+    sizes, starts, order = _index(labels, len(centroids))
+    tokens = labels.shape[-1]
+    return case, dataclasses.replace(
+        blank,
+        centroids=jnp.zeros((1, 1, len(centroids), 8)).at[0, 0, :, : len(centroids[0])].set(jnp.asarray(centroids)),
+        sizes=sizes,
+        starts=starts,
+        order=blank.order.at[:, :, :tokens].set(order),
+        clusters=jnp.asarray([len(centroids)], jnp.int32),
+        clustered=jnp.asarray([tokens], jnp.int32),
+    )
+
+
+def chosen(policy: ClusterKV, case: Case, state: Clusters, query) -> list[int]:
+    q = jnp.zeros((1, 1, 8)).at[0, 0, : len(query)].set(jnp.asarray(query, jnp.float32))
+    index, live = policy.selected(case.spec, state, q)
+    return np.asarray(index)[0, 0][np.asarray(live)[0, 0]].tolist()
+
+
+# The hand-checkable cases.
+
+FIGURE_8 = [2, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("liking", "tokens"), [((2, 1, 3), [0, 5, 1]), ((1, 3, 2), [2, 3, 4]), ((3, 2, 1), [1, 2, 3])])
+def test_figure_8(liking, tokens):
+    """Clusters {1}, {2, 3, 4}, {0, 5} and a budget of 3: the last case leaves token 4 out."""
+    policy = ClusterKV(budget=3, sinks=0, exempt=0, n_clusters=3)
+    case, state = state_of(policy, np.eye(3, dtype=np.float32), FIGURE_8)
+    assert state.sizes.tolist() == [[[1, 3, 2]]]
+    assert state.starts.tolist() == [[[0, 1, 4]]]
+    assert state.order[0, 0, :6].tolist() == [1, 2, 3, 4, 0, 5]
+    assert chosen(policy, case, state, liking) == tokens
+    assert select(np.asarray(liking), np.eye(3), [[1], [2, 3, 4], [0, 5]], 3) == tokens
+
+
+def test_equally_liked_clusters_go_in_their_order():
+    policy = ClusterKV(budget=3, sinks=0, exempt=0, n_clusters=3)
+    case, state = state_of(policy, np.eye(3, dtype=np.float32), FIGURE_8)
+    assert chosen(policy, case, state, (1, 1, 1)) == [1, 2, 3]
+
+
+def test_centroids_are_means_of_raw_keys():
+    """a = {(10, 0), (8, 0)}, b = {(1, 1), (1, 1)}, q = (1, 2): 9 > 3, though b's direction is nearer to q's."""
+    policy = ClusterKV(budget=2, sinks=0, exempt=0, n_clusters=2)
+    keys = jnp.zeros((1, 1, 4, 8)).at[0, 0, :, :2].set(jnp.asarray([[10.0, 0], [8, 0], [1, 1], [1, 1]]))
+    centroids, labels = cluster(keys, keys[:, :, 1:3], 20)
+    np.testing.assert_allclose(centroids[0, 0, :, :2], [[9, 0], [1, 1]])
+    assert labels.tolist() == [[[0, 0, 1, 1]]]
+    case, state = state_of(policy, np.asarray(centroids[0, 0, :, :2]), labels[0, 0].tolist())
+    assert chosen(policy, case, state, (1, 2)) == [0, 1]
+
+
+# k-means.
+
+
+def cluster(x, init, iterations, distance="cosine", mask=None, clusters=None):
+    batch, _, tokens, _ = x.shape
+    mask = jnp.ones((batch, tokens), bool) if mask is None else jnp.asarray(mask)
+    clusters = jnp.full((batch,), init.shape[2], jnp.int32) if clusters is None else jnp.asarray(clusters, jnp.int32)
+    return kmeans(jnp.asarray(x), mask, jnp.asarray(init), clusters, iterations=iterations, distance=distance)
+
+
+@pytest.mark.parametrize("distance", ["cosine", "l2", "ip"])
+def test_kmeans_is_lloyds(distance):
+    """A ragged batch, with fewer clusters in some rows and NaN where there is no token."""
+    random = np.random.default_rng(5)
+    x = random.normal(size=(6, 3, 40, 8)).astype(np.float32)
+    init = random.normal(size=(6, 3, 7, 8)).astype(np.float32)
+    lengths, clusters = np.asarray([40, 17, 3, 1, 33, 0]), np.asarray([7, 4, 3, 1, 6, 0])
+    mask = np.arange(40) < lengths[:, None]
+    centroids, labels = cluster(np.where(mask[:, None, :, None], x, np.nan), init, 6, distance, mask, clusters)
+    for row, head in np.ndindex(6, 3):
+        n, m = lengths[row], clusters[row]
+        want, want_labels = lloyd(x[row, head, :n].astype(np.float64), init[row, head, :m], 6, distance)
+        np.testing.assert_allclose(centroids[row, head, :m], want, atol=1e-5)
+        np.testing.assert_array_equal(centroids[row, head, m:], init[row, head, m:])
+        assert labels[row, head].tolist() == [*want_labels, *[7] * (40 - n)]
+
+
+def test_kmeans_of_many_tokens_goes_block_by_block():
+    """1100 tokens are three blocks, the last one not full: the same clusters as at once."""
+    random = np.random.default_rng(6)
+    x = random.normal(size=(1, 1, 1100, 4)).astype(np.float32)
+    init = x[:, :, :5]
+    centroids, labels = cluster(x, init, 5)
+    want, want_labels = lloyd(x[0, 0].astype(np.float64), init[0, 0], 5, "cosine")
+    np.testing.assert_allclose(centroids[0, 0], want, atol=1e-5)
+    assert labels[0, 0].tolist() == want_labels
+
+
+def test_an_empty_cluster_keeps_its_mean():
+    x = jnp.asarray([[[[1.0, 0], [2, 0.1]]]])
+    init = jnp.asarray([[[[1.0, 0], [-1, -1]]]])
+    centroids, labels = cluster(x, init, 3)
+    np.testing.assert_allclose(centroids[0, 0], [[1.5, 0.05], [-1, -1]])
+    assert labels.tolist() == [[[0, 0]]]
+
+
+def test_distances_differ():
+    """The same keys and start, three ways: by direction, by place, and by length."""
+    x = jnp.asarray([[[[1.0, 0.4], [10, 0], [0, 1]]]])
+    init = jnp.asarray([[[[6.0, 0], [0.5, 1]]]])
+    assert [cluster(x, init, 1, d)[1][0, 0].tolist() for d in ("cosine", "l2", "ip")] == [
+        [0, 0, 1],
+        [1, 0, 1],
+        [0, 0, 1],
+    ]
+    x = jnp.asarray([[[[1.0, 1.2], [1, 0], [0, 1]]]])
+    init = jnp.asarray([[[[9.0, 0], [0, 1]]]])
+    labels = [cluster(x, init, 1, d)[1][0, 0, 0].item() for d in ("cosine", "ip")]
+    assert labels == [1, 0]
+
+
+# The policy against the oracle.
+
+CONFIGURATIONS = {
+    "gqa": (SMALL, 4, 2),
+    "mha": (SMALL | {"budget": 17, "sinks": 3}, 2, 2),
+    "mqa, mean query": (SMALL | {"gqa": "mean"}, 4, 1),
+    "clusters by length": (SMALL | {"n_clusters": None, "tokens_per_cluster": 9, "budget": 13}, 2, 1),
+    "generated tokens unclustered": (SMALL | {"cluster_decode": False}, 2, 1),
+    "l2": (SMALL | {"distance": "l2"}, 2, 1),
+    "inner product": (SMALL | {"distance": "ip", "iterations": 3}, 2, 1),
+    "more clusters than tokens": (SMALL | {"n_clusters": 200, "new_clusters": 20, "window": 5}, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts shorter and longer than the budget: clusters, what every query recalls, outputs."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy = ClusterKV(**options, seed=3)
+    lengths = np.random.default_rng(7).integers(1, 60, size=32)
+    lengths[:3] = 1, 4, 59
+    case = make_case(3, lengths, steps=20, heads=heads, kv_heads=kv_heads)
+    spec, group = case.spec, heads // kv_heads
+    rope = spec.rope
+    _, outputs, states = run(policy, case)
+    shuffled = jax.jit(lambda pos: policy.shuffled(spec, pos, jnp.ones_like(pos, bool)))
+    appended = jax.jit(lambda state, k, v, pos: policy.append(spec, state, k, v, pos))
+    selected = jax.jit(lambda state, q, pos: policy.selected(spec, state, rope.rotate(q, pos[:, None])))
+    rows = np.arange(len(lengths))
+    recalls = []
+    for i, state in enumerate(states[:-1]):
+        pos = lengths + i
+        state = appended(state, case.k[rows, pos], case.v[rows, pos], pos)
+        recalls.append([np.asarray(x) for x in selected(state, case.q[rows, pos], pos)])
+    draws = np.asarray(shuffled(jnp.broadcast_to(jnp.arange(84, dtype=jnp.int32), (32, 84))))[0]  # [K, S]
+
+    for row, length in enumerate(lengths):
+        for head in range(kv_heads):
+            rank = np.argsort(draws[head])
+            oracle = ClusterHead(policy, lambda positions, rank=rank: np.argsort(rank[positions]))
+            keys, values = case.k[row, :, head], case.v[row, :, head]
+            queries = case.q[row, :, head * group : (head + 1) * group]
+            oracle.prefill(keys[:length], values[:length])
+            assert clusters_of(states[0], row, head) == oracle.clusters
+            for i in range(case.steps):
+                pos = length + i
+                out, recalled = oracle.step(queries[pos], keys[pos], values[pos], pos)
+                np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=2e-5)
+                index, live = (x.reshape(32, kv_heads, -1, x.shape[-1])[row, head] for x in recalls[i])
+                assert [x[m].tolist() for x, m in zip(index, live, strict=True)] == recalled[: len(index)]
+                assert clusters_of(states[i + 1], row, head) == oracle.clusters
+            count = len(oracle.clusters)
+            np.testing.assert_allclose(states[-1].centroids[row, head, :count], oracle.centroids, atol=1e-5)
+
+
+def clusters_of(state: Clusters, row: int, head: int) -> list[list[int]]:
+    count = int(state.clusters[row])
+    sizes, starts, order = (np.asarray(x)[row, head] for x in (state.sizes, state.starts, state.order))
+    return [order[a : a + n].tolist() for a, n in zip(starts[:count], sizes[:count], strict=True)]
+
+
+# Invariants.
+
+
+def test_labels_partition_the_tokens():
+    """At every step sinks, clusters and tail are all tokens, each once; sizes sum to what is clustered."""
+    policy = ClusterKV(**SMALL)
+    case = make_case(8, [50, 3, 16, 17, 40], steps=30)
+    for state in run(policy, case)[2]:
+        seen, clustered = np.asarray(state.slots.seen), np.asarray(state.clustered)
+        for row, head in np.ndindex(5, 2):
+            members = [pos for cluster in clusters_of(state, row, head) for pos in cluster]
+            assert sorted(members) == list(range(4, clustered[row]))
+            assert sorted(state.order[row, head].tolist()) == list(range(state.order.shape[-1]))
+            assert int(state.sizes[row, head].sum()) == clustered[row] - 4
+        assert ((seen - clustered < policy.window) | (seen < 4)).all()
+
+
+def test_prompt_within_the_budget_is_the_full_cache():
+    """Recall 1 as long as all that is clustered fits, though the budget does not cover all tokens to come."""
+    case = make_case(9, [24, 3, 16, 23], steps=12)
+    policy = ClusterKV(**SMALL | {"window": 100, "new_clusters": 2})
+    assert policy.recalls(case.spec)
+    np.testing.assert_allclose(run(policy, case)[1], run(Full(), case)[1], atol=2e-5)
+
+
+def test_a_cluster_a_token_recalls_the_best_tokens():
+    """With as many clusters as tokens, what is recalled is the true top: recall 1 at any budget."""
+    policy = ClusterKV(budget=22, sinks=2, exempt=0, n_clusters=100, window=100)
+    case = make_case(10, [40, 20], steps=1)
+    state = run(policy, case)[2][0]
+    assert (np.asarray(state.sizes)[0, :, :38] == 1).all()
+    q = np.stack([case.q[row, length] for row, length in enumerate(case.lengths)])
+    for budget in (3, 4, 7, 13, 22):
+        tight = state.replace(budget=jnp.full((2,), budget, jnp.int32))
+        index, live = policy.selected(case.spec, tight, jnp.asarray(q))
+        for row, head in np.ndindex(2, 4):
+            keys = [rotate(case.spec.rope, case.k[row, p, head // 2], p) for p in range(2, case.lengths[row])]
+            true = 2 + np.argsort(-(np.stack(keys) @ q[row, head]), kind="stable")[: budget - 2]
+            assert index[row, head][live[row, head]].tolist() == true.tolist()
+
+
+def test_first_layers_are_exempt():
+    case = make_case(4, [50, 3], steps=5)
+    policy = ClusterKV(**SMALL | {"exempt": 1})
+    np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
+    spec = dataclasses.replace(case.spec, layer=1)
+    assert policy.recalls(spec)
+    assert not policy.recalls(case.spec)
+
+
+def test_error_falls_with_the_budget():
+    """A row's budget is part of the state, so that one program serves all budgets."""
+    policy = ClusterKV(**SMALL | {"budget": 60, "n_clusters": 12})
+    case = make_case(12, [60] * 32, steps=1)
+    prefill, step = compiled(policy, case.spec)
+    state = prefill(
+        *(np.pad(x[:, :60], ((0, 0), (0, 4), (0, 0), (0, 0))) for x in (case.q, case.k, case.v)), case.lengths
+    )
+    last = case.q[:, 60], case.k[:, 60], case.v[:, 60], case.lengths
+    full = run(Full(), case)[1][0]
+    errors = []
+    for budget in (8, 16, 32, 48, 60):
+        out, _ = step(state.replace(budget=jnp.full((32,), budget, jnp.int32)), *last)
+        errors.append(float(np.mean((out - full) ** 2)))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-9
+
+
+def test_only_the_selection_is_read():
+    """NaN in every token that is not recalled changes nothing, and what is gathered is far smaller than the store."""
+    policy = ClusterKV(**SMALL)
+    case = make_case(13, [250, 200], steps=1)
+    spec, state = case.spec, run(policy, case)[2][0]
+    assert policy.reads(spec) == 32
+    assert state.slots.k.shape[2] == 288
+    rows, pos = np.arange(2), case.lengths
+    args = tuple(jnp.asarray(x) for x in (case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos))
+    _, step = compiled(policy, spec)
+    after = policy.append(spec, state, *args[1:])
+    index, live = map(np.asarray, policy.recall(spec, after, spec.rope.rotate(args[0], args[3][:, None])))
+    read = np.zeros(state.slots.pos.shape, bool)
+    for row, head in np.ndindex(2, 4):
+        read[row, head // 2, index[row, head][live[row, head]]] = True
+    bad = jnp.where(read[..., None], state.slots.k, jnp.nan), jnp.where(read[..., None], state.slots.v, jnp.nan)
+    poisoned = dataclasses.replace(state, slots=state.slots.replace(k=bad[0], v=bad[1]))
+    np.testing.assert_array_equal(step(state, *args)[0], step(poisoned, *args)[0])
+
+
+def test_bytes_read_are_fewer_than_held(tiny):
+    """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, the other layer reads 2 × 1088."""
+    policy = ClusterKV(budget=32, sinks=4, exempt=1, n_clusters=10, window=32)
+    read = policy.bytes_read(tiny.config, 1, 1000, 32, jnp.float32)
+    metadata = 2 * 14 * 16 * 4 + 4 * (2 * 14 + 64) * 4
+    assert read == 4 * 64 * 2 * 16 * 4 + metadata + 2 * 1056 * 2 * 16 * 4
+    assert policy.bytes_read(tiny.config, 1, 1000, 32, jnp.bfloat16) < read
+    mean = dataclasses.replace(policy, gqa="mean").bytes_read(tiny.config, 1, 1000, 32, jnp.float32)
+    assert mean < read < policy.nbytes(tiny.config, 1, 1000, 32, jnp.float32)
+
+
+def test_start_is_random_without_replacement():
+    spec = make_case(0, [50], steps=1).spec
+    pos = jnp.arange(64, dtype=jnp.int32)[None]
+    inside = (pos >= 16) & (pos < 50)
+
+    def first(seed, pos=pos, inside=inside, spec=spec):
+        return np.asarray(ClusterKV(seed=seed).shuffled(spec, pos, inside))[0]
+
+    once = first(0)
+    for head in range(2):
+        assert sorted(once[head, :34].tolist()) == list(range(16, 50))
+    assert once[0].tolist() != once[1].tolist()
+    assert once.tolist() != first(1).tolist()
+    longer = first(0, pos[:, 3:51], inside[:, 3:51], dataclasses.replace(spec, prompt_len=4096, new_tokens=700))
+    np.testing.assert_array_equal(once[:, :34], longer[:, :34] + 3)  # whatever the padding, and wherever it begins
+
+
+def test_papers_defaults():
+    policy = ClusterKV()
+    assert (policy.sinks, policy.exempt, policy.iterations, policy.window, policy.new_clusters) == (16, 2, 20, 320, 4)
+    lengths = jnp.asarray([32_000, 100, 79, 16, 17, 5], jnp.int32)
+    assert policy._prompt_clusters(lengths).tolist() == [400, 1, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 16}, "need 17"),
+        ({"budget": 0}, "budget=0"),
+        ({"gqa": "max"}, "'query_head', 'mean'"),
+        ({"distance": "l1"}, "'cosine', 'l2', 'ip'"),
+        ({"window": 0}, "window=0"),
+        ({"n_clusters": 0}, "n_clusters=0"),
+        ({"exempt": -1}, "exempt=-1"),
+    ],
+)
+def test_bad_hyperparameters(options, says):
+    with pytest.raises(PolicyError, match=says):
+        ClusterKV(**options)
+
+
+def test_fraction_too_small_for_its_sinks():
+    with pytest.raises(PolicyError, match="gives 4 tokens"):
+        ClusterKV(budget=0.1).check(40)
