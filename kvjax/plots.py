@@ -1,5 +1,6 @@
 """Pictures of what policies keep. Needs matplotlib: the `plot` extra."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from jaxtyping import Float
 
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
-from kvjax.policies import Policy
+from kvjax.policies import HeadProfile, Policy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,6 +69,31 @@ def draw(held: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
     )
     panels[0].set_ylabel("tokens written since the prompt")
     figure.colorbar(image, ax=panels, label="share of heads that hold the token", fraction=0.05, pad=0.02)
+    return figure
+
+
+def head_map(profile: HeadProfile) -> "Figure":
+    """The scores of a head profile as a map of layers × KV heads, a dot on each head of the rarer label.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figures, _ = _matplotlib()
+    counts = Counter(label for layer in profile.labels for label in layer)
+    marked = min(counts, key=lambda label: (counts[label], label))
+    scores = np.asarray(profile.scores)
+    layers, heads = scores.shape
+    figure = figures.Figure(figsize=(2.6 + 0.3 * heads, 1.4 + 0.2 * layers), layout="constrained")
+    panel = figure.subplots()
+    image = panel.imshow(scores, aspect="auto", interpolation="nearest", cmap=_COLOURS)
+    if len(counts) > 1:
+        rows, columns = zip(*profile.heads(marked), strict=True)
+        panel.scatter(columns, rows, s=18, color="white", edgecolors="black", linewidths=0.8)
+    panel.set_xticks(range(heads))
+    panel.set_xlabel("KV head")
+    panel.set_ylabel("layer")
+    panel.set_title(f"{profile.method}: {counts[marked]} of {scores.size} heads {marked} (dots)", fontsize=10)
+    figure.colorbar(image, ax=panel, label="score", fraction=0.08, pad=0.03)
     return figure
 
 

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from kvjax import plots
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
-from kvjax.policies import Full, StreamingLLM
+from kvjax.policies import Full, HeadProfile, StreamingLLM
 
 # As in test_inspection.py, so that the programs are compiled once for both.
 PROMPT = list(range(3, 43))
@@ -56,3 +56,19 @@ def test_the_picture_is_really_drawn(tiny: Params, tmp_path: Path) -> None:
     pixels = imread(file)[..., :3]
     assert pixels.shape[0] > 200
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 10
+
+
+def test_map_of_heads() -> None:
+    scores = ((1.5, 0.5, 2.0), (0.25, 3.0, 1.0))
+    labels = (("consistent", "adaptive", "consistent"), ("adaptive", "consistent", "consistent"))
+    figure = plots.head_map(HeadProfile("catekv", "a model", "nothing", (), scores, labels))
+    panel, scale = figure.axes
+    assert np.array_equal(panel.images[0].get_array(), scores)
+    assert panel.collections[0].get_offsets().tolist() == [[1, 0], [0, 1]]  # head, layer
+    assert panel.get_title() == "catekv: 2 of 6 heads adaptive (dots)"
+    assert (panel.get_xlabel(), panel.get_ylabel(), scale.get_ylabel()) == ("KV head", "layer", "score")
+
+
+def test_map_of_heads_that_are_all_alike() -> None:
+    figure = plots.head_map(HeadProfile("chelsea", "a model", "nothing", (), ((1.0,),), (("clustered",),)))
+    assert not figure.axes[0].collections

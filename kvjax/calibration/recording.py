@@ -1,7 +1,7 @@
 """Statistics of every layer's queries and keys on real text: a policy that records them instead of keeping a cache."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,23 @@ def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> 
     """Read texts of the same length, without padding; what `measure` found in each layer."""
     batch, length = tokens.shape
     specs = layer_specs(params.config, batch, length, 0, params.dtype)
-    return jax.device_get(_recorded(_hashable(measure), specs, params, jnp.asarray(tokens, jnp.int32)))
+    return jax.device_get(_recorded(measure, specs, params, jnp.asarray(tokens, jnp.int32)))
 
 
-def cut(params: Params, files: list[Path], count: int, length: int) -> tuple[Int[np.ndarray, "S T"], str]:
+def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple[Int[np.ndarray, "S T"], str]:
     """Samples of text to calibrate on: `count` pieces of `length` tokens that do not overlap, spread evenly over the files.
 
     Returns:
         The pieces, and a line that says what they are.
 
     Raises:
-        ValueError: the model has no tokenizer, or the files are too short.
+        ValueError: the model has no tokenizer, there are no files, or they are too short.
         OSError: a file cannot be read.
     """
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so text cannot be read with it")
+    if not files or count < 1 or length < 1:
+        raise ValueError(f"{count} samples of {length} tokens from {len(files)} files; give 1 or more of each")
     pieces: list[np.ndarray] = []
     for i, file in enumerate(files):
         wanted = count * (i + 1) // len(files) - count * i // len(files)
@@ -75,12 +77,6 @@ def cut(params: Params, files: list[Path], count: int, length: int) -> tuple[Int
 def _record(measure: Measure, specs: tuple[LayerSpec, ...], params: Params, tokens: Int[Array, "B T"]) -> Any:
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     return transformer.prefill(params, tokens, lengths, Recorder(measure), specs)[1]
-
-
-def _hashable(measure: Measure) -> Measure:
-    if not isinstance(measure, Hashable):
-        raise TypeError(f"{measure!r} is not hashable, so its program cannot be kept; make it a frozen dataclass")
-    return measure
 
 
 _recorded = Program(_record, static=2)

@@ -10,6 +10,7 @@ import typer
 
 from kvjax._version import __version__
 
+from .calibrate import calibrate
 from .command import Command
 from .convert import convert
 from .draw import draw
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, convert, policies, inspect, draw):
+for function in (generate, convert, policies, inspect, draw, calibrate):
     app.command(cls=Command)(function)
 
 

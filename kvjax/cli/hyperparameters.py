@@ -5,12 +5,14 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import typer
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy
+
+T = TypeVar("T")
 
 
 def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = None) -> "Policy":
@@ -36,6 +38,25 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
     unset = [key for key, value in values.items() if value is None]  # which get_policy would take for "not given"
     policy = get_policy(name, **values)
     return dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
+
+
+def read_settings(cls: type[T], settings: Sequence[str]) -> T:
+    """A dataclass of settings from `--set name=value`, what is not set at its default.
+
+    Raises:
+        ValueError: there is no such setting, or it does not take that value.
+    """
+    hints = {field.name: typing.get_type_hints(cls)[field.name] for field in dataclasses.fields(cast(Any, cls))}
+    values = {}
+    for setting in settings:
+        name, text = setting_name(setting), setting.partition("=")[2].strip()
+        if name not in hints:
+            raise ValueError(f"there is no setting {name!r}; there are {', '.join(hints)}")
+        try:
+            values[name] = parse_value(text, hints[name])
+        except ValueError as error:
+            raise ValueError(f"{name}={text!r}; {error}") from None
+    return cls(**values)
 
 
 def setting_name(setting: str) -> str:
