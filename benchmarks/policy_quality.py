@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from benchmarks import report
+from benchmarks import report, tables
 from kvjax.evals import Continuation, continuation
 
 
@@ -38,7 +38,13 @@ def main() -> None:
     args = parser.parse_args()
 
     params = kvjax.load(args.model, dtype=args.dtype)
-    texts = [read(params, path, args.skip, args.prompt + args.scored) for path in args.text]
+    total = args.prompt + args.scored
+    budgets = [float(budget) for budget in args.budgets.split(",")]
+    names = [name for name in args.policies.split(",") if name != "full"]
+    policies = [kvjax.get_policy(name, budget=budget) for name in names for budget in budgets]
+    for policy in policies:  # what cannot work is told before anything runs
+        policy.bind(params.config).check(total)
+    texts = [read(params, path, args.skip, total) for path in args.text]
     header = report.header(
         model=args.model or "SmolLM2-135M-Instruct (the default model)",
         texts=[path.name for path in args.text],
@@ -47,15 +53,14 @@ def main() -> None:
         skipped_tokens=args.skip,
         dtype=args.dtype,
     )
-    full, rows = measure(params, texts, args.prompt, kvjax.Full()), []
-    rows.append(row(full, full, args.text))
-    print(line(rows[-1]), flush=True)
-    for name in args.policies.split(","):
-        for budget in map(float, args.budgets.split(",")) if name != "full" else ():
-            policy = kvjax.get_policy(name, budget=budget)
-            rows.append(row(measure(params, texts, args.prompt, policy), full, args.text))
-            report.write(args.out, header, rows)
-            print(line(rows[-1]), flush=True)
+    rows: list[dict[str, Any]] = []
+    full = measure(params, texts, args.prompt, kvjax.Full())
+    for policy in [full.policy, *policies]:
+        measured = full if policy is full.policy else measure(params, texts, args.prompt, policy)
+        rows.append(row(measured, full, args.text))
+        report.write(args.out, header, rows)
+        print(line(rows[-1]), flush=True)
+    print(tables.quality(rows))
 
 
 def read(params: kvjax.Params, path: Path, skip: int, count: int) -> list[int]:

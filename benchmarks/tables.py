@@ -38,5 +38,23 @@ def memory() -> str:
     return "\n".join(lines)
 
 
+def quality(measured: list[dict[str, Any]]) -> str:
+    """Perplexity and agreement with the full cache, a row a policy, a column a budget; from rows of `policy_quality`."""
+    budgets = sorted({row["budget"] for row in measured if row["budget"] is not None})
+    lines = [
+        "| policy | " + " | ".join(f"{100 * budget:g} %" for budget in budgets) + " |",
+        "| --- |" + " ---: |" * len(budgets),
+    ]
+    for name in dict.fromkeys(row["policy"] for row in measured):
+        cells = {row["budget"]: _quality_cell(row) for row in measured if row["policy"] == name}
+        line = [cells.get(budget, cells.get(None, "")) for budget in budgets]  # without a budget: the same in all
+        lines.append(f"| `{name}` | {' | '.join(line)} |")
+    return "\n".join(lines)
+
+
+def _quality_cell(row: dict[str, Any]) -> str:
+    return f"{row['perplexity']:.2f}, {100 * row['agreement']:.1f} %, {row['cache_bytes'] / 1e6:.0f} MB"
+
+
 if __name__ == "__main__":
     print(perplexity(), memory(), sep="\n\n")
