@@ -1,19 +1,15 @@
 """Queries, keys and values of every layer, as a model reads a text."""
 
-import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, layer_specs
-from kvjax.models import Params, transformer
-from kvjax.policies import Policy, rotated
-from kvjax.policies.base import Carry
+from kvjax.cache import LayerSpec
+from kvjax.calibration import recording
+from kvjax.models import Params
 
 
 class Recorded(NamedTuple):
@@ -31,22 +27,6 @@ class Recorded(NamedTuple):
     window: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recorder(Policy):
-    """A policy whose state of a prompt is all that attention saw of it."""
-
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[tuple[Array, Array, Array], Carry]:
-        return (rotated(spec, q), rotated(spec, k), v), carry
-
-
 def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
     """Read a text with the plain model, and keep what every layer's attention works with.
 
@@ -55,10 +35,12 @@ def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
     """
     if not len(tokens):
         raise ValueError("there is nothing to record; give at least one token")
-    specs = layer_specs(params.config, 1, len(tokens), 0, params.dtype)
-    ids, lengths = jnp.asarray([tokens], jnp.int32), jnp.asarray([len(tokens)], jnp.int32)
-    _, states = jax.jit(partial(transformer.prefill, policy=_Recorder(), specs=specs))(params, ids, lengths)
+    layers = recording.record(params, np.asarray([tokens], np.int32), _whole)
     return [
-        Recorded(*(np.asarray(x[0].astype(jnp.float32)) for x in state), window=spec.window)
-        for spec, state in zip(specs, states, strict=True)
+        Recorded(*(x[0] for x in layer), window=window)
+        for layer, window in zip(layers, params.config.windows, strict=True)
     ]
+
+
+def _whole(spec: LayerSpec, *arrays: Array) -> tuple[Array, ...]:
+    return tuple(x.astype(jnp.float32) for x in arrays)
