@@ -1,0 +1,119 @@
+"""How what tokens contribute to the output varies with their position, by wavelets (TreeKV, sections 3.2 and 3.3).
+
+At the last token of a text the signal of a head is a(j) v(j), attention times value, over positions j. Its Haar components tell
+how much neighbouring tokens differ (level 1), neighbouring pairs (level 2), fours, and so on, and where.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.plots import _matplotlib
+
+from .recording import Recorded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_HALF = np.sqrt(2) / 2
+
+
+def decompose(signal: Float[np.ndarray, "T ..."], levels: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Multi-level Haar decomposition along the first axis.
+
+    Returns:
+        Approximation coefficients A of the last level, and detail coefficients D of the levels 1, 2, …, each half as long as
+        the one before.
+
+    Raises:
+        ValueError: the length is not a multiple of 2^levels.
+    """
+    if levels < 1 or len(signal) % 2**levels:
+        raise ValueError(f"{levels} levels need a length that is a multiple of {2**levels}, which {len(signal)} is not")
+    approximation, details = signal, []
+    for _ in range(levels):
+        left, right = approximation[0::2], approximation[1::2]
+        approximation, detail = _HALF * (left + right), _HALF * (left - right)
+        details.append(detail)
+    return approximation, details
+
+
+def reconstruct(approximation: np.ndarray, detail: np.ndarray) -> np.ndarray:
+    """The signal of one level from its coefficients: R in the paper, the inverse of a decomposition by one level."""
+    pairs = np.stack([_HALF * (approximation + detail), _HALF * (approximation - detail)], axis=1)
+    return pairs.reshape(2 * len(detail), *detail.shape[1:])
+
+
+def components(signal: Float[np.ndarray, "T ..."], levels: int) -> Float[np.ndarray, "W T ..."]:
+    """The parts of a signal that its levels' detail coefficients alone make: Rec(D_1), Rec(D_2), …
+
+    Together with the means of blocks of 2^levels they add up to the signal.
+
+    Raises:
+        ValueError: as `decompose`.
+    """
+    parts = []
+    for detail in decompose(signal, levels)[1]:
+        part = reconstruct(np.zeros_like(detail), detail)
+        while len(part) < len(signal):
+            part = reconstruct(part, np.zeros_like(part))
+        parts.append(part)
+    return np.stack(parts)
+
+
+def contributions(layer: Recorded) -> Float[np.ndarray, "N T H"]:
+    """What each token adds to the last token's attention output in every query head: attention times value."""
+    total, kv_heads, dim = layer.k.shape
+    group = layer.q.shape[1] // kv_heads
+    keys, values = (np.repeat(np.swapaxes(x, 0, 1), group, axis=0) for x in (layer.k, layer.v))
+    logits = np.einsum("nh,nth->nt", layer.q[-1], keys) / np.sqrt(dim)
+    if layer.window is not None:
+        logits[:, : max(total - layer.window, 0)] = -np.inf
+    probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (probs / probs.sum(axis=-1, keepdims=True))[..., None] * values
+
+
+def magnitudes(layers: Sequence[Recorded], levels: int = 5) -> Float[np.ndarray, "W T"]:
+    """Mean magnitude of each level's component at each position, over all layers, heads and channels (Figure 2).
+
+    Args:
+        layers: a text as recorded; the signal is the one at its last token. (The paper takes the 512th generated token, and
+            averages over 2000 texts.)
+
+    Raises:
+        ValueError: the text's length is not a multiple of 2^levels.
+    """
+    total = np.zeros((levels, len(layers[0].k)))
+    for layer in layers:
+        signal = np.swapaxes(contributions(layer), 0, 1)
+        total += np.abs(components(signal, levels)).mean(axis=(2, 3))
+    return total / len(layers)
+
+
+def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], ends: int = 32) -> "Figure":
+    """A line a level over positions, without the first and last `ends` tokens, whose attention is of another size (Figure 2).
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no position is left to draw.
+    """
+    figures, _ = _matplotlib()
+    levels, total = magnitude.shape
+    if total <= 2 * ends:
+        raise ValueError(
+            f"{total} positions less {ends} at both ends leave none to draw; give a longer text or lower ends"
+        )
+    positions = np.arange(ends, total - ends)
+    figure = figures.Figure(figsize=(6.4, 3.8), layout="constrained")
+    panel = figure.subplots()
+    for level in range(levels):
+        panel.plot(
+            positions, magnitude[level, positions], linewidth=1.0, label=f"{level + 1}: differences over {2**level}"
+        )
+    panel.set_yscale("log")
+    panel.set_xlabel("position in tokens")
+    panel.set_ylabel("mean magnitude of attention × value")
+    panel.legend(title="level, tokens", frameon=False, fontsize=8)
+    return figure
