@@ -217,6 +217,10 @@ class CateKV(Policy):
             )
         if self.order not in ("max_then_sum", "sum_then_max"):
             raise PolicyError(f"{self.name}: order={self.order!r}; give one of 'max_then_sum', 'sum_then_max'")
+        if not isinstance(self.profile, tuple | HeadProfile | str | None):
+            raise PolicyError(
+                f"{self.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
+            )
         if isinstance(self.budget, int):
             self.check(0)
 

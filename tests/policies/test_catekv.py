@@ -238,6 +238,7 @@ def test_damaged_profiles(tmp_path, text, says):
         ({"order": "sum"}, "'max_then_sum', 'sum_then_max'"),
         ({"budget": 64, "sinks": 64}, "need 80"),
         ({"eta": 0.5, "adaptive": Full()}, "give one of them"),
+        ({"profile": [["consistent"]]}, "tuple of tuples"),
     ],
 )
 def test_bad_hyperparameters(options, says):
