@@ -1,0 +1,181 @@
+"""Whether ClusterKV recalls the tokens that matter, and how often it has them at hand already (ClusterKV, section V-B and V-C).
+
+Queries are those of the plain model reading a text, so that all policies are asked the same.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerSpec
+from kvjax.models.rope import Rope
+from kvjax.plots import _matplotlib
+from kvjax.policies import ClusterKV
+
+from .recording import Recorded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Recalled(NamedTuple):
+    """What one layer's queries recall after a prompt: S steps, N query heads, T tokens of the whole text.
+
+    Attributes:
+        chosen: sinks and tokens of the selected clusters: of `budget` tokens all, where there are so many.
+        logits: attention logits, -inf for tokens that are read anyway (of the tail) or are yet to come.
+    """
+
+    chosen: Bool[np.ndarray, "S N T"]
+    logits: Float[np.ndarray, "S N T"]
+
+
+def replay(policy: ClusterKV, layer: Recorded, prompt: int) -> Recalled:
+    """Give a layer's recorded prompt to the policy, then the rest of the text token by token.
+
+    Args:
+        policy: of which only what it does in layers that are not exempt matters.
+        layer: what `kvjax.analysis.recording.record` found in this layer.
+        prompt: how many of the T tokens are the prompt.
+
+    Raises:
+        ValueError: nothing comes before or after the prompt's end, or the budget covers the whole text.
+    """
+    total, heads, dim = layer.q.shape
+    if not 0 < prompt < total:
+        raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
+    spec = LayerSpec(
+        layer=policy.exempt,
+        num_layers=policy.exempt + 1,
+        batch=1,
+        num_heads=heads,
+        num_kv_heads=layer.k.shape[1],
+        head_dim=dim,
+        prompt_len=prompt,
+        new_tokens=total - prompt,
+        dtype=jnp.dtype(jnp.float32),
+        rope=Rope((0.0,)),  # recorded queries and keys are rotated already
+        scale=dim**-0.5,
+        window=layer.window,
+    )
+    if not policy.recalls(spec):
+        raise ValueError(
+            f"a budget of {policy.budget} covers the text of {total} tokens, so all is read; give a smaller one"
+        )
+    chosen, clustered = (np.asarray(x) for x in _replay(policy, spec, *map(jnp.asarray, (layer.q, layer.k, layer.v))))
+    chosen = np.repeat(chosen, heads // chosen.shape[1], axis=1)
+    keys = np.repeat(layer.k, heads // layer.k.shape[1], axis=1)
+    logits = np.einsum("snh,tnh->snt", layer.q[prompt:], keys) * np.float32(spec.scale)
+    asked = np.arange(total) < clustered[:, None]
+    return Recalled(chosen, np.where(asked[:, None], logits, -np.inf))
+
+
+def recall_rate(chosen: Bool[np.ndarray, "*S T"], logits: Float[np.ndarray, "*S T"]) -> Float[np.ndarray, "*S"]:
+    """|I ∩ I*| / |I*|: the share of the most attended tokens I* that are among the chosen ones I, where |I*| = |I|.
+
+    Of tokens with equal logits the first counts as more attended. Where nothing is chosen, the rate is 1.
+    """
+    rank = np.argsort(np.argsort(-logits, axis=-1, kind="stable"), axis=-1, kind="stable")
+    size = chosen.sum(axis=-1, keepdims=True)
+    both = np.sum(chosen & (rank < size), axis=-1)
+    return np.where(size[..., 0] > 0, both / np.maximum(size[..., 0], 1), 1.0)
+
+
+def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
+    """Share of the chosen tokens that one of the last `steps` queries of the same head chose too (section IV-D).
+
+    It is what a cache of the selections of R = `steps` steps saves of the transfer from host memory. Of a cluster that was cut
+    to fit the budget, the tokens that were left out count as not at hand. The first query, which finds nothing, is left out.
+
+    Raises:
+        ValueError: there are fewer than two queries, or `steps` is less than 1.
+    """
+    if len(chosen) < 2 or steps < 1:
+        raise ValueError(f"{len(chosen)} queries and steps={steps}; give two queries or more, and 1 or more steps")
+    hits = 0
+    for i in range(1, len(chosen)):
+        hits += int(np.sum(chosen[i] & np.any(chosen[max(0, i - steps) : i], axis=0)))
+    return hits / max(int(np.sum(chosen[1:])), 1)
+
+
+def rates(
+    layers: Sequence[Recorded],
+    policies: Mapping[str, ClusterKV],
+    budgets: Sequence[int],
+    prompt: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, dict[int, float]]:
+    """Recall rate by policy and budget, averaged over layers, query heads and decoding steps (Figure 11).
+
+    Args:
+        layers: a text as recorded; leave out the layers that are exempt.
+        policies: whose budgets are replaced by each of `budgets`.
+        prompt: how many tokens of the text are the prompt.
+        progress: called with layers replayed and in all, those of all policies and budgets counted.
+    """
+    found: dict[str, dict[int, float]] = {}
+    done, total = 0, len(policies) * len(budgets) * len(layers)
+    for name, policy in policies.items():
+        found[name] = {}
+        for budget in budgets:
+            means = []
+            for layer in layers:
+                recalled = replay(dataclasses.replace(policy, budget=budget), layer, prompt)
+                means.append(np.mean(recall_rate(recalled.chosen, recalled.logits)))
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            found[name][budget] = float(np.mean(means))
+    return found
+
+
+def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> "Figure":
+    """Recall rate over budget, a line a policy (Figure 11).
+
+    Args:
+        rates: as `rates` returns them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is nothing to draw.
+    """
+    figures, _ = _matplotlib()
+    if not rates:
+        raise ValueError("no rates to draw; give at least one policy's")
+    figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
+    panel = figure.subplots()
+    for (name, line), marker in zip(rates.items(), "os^Dv<>PX*" * len(rates), strict=False):
+        panel.plot(list(line), list(line.values()), marker=marker, markersize=4, linewidth=1.2, label=name)
+    panel.set_xlabel("budget in tokens")
+    panel.set_ylabel("recall rate of the most attended tokens")
+    panel.set_ylim(0, 1)
+    panel.legend(frameon=False, fontsize=9)
+    return figure
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _replay(
+    policy: ClusterKV, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
+) -> tuple[Bool[Array, "S R T"], Int[Array, " S"]]:
+    """What each head chooses at each step, and how many tokens are sinks or in clusters by then."""
+    size = spec.prompt_len
+    lengths = jnp.full((1,), size, jnp.int32)
+    start, _ = policy.prefill(spec, q[None, :size], k[None, :size], v[None, :size], lengths, None)
+    pos = jnp.arange(size, spec.max_tokens, dtype=jnp.int32)[:, None]
+
+    def step(state: Any, inputs: tuple[Array, Array, Array, Array]) -> tuple[Any, tuple[Array, Array]]:
+        q, k, v, pos = inputs
+        state = policy.append(spec, state, k, v, pos)
+        index, live = (x[0] for x in policy.recall(spec, state, q))
+        live &= index < state.clustered
+        chosen = jnp.zeros((len(index), policy.capacity(spec)), bool)
+        chosen = chosen.at[jnp.arange(len(index), dtype=jnp.int32)[:, None], index].max(live)
+        return policy.compress(spec, state), (chosen[:, : spec.max_tokens], state.clustered[0])
+
+    return jax.lax.scan(step, start, (q[size:, None], k[size:, None], v[size:, None], pos))[1]
