@@ -26,8 +26,9 @@ class ChunkKV(Policy):
     first, while `chunk` more tokens fit into the budget (Algorithm 3, line 13), and stay in order. Only the prompt is
     compressed: tokens decoded later are kept in addition.
 
-    Where the paper's algorithms contradict its text or each other, the defaults follow the text; the options named below
-    give what is printed, and what NVIDIA's kvpress does.
+    Where the paper's algorithms contradict its text or each other, the defaults follow the text; options give what is
+    printed. NVIDIA's kvpress with its own defaults is `chunk=20, window=64, pool=5, agg="mean", shared_heads=True,
+    rule="kvpress"`.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
@@ -42,6 +43,9 @@ class ChunkKV(Policy):
         shared_heads: one choice for all KV heads of a layer, by the sum of their scores (kvpress).
         strict: Algorithm 3 to the letter: the window's tokens are in chunks too and compete, so that a chosen chunk may add
             little to the window that is kept anyway, and part of the budget stays unused.
+        rule: how many chunks are kept. "paper": as fit into the budget beside the window. "kvpress": of all chunks, counted
+            with the window's, the share budget / prompt, rounded down, and one at least (less than a chunk more than the budget);
+            the window is kept by scoring as high as the highest token before it.
     """
 
     name: ClassVar[str] = "chunkkv"
@@ -61,19 +65,23 @@ class ChunkKV(Policy):
     pool: int | None = None
     shared_heads: bool = False
     strict: bool = False
+    rule: Literal["paper", "kvpress"] = "paper"
 
     def __post_init__(self) -> None:
         check_budget(self.name, self.budget)
         for field in ("chunk", "window", "reuse"):
             if getattr(self, field) < 1:
                 raise PolicyError(f"{self.name}: {field}={getattr(self, field)}; give 1 or more")
-        for field, allowed in (("score", ("softmax", "raw")), ("agg", ("sum", "mean"))):
+        choices = ("score", ("softmax", "raw")), ("agg", ("sum", "mean")), ("rule", ("paper", "kvpress"))
+        for field, allowed in choices:
             if getattr(self, field) not in allowed:
                 raise PolicyError(
                     f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}"
                 )
         if self.pool is not None and (self.pool < 1 or self.pool % 2 == 0):
             raise PolicyError(f"{self.name}: pool={self.pool}; give an odd width (5), or None for no pooling")
+        if self.strict and self.rule == "kvpress":
+            raise PolicyError(f"{self.name}: strict=True is the paper's Algorithm 3; give rule='paper' with it")
         if isinstance(self.budget, int):
             self.check(0)
 
@@ -86,7 +94,8 @@ class ChunkKV(Policy):
             )
 
     def capacity(self, spec: LayerSpec) -> int:
-        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.prompt_len) + spec.new_tokens)
+        most = budget_tokens(self.budget, spec.max_tokens) + (self.chunk if self.rule == "kvpress" else 0)
+        return cache.round_slots(min(most, spec.prompt_len) + spec.new_tokens)
 
     def prefill(
         self,
@@ -121,34 +130,50 @@ class ChunkKV(Policy):
         size = scores.shape[-1]
         pos = jnp.arange(size, dtype=jnp.int32)
         before = lengths - self.window  # tokens before the window
-        candidates = lengths if self.strict else jnp.maximum(before, 0)
-        chunks = self._chunk_scores(scores, candidates)  # [B, K, M]
-        count = jnp.minimum((budget - self.window) // self.chunk, -(-candidates // self.chunk))
+        scored = lengths if self.strict else jnp.maximum(before, 0)
+        candidates = lengths if self.rule == "kvpress" else scored
+        scores = self._token_scores(scores, cache.in_prompt(scored, size)[:, None])
+        chunks = self._chunk_scores(scores, cache.in_prompt(candidates, size)[:, None])
         order = jnp.argsort(-chunks, axis=-1, stable=True)  # equal ones from the left
         rank = jnp.argsort(order, axis=-1)
-        chosen = jnp.repeat(rank < count[:, None, None], self.chunk, axis=-1)[..., :size]
-        inside = (pos < candidates[:, None])[:, None]
-        keep = (chosen & inside) | (pos >= before[:, None])[:, None]
+        chosen = rank < self._count(lengths, candidates, budget)[:, None, None]
+        keep = jnp.repeat(chosen, self.chunk, axis=-1)[..., :size] & (pos < candidates[:, None])[:, None]
+        if self.rule == "paper":
+            keep |= (pos >= before[:, None])[:, None]
         return keep | (lengths <= budget)[:, None, None]
 
-    def _chunk_scores(self, scores: Float[Array, "B K T"], candidates: Int[Array, " B"]) -> Float[Array, "B K M"]:
-        """A score for each chunk of the first `candidates` tokens, -inf for what lies beyond them."""
-        batch, heads, size = scores.shape
-        inside = cache.in_prompt(candidates, size)[:, None]
-        scores = jnp.where(inside, scores, 0.0)
-        if self.shared_heads:
-            scores = jnp.broadcast_to(jnp.sum(scores, axis=1, keepdims=True), scores.shape)
+    def _count(
+        self, lengths: Int[Array, " B"], candidates: Int[Array, " B"], budget: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """How many chunks of the first `candidates` tokens are kept."""
+        chunks = -(-candidates // self.chunk)
+        if self.rule == "paper":
+            return (budget - self.window) // self.chunk
+        # ⌊chunks · budget / length⌋ in numbers no larger than the length: budget = whole · c + rest, length = chunks · c - short.
+        whole, rest, short = budget // self.chunk, budget % self.chunk, chunks * self.chunk - lengths
+        return jnp.maximum(whole + ((whole + 1) * short >= chunks * (self.chunk - rest)).astype(jnp.int32), 1)
+
+    def _token_scores(self, scores: Float[Array, "B K T"], scored: Bool[Array, "B 1 T"]) -> Float[Array, "B K T"]:
+        """Scores by which tokens compete, given attention; what is not scored has none, or under kvpress the most."""
+        scores = jnp.where(scored, scores, 0.0)
         if self.pool is not None:
             sums = jax.lax.reduce_window(scores, 0.0, jax.lax.add, (1, 1, self.pool), (1, 1, 1), "SAME")
-            scores = jnp.where(inside, sums / self.pool, 0.0)
-        pad = -size % self.chunk
-        chunks = jnp.pad(scores, [(0, 0), (0, 0), (0, pad)]).reshape(batch, heads, -1, self.chunk)
-        totals = jnp.sum(chunks, axis=-1)
-        start = jnp.arange(totals.shape[-1], dtype=jnp.int32) * self.chunk
-        tokens = jnp.clip(candidates[:, None] - start, 0, self.chunk)[:, None]
-        if self.agg == "mean":
-            totals = totals / jnp.maximum(tokens, 1).astype(jnp.float32)
-        return jnp.where(tokens > 0, totals, -jnp.inf)
+            scores = sums / self.pool
+        top = jnp.max(jnp.where(scored, scores, -jnp.inf), axis=(1, 2), keepdims=True)
+        scores = jnp.where(scored, scores, top if self.rule == "kvpress" else 0.0)
+        return jnp.broadcast_to(jnp.sum(scores, axis=1, keepdims=True), scores.shape) if self.shared_heads else scores
+
+    def _chunk_scores(self, scores: Float[Array, "B K T"], candidates: Bool[Array, "B 1 T"]) -> Float[Array, "B K M"]:
+        """A score for each chunk, -inf for those that have no candidate."""
+        pad = [(0, 0), (0, 0), (0, -scores.shape[-1] % self.chunk)]
+
+        def totals(x: Float[Array, "B K T"]) -> Float[Array, "B K M"]:
+            chunks = jnp.pad(x, pad)
+            return jnp.sum(chunks.reshape(*x.shape[:2], -1, self.chunk), axis=-1)
+
+        tokens = totals(candidates.astype(jnp.float32))
+        sums = totals(jnp.where(candidates, scores, 0.0))
+        return jnp.where(tokens > 0, sums / jnp.maximum(tokens, 1.0) if self.agg == "mean" else sums, -jnp.inf)
 
 
 def chunk_token_hybrid(

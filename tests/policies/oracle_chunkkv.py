@@ -35,21 +35,28 @@ def survivors(
     pool: int | None = None,
     shared_heads: bool = False,
     strict: bool = False,
+    rule: str = "paper",
 ) -> list[list[int]]:
     """Which of n tokens each head keeps, ascending, given the attention that each token gets in each head."""
     n = len(heads[0])
     if n <= budget:
         return [list(range(n)) for _ in heads]
-    candidates = n if strict else n - window
+    scored = n if strict else n - window
+    heads = [a[:scored] if pool is None else pooled(a[:scored], pool) for a in heads]
+    if rule == "kvpress":  # the window's tokens score as high as any
+        heads = [np.concatenate([a, np.full(window, np.max(heads))]) for a in heads]
+    if shared_heads:
+        heads = [np.sum(heads, axis=0)] * len(heads)
     kept = []
-    for a in [np.sum(heads, axis=0)] * len(heads) if shared_heads else heads:
-        a = a[:candidates] if pool is None else pooled(a[:candidates], pool)
-        chunks = [range(start, min(start + chunk, candidates)) for start in range(0, candidates, chunk)]
+    for a in heads:
+        chunks = [range(start, min(start + chunk, len(a))) for start in range(0, len(a), chunk)]
         totals = [np.sum(a[list(c)]) if agg == "sum" else np.mean(a[list(c)]) for c in chunks]
-        k = min((budget - window) // chunk, len(chunks))
+        if rule == "kvpress":
+            k, always = max(1, len(chunks) * budget // n), set()
+        else:
+            k, always = min((budget - window) // chunk, len(chunks)), set(range(n - window, n))
         best = sorted(range(len(chunks)), key=lambda i: (-totals[i], i))[:k]
-        tokens = {pos for i in best for pos in chunks[i]} | set(range(n - window, n))
-        kept.append(sorted(tokens))
+        kept.append(sorted({pos for i in best for pos in chunks[i]} | always))
     return kept
 
 

@@ -70,8 +70,29 @@ def test_a_whole_budget_of_window():
     assert keep(ChunkKV(budget=4, window=4), HAND) == [[21, 22, 23, 24]]
 
 
+def test_kvpress_by_hand():
+    """Of three chunks ⌊3 · 17 / 25⌋ = 2 are kept; the window scores 0.3 as the best token, so 20 to 24 are 0.3 on average."""
+    policy = ChunkKV(budget=17, window=4, agg="mean", rule="kvpress")
+    assert keep(policy, HAND) == [[*range(10), *range(20, 25)]]
+    assert oracle.survivors([HAND], 17, 10, 4, agg="mean", rule="kvpress") == keep(policy, HAND)
+    assert keep(dataclasses.replace(policy, budget=8), HAND) == [list(range(20, 25))]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 10, 20])
+def test_kvpress_counts_in_whole_numbers(chunk):
+    lengths, budgets = (x.reshape(-1) for x in np.mgrid[2:80, 1:80])
+    lengths, budgets = lengths[budgets < lengths], budgets[budgets < lengths]
+    policy = ChunkKV(chunk=chunk, rule="kvpress")
+    counts = policy._count(*(jnp.asarray(x, jnp.int32) for x in (lengths, lengths, budgets)))
+    chunks = -(-lengths // chunk)
+    np.testing.assert_array_equal(counts, np.maximum(chunks * budgets // lengths, 1))
+    million = [jnp.asarray([x], jnp.int32) for x in (1_000_003, 1_000_003, 900_001)]
+    assert policy._count(*million).tolist() == [-(-1_000_003 // chunk) * 900_001 // 1_000_003]
+
+
 # Random cases against the oracle.
 
+KVPRESS = {"agg": "mean", "pool": 5, "shared_heads": True, "rule": "kvpress"}
 CONFIGURATIONS = {
     "gqa": ({"budget": 24, "chunk": 4, "window": 4}, 4, 2),
     "mha, budget not of whole chunks": ({"budget": 21, "chunk": 5, "window": 3}, 2, 2),
@@ -81,7 +102,12 @@ CONFIGURATIONS = {
     "raw": ({"budget": 22, "chunk": 4, "window": 4, "score": "raw"}, 4, 2),
     "raw, strict": ({"budget": 22, "chunk": 4, "window": 4, "score": "raw", "strict": True}, 2, 2),
     "strict": ({"budget": 22, "chunk": 4, "window": 6, "strict": True}, 4, 2),
-    "kvpress": ({"budget": 27, "chunk": 6, "window": 4, "agg": "mean", "pool": 5, "shared_heads": True}, 4, 2),
+    "means, pooled, one choice for all heads": (
+        {"budget": 27, "chunk": 6, "window": 4, "agg": "mean", "pool": 5, "shared_heads": True},
+        4,
+        2,
+    ),
+    "kvpress": (KVPRESS | {"budget": 27, "chunk": 7, "window": 5}, 4, 2),
     "fraction": ({"budget": 0.5, "chunk": 4, "window": 4}, 4, 2),
 }
 STEPS = 6
@@ -103,7 +129,15 @@ def test_equals_the_literal_algorithm(name):
         ]
         budget = policy.budget if isinstance(policy.budget, int) else (length + STEPS) // 2
         held = oracle.survivors(
-            observed, budget, policy.chunk, policy.window, policy.agg, policy.pool, policy.shared_heads, policy.strict
+            observed,
+            budget,
+            policy.chunk,
+            policy.window,
+            policy.agg,
+            policy.pool,
+            policy.shared_heads,
+            policy.strict,
+            policy.rule,
         )
         for i, state in enumerate(states):
             pos, live = np.asarray(state.pos)[row], np.asarray(state.live)[row]
@@ -151,8 +185,8 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
 
 @pytest.fixture(scope="module")
 def deep(tiny):
-    """Six layers of random weights."""
-    return kvjax.models.init(dataclasses.replace(tiny.config, num_layers=6, windows=()), jax.random.key(1))
+    """Four layers of random weights."""
+    return kvjax.models.init(dataclasses.replace(tiny.config, num_layers=4, windows=()), jax.random.key(1))
 
 
 PROMPT = np.random.default_rng(0).integers(0, 64, size=90).tolist()
@@ -161,13 +195,13 @@ SMALL = ChunkKV(budget=24, chunk=4, window=4)
 
 def test_layers_take_over_the_choice_of_their_groups_first(deep):
     own = prefilled(SMALL, deep, PROMPT)
-    assert len({str(layer) for layer in own}) == 6
-    for reuse in (2, 4, 6):
+    assert len({str(layer) for layer in own}) == 4
+    for reuse in (2, 3, 4):
         held = prefilled(dataclasses.replace(SMALL, reuse=reuse), deep, PROMPT)
-        assert held == [own[layer // reuse * reuse] for layer in range(6)]
+        assert held == [own[layer // reuse * reuse] for layer in range(4)]
 
 
-@pytest.mark.parametrize(("reuse", "scored"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4]), (4, [0, 4])])
+@pytest.mark.parametrize(("reuse", "scored"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3]), (4, [0])])
 def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
     entered, layers, scores, prefill = [], [], chunkkv.window_scores, ChunkKV.prefill
 
@@ -191,22 +225,21 @@ def test_reuse_beside_other_policies(deep):
     """In by_layer each policy hears of its own choices alone, and never of another group's."""
     pairs, other = dataclasses.replace(SMALL, reuse=2), StreamingLLM(budget=24)
     own = prefilled(SMALL, deep, PROMPT)
-    held = prefilled(by_layer([pairs, other, pairs, pairs, other, pairs]), deep, PROMPT)
-    assert held[0] == own[0]
-    assert held[1] == held[4] != own[1]
-    assert held[2] == held[3] == own[2]
-    assert held[5] == own[5]  # layer 4 would have chosen, but has another policy
+    held = prefilled(by_layer([pairs, pairs, other, pairs]), deep, PROMPT)
+    assert held[0] == held[1] == own[0]
+    assert held[2] != own[2]
+    assert held[3] == own[3]  # layer 2 would have chosen, but has another policy
 
 
 def test_hybrid_of_chunks_and_tokens(deep):
     tokens = dataclasses.replace(SMALL, chunk=1)
-    held = prefilled(chunk_token_hybrid(6, SMALL), deep, PROMPT)
-    assert held == prefilled(SMALL, deep, PROMPT)[:3] + prefilled(tokens, deep, PROMPT)[3:]
-    assert chunk_token_hybrid(6, SMALL, lower=1) == ByLayer((SMALL,) + (tokens,) * 5)
+    held = prefilled(chunk_token_hybrid(4, SMALL), deep, PROMPT)
+    assert held == prefilled(SMALL, deep, PROMPT)[:2] + prefilled(tokens, deep, PROMPT)[2:]
+    assert chunk_token_hybrid(4, SMALL, lower=1) == ByLayer((SMALL,) + (tokens,) * 3)
     assert chunk_token_hybrid(2) == by_layer([ChunkKV(), ChunkKV(chunk=1)])
     assert chunk_token_hybrid(2, SMALL, StreamingLLM()) == by_layer([SMALL, StreamingLLM()])
-    with pytest.raises(PolicyError, match="lower=7; give 0 to 6"):
-        chunk_token_hybrid(6, SMALL, lower=7)
+    with pytest.raises(PolicyError, match="lower=5; give 0 to 4"):
+        chunk_token_hybrid(4, SMALL, lower=5)
 
 
 # Sizes and errors.
@@ -234,6 +267,8 @@ def test_papers_defaults():
         ({"score": "max"}, "'softmax', 'raw'"),
         ({"agg": "max"}, "'sum', 'mean'"),
         ({"pool": 4}, "odd width"),
+        ({"rule": "all"}, "'paper', 'kvpress'"),
+        ({"strict": True, "rule": "kvpress"}, "give rule='paper'"),
     ],
 )
 def test_bad_hyperparameters(options, says):
