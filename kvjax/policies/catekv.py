@@ -22,7 +22,7 @@ Order = Literal["max_then_sum", "sum_then_max"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class Layout:
     """How CateKV divides a prompt: [sinks | middle, in chunks | unaligned tail | recent].
 
     Attributes:
@@ -65,10 +65,10 @@ class _Chunks(Policy):
     memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
     grows: ClassVar[bool] = True
 
-    prompt: Prompt
+    layout: Layout
 
     def check(self, tokens: int) -> None:
-        self.prompt.check(self.name, tokens)
+        self.layout.check(self.name, tokens)
 
     def chosen(self, chunks: Int[Array, " B"], room: Int[Array, " B"]) -> Int[Array, " B"]:
         """How many of a prompt's chunks are kept, where sinks, tail and recent tokens leave `room` slots of the budget."""
@@ -83,7 +83,7 @@ class _Chunks(Policy):
         lengths: Int[Array, " B"],
         carry: Carry,
     ) -> tuple[Slots, Carry]:
-        parts, keys = self.prompt, rotated(spec, k)
+        parts, keys = self.layout, rotated(spec, k)
         budget = budget_rows(parts.budget, lengths + spec.new_tokens)
         sinks, recent = parts.regions(budget)
         middle = jnp.maximum(lengths - sinks - recent, 0)
@@ -122,10 +122,10 @@ class Consistent(_Chunks):
     @property
     def budget(self) -> int | float:
         """Slots for the prompt."""
-        return self.prompt.budget
+        return self.layout.budget
 
     def chosen(self, chunks: Int[Array, " B"], room: Int[Array, " B"]) -> Int[Array, " B"]:
-        return jnp.minimum(room // self.prompt.chunk, chunks)
+        return jnp.minimum(room // self.layout.chunk, chunks)
 
     def capacity(self, spec: LayerSpec) -> int:
         return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.prompt_len) + spec.new_tokens)
@@ -152,10 +152,10 @@ class Adaptive(_Chunks):
 
         Of a middle of m tokens with a tail of t < chunk, η (m - t) + t are kept at most, which is η m + (1 - η) t.
         """
-        budget = budget_tokens(self.prompt.budget, spec.max_tokens)
-        ends = sum(self.prompt.regions(budget))
+        budget = budget_tokens(self.layout.budget, spec.max_tokens)
+        ends = sum(self.layout.regions(budget))
         eta = Fraction(self.eta).limit_denominator(10_000)
-        middle = eta * max(spec.prompt_len - ends, 0) + (1 - eta) * (self.prompt.chunk - 1)
+        middle = eta * max(spec.prompt_len - ends, 0) + (1 - eta) * (self.layout.chunk - 1)
         return cache.round_slots(min(max(budget, ends + math.ceil(middle)), spec.prompt_len) + spec.new_tokens)
 
 
@@ -225,13 +225,13 @@ class CateKV(Policy):
             self.check(0)
 
     def check(self, tokens: int) -> None:
-        self._prompt.check(self.name, tokens)
+        self._layout.check(self.name, tokens)
 
     def bind(self, config: ModelConfig) -> Policy:
         """Both kinds of heads with the policies that they have, as a `ByHead`."""
         labels = self.profile if isinstance(self.profile, tuple) else self._profile(config).labels
-        adaptive = Adaptive(self._prompt, float(self.eta)) if self.adaptive is None else self.adaptive
-        return by_head({"consistent": Consistent(self._prompt), "adaptive": adaptive}, labels).bind(config)
+        adaptive = Adaptive(self._layout, float(self.eta)) if self.adaptive is None else self.adaptive
+        return by_head({"consistent": Consistent(self._layout), "adaptive": adaptive}, labels).bind(config)
 
     def capacity(self, spec: LayerSpec) -> int:
         raise PolicyError(
@@ -239,8 +239,8 @@ class CateKV(Policy):
         )
 
     @property
-    def _prompt(self) -> Prompt:
-        return Prompt(self.budget, self.sinks, self.recent, self.chunk, self.window, self.order)
+    def _layout(self) -> Layout:
+        return Layout(self.budget, self.sinks, self.recent, self.chunk, self.window, self.order)
 
     def _profile(self, config: ModelConfig) -> HeadProfile:
         given = None if isinstance(self.profile, tuple) else self.profile

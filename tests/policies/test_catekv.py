@@ -78,9 +78,9 @@ def test_equal_chunks_are_taken_from_the_left():
 
 def test_the_papers_default_is_216_chunks():
     """2048 tokens less 64 sinks and 256 recent ones, in chunks of 8."""
-    prompt = CateKV()._prompt
-    assert prompt.regions(2048) == (64, 256)
-    chunks = Consistent(prompt).chosen(jnp.asarray([10_000]), jnp.asarray([2048 - 64 - 256]))
+    layout = CateKV()._layout
+    assert layout.regions(2048) == (64, 256)
+    chunks = Consistent(layout).chosen(jnp.asarray([10_000]), jnp.asarray([2048 - 64 - 256]))
     assert chunks.item() == 216
 
 
@@ -129,12 +129,12 @@ def test_each_kind_of_head_has_slots_of_its_own():
 @pytest.mark.parametrize("budget", [40, 100, 0.3])
 def test_capacity_suffices(eta, budget):
     """No prompt length keeps more than the slots there are, and these are no more than needed, but for a chunk and rounding."""
-    prompt = CateKV(budget=budget, chunk=8)._prompt
-    policy = Adaptive(prompt, eta)
+    layout = CateKV(budget=budget, chunk=8)._layout
+    policy = Adaptive(layout, eta)
     spec = layer_specs(TINY, 1, 768, 10, jnp.float32)[0]
     tokens = np.arange(1, 769)
     rows = np.asarray([int(t + 10) * 3 // 10 if budget == 0.3 else budget for t in tokens])
-    sinks, recent = prompt.regions(rows)
+    sinks, recent = layout.regions(rows)
     middle = np.maximum(tokens - sinks - recent, 0)
     chunks = np.floor(eta * (middle // 8) + 1e-9).astype(int)
     held = np.where(tokens <= rows, tokens, sinks + recent + middle % 8 + 8 * chunks)
