@@ -189,13 +189,9 @@ class Chelsea(Policy):
         slots = state.slots
         places = slots.pos.shape[-1]
         chunk = places if self.chunk is None else min(self.chunk, places)
-        live = slots.live[..., None]
-        tokens = Clusters(
-            k=jnp.where(live, slots.k, 0).astype(jnp.float32),
-            v=jnp.where(live, slots.v, 0).astype(jnp.float32),
-            pos=slots.pos,
-            weight=slots.weight,
-        )
+        kv = jnp.concatenate([slots.k, slots.v], axis=-1)
+        kv = jnp.where(slots.live[..., None], kv, jnp.zeros((), kv.dtype)).astype(jnp.float32)
+        tokens = Clusters(kv, slots.pos, slots.weight)
         sinks, recent = self._regions(state.budget)
         size = slots.next[:, 0]
         goal = jnp.where(due, state.budget, size)
@@ -217,10 +213,11 @@ class Chelsea(Policy):
         older, size, steps = jax.lax.while_loop(unfinished, step, (older, size, state.steps))
         older = soft_matching.shift(older, -sinks)
         first = jnp.arange(places, dtype=jnp.int32) < sinks[:, None, None]
+        kv = jnp.where(first[..., None], tokens.kv, older.kv[:, :, :places]).astype(slots.k.dtype)
         slots = dataclasses.replace(
             slots,
-            k=jnp.where(first[..., None], tokens.k, older.k[:, :, :places]).astype(slots.k.dtype),
-            v=jnp.where(first[..., None], tokens.v, older.v[:, :, :places]).astype(slots.v.dtype),
+            k=kv[..., : slots.k.shape[-1]],
+            v=kv[..., slots.k.shape[-1] :],
             pos=jnp.where(first, tokens.pos, older.pos[:, :, :places]),
             weight=jnp.where(first, tokens.weight, older.weight[:, :, :places]),
             next=jnp.broadcast_to(size[:, None], slots.next.shape),

@@ -26,15 +26,24 @@ class Clusters:
     """Tokens and clusters of tokens, in order, the first ones live. B rows, K KV heads, S places, H head dim; float32.
 
     Attributes:
-        k, v: keys and values; of a cluster, the means over its tokens.
+        kv: keys, and then values, side by side so that both move at once; of a cluster, the means over its tokens.
         pos: original position, of a cluster that of its newest token; -1 where there is nothing.
         weight: how many tokens each stands for, 0 where there is nothing.
     """
 
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    kv: Float[Array, "B K S 2*H"]
     pos: Int[Array, "B K S"]
     weight: Float[Array, "B K S"]
+
+    @property
+    def k(self) -> Float[Array, "B K S H"]:
+        """Keys."""
+        return self.kv[..., : self.kv.shape[-1] // 2]
+
+    @property
+    def v(self) -> Float[Array, "B K S H"]:
+        """Values."""
+        return self.kv[..., self.kv.shape[-1] // 2 :]
 
 
 def best_edges(
@@ -82,42 +91,39 @@ def merge(tokens: Clusters, size: Int[Array, " B"], count: Int[Array, " B"], chu
         count: at most `edges(size, chunk)`.
         chunk: c, a divisor of the number of places.
     """
-    batch, heads, places, dim = tokens.k.shape
+    batch, heads, places, width = tokens.kv.shape
     shape = (batch, heads, places // chunk, chunk)
-    k, v = tokens.k.reshape(*shape, dim), tokens.v.reshape(*shape, dim)
-    pos, weight = tokens.pos.reshape(shape), tokens.weight.reshape(shape)
+    kv, pos, weight = tokens.kv.reshape(*shape, width), tokens.pos.reshape(shape), tokens.weight.reshape(shape)
     live = (jnp.arange(places, dtype=jnp.int32) < size[:, None, None]).reshape(batch, 1, *shape[2:])
 
-    similarity, target = best_edges(k, jnp.broadcast_to(live, shape))
+    similarity, target = best_edges(kv[..., : width // 2], jnp.broadcast_to(live, shape))
     kept = strongest(similarity.reshape(batch, heads, -1), count).reshape(similarity.shape)
     joined = kept[..., None] & (target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32))  # [B, K, chunk, A, B]
 
-    odd = weight[..., 1::2]
     share = jnp.where(joined, weight[..., 0::2, None], 0.0)
+    odd, odd_kv = weight[..., 1::2], kv[..., 1::2, :]
     degree = odd + jnp.sum(share, axis=-2)
-    grown = jnp.any(joined, axis=-2)[..., None]
-
-    def mean(x: Float[Array, "B K M C H"]) -> Float[Array, "B K M D H"]:
-        """The tokens of B, where they have been joined averaged with those that joined them."""
-        total = jnp.einsum("...ab,...ah->...bh", share, x[..., 0::2, :], precision="highest")
-        x = x[..., 1::2, :]
-        return jnp.where(grown, (total + odd[..., None] * x) / jnp.maximum(degree, 1.0)[..., None], x)
-
+    total = odd[..., None] * odd_kv + jnp.einsum("...ab,...ah->...bh", share, kv[..., 0::2, :], precision="highest")
+    grown = degree > odd
+    centroid = jnp.where(grown[..., None], total / jnp.maximum(degree, 1.0)[..., None], odd_kv)
     newest = jnp.maximum(pos[..., 1::2], jnp.max(jnp.where(joined, pos[..., 0::2, None], -1), axis=-2))
+
     stays = jnp.stack([~kept, jnp.ones_like(kept)], axis=-1).reshape(*kept.shape[:-1], -1)[..., :chunk]
     index, filled = compact(stays.reshape(batch, heads, places) & (tokens.weight > 0), places)
     source = jnp.asarray(_halves(places, chunk))[index]
 
-    def gather(even: Array, odd: Array) -> Array:
+    def gather(even: Array, odd: Array, free: int) -> Array:
+        """What stays, in order, from the even places of all chunks and the odd ones."""
         halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
-        at = source if halves.ndim == 3 else source[..., None]
-        return jnp.take_along_axis(halves, at, axis=2)
+        wide = (...,) + (None,) * (halves.ndim - 3)
+        return jnp.where(
+            filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype)
+        )
 
     return Clusters(
-        k=jnp.where(filled[..., None], gather(k[..., 0::2, :], mean(k)), 0.0),
-        v=jnp.where(filled[..., None], gather(v[..., 0::2, :], mean(v)), 0.0),
-        pos=jnp.where(filled, gather(pos[..., 0::2], newest), -1),
-        weight=jnp.where(filled, gather(weight[..., 0::2], degree), 0.0),
+        kv=gather(kv[..., 0::2, :], centroid, 0),
+        pos=gather(pos[..., 0::2], newest, -1),
+        weight=gather(weight[..., 0::2], degree, 0),
     )
 
 
@@ -137,7 +143,7 @@ def pad(tokens: Clusters, places: int) -> Clusters:
         width = [(0, 0), (0, 0), (0, places - x.shape[2])] + [(0, 0)] * (x.ndim - 3)
         return jnp.pad(x, width, constant_values=fill)
 
-    return Clusters(widen(tokens.k, 0), widen(tokens.v, 0), widen(tokens.pos, -1), widen(tokens.weight, 0))
+    return Clusters(widen(tokens.kv, 0), widen(tokens.pos, -1), widen(tokens.weight, 0))
 
 
 def shift(tokens: Clusters, by: Int[Array, " B"]) -> Clusters:
@@ -151,4 +157,4 @@ def shift(tokens: Clusters, by: Int[Array, " B"]) -> Clusters:
         wide = (slice(None),) * 3 + (None,) * (x.ndim - 3)
         return jnp.where(inside[wide], jnp.take_along_axis(x, index[wide], axis=2), jnp.asarray(fill, x.dtype))
 
-    return Clusters(take(tokens.k, 0), take(tokens.v, 0), take(tokens.pos, -1), take(tokens.weight, 0))
+    return Clusters(take(tokens.kv, 0), take(tokens.pos, -1), take(tokens.weight, 0))

@@ -24,21 +24,23 @@ def count_edges(tokens: int, chunk: int) -> int:
     return sum(math.ceil(size / 2) for size in sizes if size > 1)
 
 
-def cosine(a: np.ndarray, b: np.ndarray) -> int:
-    """Similarity, in multiples of 2^-14: what is closer together counts as equal."""
-    return round(float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) * 2**14)
+def similarities(keys: np.ndarray) -> np.ndarray:
+    """Cosine similarity of all pairs, in multiples of 2^-14: what is closer together counts as equal."""
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    return np.round(unit @ unit.T * 2**14)
 
 
 def soft_matching(tokens: list[dict], count: int, chunk: int) -> list[dict]:
     """Merge along the `count` most similar edges of all chunks."""
     edges = []
     for start in range(0, len(tokens), chunk):
-        places = range(start, min(start + chunk, len(tokens)))
+        similar = similarities(np.stack([token["k"] for token in tokens[start : start + chunk]]))
+        places = range(len(similar))
         a_places, b_places = places[0::2], places[1::2]
         if b_places:
             for a in a_places:
-                best = max(b_places, key=lambda b: cosine(tokens[a]["k"], tokens[b]["k"]))  # the first, if several
-                edges.append((cosine(tokens[a]["k"], tokens[best]["k"]), a, best))
+                best = max(b_places, key=lambda b: similar[a, b])  # the first, if several
+                edges.append((similar[a, best], start + a, start + best))
     edges.sort(key=lambda edge: -edge[0])  # stable: of equally similar edges, the first ones
     members = {i: [i] for i in range(len(tokens))}
     for _, a, b in edges[:count]:
