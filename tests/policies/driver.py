@@ -142,7 +142,8 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     budget = getattr(policy, "budget", None)
     if budget is None or policy.memory == "bandwidth":
         return length + steps
-    return min(length + steps, budget + (steps if policy.grows else 0))
+    wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
+    return min(length + steps, budget + wait + (steps if policy.grows else 0))
 
 
 def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
