@@ -25,17 +25,19 @@ class Settings:
         threshold: least cosine similarity of an edge that counts (appendix B).
         chunk: tokens among which similar ones are looked for.
         sinks: first tokens of a sample that are left out, as they are never merged.
+        first_layers: first layers all of whose heads are outliers, counted inside the fraction: 1 for Llama-2 (appendix C.2).
     """
 
     fraction: float = 0.04
     threshold: float = 0.8
     chunk: int = 256
     sinks: int = 16
+    first_layers: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction < 1:
             raise ValueError(f"fraction={self.fraction}; give a share of all heads, between 0 and 1")
-        for field, least in (("chunk", 2), ("sinks", 0)):
+        for field, least in (("chunk", 2), ("sinks", 0), ("first_layers", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)}; give {least} or more")
 
@@ -89,10 +91,17 @@ def outlier_scores(
     return np.stack(scores).astype(np.float64).mean(axis=0)
 
 
-def outlier_heads(scores: Float[np.ndarray, "L K"], fraction: float = 0.04) -> Labels:
-    """Labels of all heads: "outlier" for the `fraction` of them with the highest scores (of equals the first), at least one."""
+def outlier_heads(scores: Float[np.ndarray, "L K"], fraction: float = 0.04, first_layers: int = 0) -> Labels:
+    """Labels of all heads: "outlier" for the `fraction` of them with the highest scores (of equals the first), at least one.
+
+    Args:
+        first_layers: layers whose heads come before all others, and are outliers even where they exceed the fraction.
+    """
+    ranked = scores.astype(np.float64)
+    ranked[:first_layers] = np.inf
+    count = max(1, round(fraction * scores.size), ranked[:first_layers].size)
     outliers = np.zeros(scores.size, bool)
-    outliers[np.argsort(-scores.reshape(-1), kind="stable")[: max(1, round(fraction * scores.size))]] = True
+    outliers[np.argsort(-ranked.reshape(-1), kind="stable")[:count]] = True
     return tuple(tuple(OUTLIER if head else CLUSTERED for head in row) for row in outliers.reshape(scores.shape))
 
 
@@ -115,5 +124,5 @@ def profile(
         data=data,
         settings=tuple(dataclasses.asdict(settings).items()),
         scores=rows(np.round(scores, 4).tolist()),
-        labels=outlier_heads(scores, settings.fraction),
+        labels=outlier_heads(scores, settings.fraction, settings.first_layers),
     )

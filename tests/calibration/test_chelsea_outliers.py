@@ -96,6 +96,17 @@ def test_the_highest_scores_are_outliers():
     assert outlier_heads(np.zeros((2, 2))) == (("outlier", "clustered"), ("clustered", "clustered"))
 
 
+def test_first_layers_count_inside_the_fraction():
+    """Llama-2, 32 layers of 32 heads: 4 % are 41, of which the first layer is 32; the other nine have the highest scores."""
+    scores = np.random.default_rng(1).uniform(size=(32, 32))
+    labels = outlier_heads(scores, first_layers=1)
+    assert labels[0] == ("outlier",) * 32
+    others = [(i, j) for i in range(1, 32) for j in range(32) if labels[i][j] == "outlier"]
+    assert len(others) == 9
+    assert {scores[place] for place in others} == set(np.sort(scores[1:].reshape(-1))[-9:])
+    assert sum(row.count("outlier") for row in outlier_heads(scores, fraction=0.01, first_layers=2)) == 64
+
+
 def profile_of(params, labels) -> HeadProfile:
     scores = rows([[0.0] * len(row) for row in labels])
     return HeadProfile("chelsea", fingerprint(params.config), "made up", (), scores, rows(labels))
