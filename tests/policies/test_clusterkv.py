@@ -1,6 +1,7 @@
 """ClusterKV against the literal algorithm."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,8 @@ def cluster(x, init, iterations, distance="cosine", mask=None, clusters=None):
     batch, _, tokens, _ = x.shape
     mask = jnp.ones((batch, tokens), bool) if mask is None else jnp.asarray(mask)
     clusters = jnp.full((batch,), init.shape[2], jnp.int32) if clusters is None else jnp.asarray(clusters, jnp.int32)
-    return kmeans(jnp.asarray(x), mask, jnp.asarray(init), clusters, iterations=iterations, distance=distance)
+    work = jax.jit(functools.partial(kmeans, iterations=iterations, distance=distance))
+    return work(jnp.asarray(x), mask, jnp.asarray(init), clusters)
 
 
 @pytest.mark.parametrize("distance", ["cosine", "l2", "ip"])
@@ -139,38 +141,29 @@ def test_distances_differ():
 # The policy against the oracle.
 
 CONFIGURATIONS = {
-    "gqa": (SMALL, 4, 2),
-    "mha": (SMALL | {"budget": 17, "sinks": 3}, 2, 2),
-    "mqa, mean query": (SMALL | {"gqa": "mean"}, 4, 1),
-    "clusters by length": (SMALL | {"n_clusters": None, "tokens_per_cluster": 9, "budget": 13}, 2, 1),
-    "generated tokens unclustered": (SMALL | {"cluster_decode": False}, 2, 1),
-    "l2": (SMALL | {"distance": "l2"}, 2, 1),
-    "inner product": (SMALL | {"distance": "ip", "iterations": 3}, 2, 1),
-    "more clusters than tokens": (SMALL | {"n_clusters": 200, "new_clusters": 20, "window": 5}, 2, 1),
+    "gqa": (SMALL, 32, 4, 2),
+    "mha": (SMALL | {"budget": 17, "sinks": 3, "iterations": 5}, 32, 2, 2),
+    "mqa, mean query": (SMALL | {"gqa": "mean", "iterations": 5}, 16, 4, 1),
+    "clusters by length": (SMALL | {"n_clusters": None, "tokens_per_cluster": 9, "iterations": 5}, 32, 2, 1),
+    "generated tokens unclustered": (SMALL | {"cluster_decode": False, "iterations": 5}, 16, 2, 1),
+    "inner product": (SMALL | {"distance": "ip", "iterations": 3}, 16, 2, 1),
+    "more clusters than tokens": (
+        SMALL | {"n_clusters": 200, "new_clusters": 20, "window": 5, "iterations": 2},
+        16,
+        2,
+        1,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts shorter and longer than the budget: clusters, what every query recalls, outputs."""
-    options, heads, kv_heads = CONFIGURATIONS[name]
-    policy = ClusterKV(**options, seed=3)
-    lengths = np.random.default_rng(7).integers(1, 60, size=32)
-    lengths[:3] = 1, 4, 59
-    case = make_case(3, lengths, steps=20, heads=heads, kv_heads=kv_heads)
-    spec, group = case.spec, heads // kv_heads
-    rope = spec.rope
-    _, outputs, states = run(policy, case)
-    shuffled = jax.jit(lambda pos: policy.shuffled(spec, pos, jnp.ones_like(pos, bool)))
-    appended = jax.jit(lambda state, k, v, pos: policy.append(spec, state, k, v, pos))
-    selected = jax.jit(lambda state, q, pos: policy.selected(spec, state, rope.rotate(q, pos[:, None])))
-    rows = np.arange(len(lengths))
-    recalls = []
-    for i, state in enumerate(states[:-1]):
-        pos = lengths + i
-        state = appended(state, case.k[rows, pos], case.v[rows, pos], pos)
-        recalls.append([np.asarray(x) for x in selected(state, case.q[rows, pos], pos)])
-    draws = np.asarray(shuffled(jnp.broadcast_to(jnp.arange(84, dtype=jnp.int32), (32, 84))))[0]  # [K, S]
+    _, batch, heads, kv_heads = CONFIGURATIONS[name]
+    policy, case, (outputs, recalls, states) = observed(name)
+    lengths, group = case.lengths, heads // kv_heads
+    pos = jnp.broadcast_to(jnp.arange(84, dtype=jnp.int32), (batch, 84))
+    draws = np.asarray(policy.shuffled(case.spec, pos, jnp.ones_like(pos, bool)))[0]  # [K, S]
 
     for row, length in enumerate(lengths):
         for head in range(kv_heads):
@@ -183,12 +176,47 @@ def test_equals_the_literal_algorithm(name):
             for i in range(case.steps):
                 pos = length + i
                 out, recalled = oracle.step(queries[pos], keys[pos], values[pos], pos)
-                np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=2e-5)
-                index, live = (x.reshape(32, kv_heads, -1, x.shape[-1])[row, head] for x in recalls[i])
+                np.testing.assert_allclose(outputs[i][row, head * group : (head + 1) * group], out, atol=2e-5)
+                index, live = (x.reshape(batch, kv_heads, -1, x.shape[-1])[row, head] for x in recalls[i])
                 assert [x[m].tolist() for x, m in zip(index, live, strict=True)] == recalled[: len(index)]
                 assert clusters_of(states[i + 1], row, head) == oracle.clusters
             count = len(oracle.clusters)
             np.testing.assert_allclose(states[-1].centroids[row, head, :count], oracle.centroids, atol=1e-5)
+
+
+@functools.cache
+def observed(name: str):
+    """A configuration's policy, its case, and what `observe` sees of them."""
+    options, batch, heads, kv_heads = CONFIGURATIONS[name]
+    policy = ClusterKV(**options, seed=3)
+    lengths = np.random.default_rng(7).integers(1, 60, size=batch)
+    lengths[:3] = 1, 4, 59
+    case = make_case(3, lengths, steps=20, heads=heads, kv_heads=kv_heads)
+    return policy, case, observe(policy, case)
+
+
+def observe(policy: ClusterKV, case: Case):
+    """Like `run`, with what each query recalls as well: outputs, recalls, and states, as NumPy arrays."""
+    spec = case.spec
+
+    @jax.jit
+    def step(state, q, k, v, pos):
+        state = policy.append(spec, state, k, v, pos)
+        recalled = policy.selected(spec, state, spec.rope.rotate(q, pos[:, None]))
+        out, state, _ = policy.attend(spec, state, q, pos, None)
+        return out, recalled, policy.compress(spec, state)
+
+    size = spec.prompt_len
+    rest = [(0, 0), (0, max(0, size - case.q.shape[1])), (0, 0), (0, 0)]
+    state = compiled(policy, spec)[0](*(np.pad(x, rest)[:, :size] for x in (case.q, case.k, case.v)), case.lengths)
+    rows, outputs, recalls, states = np.arange(len(case.lengths)), [], [], [state]
+    for i in range(case.steps):
+        pos = case.lengths + i
+        out, recalled, state = step(state, case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos)
+        outputs.append(out)
+        recalls.append(recalled)
+        states.append(state)
+    return jax.device_get((outputs, recalls, states))
 
 
 def clusters_of(state: Clusters, row: int, head: int) -> list[list[int]]:
@@ -202,11 +230,10 @@ def clusters_of(state: Clusters, row: int, head: int) -> list[list[int]]:
 
 def test_labels_partition_the_tokens():
     """At every step sinks, clusters and tail are all tokens, each once; sizes sum to what is clustered."""
-    policy = ClusterKV(**SMALL)
-    case = make_case(8, [50, 3, 16, 17, 40], steps=30)
-    for state in run(policy, case)[2]:
+    policy, case, (_, _, states) = observed("gqa")
+    for state in states:
         seen, clustered = np.asarray(state.slots.seen), np.asarray(state.clustered)
-        for row, head in np.ndindex(5, 2):
+        for row, head in np.ndindex(len(case.lengths), 2):
             members = [pos for cluster in clusters_of(state, row, head) for pos in cluster]
             assert sorted(members) == list(range(4, clustered[row]))
             assert sorted(state.order[row, head].tolist()) == list(range(state.order.shape[-1]))
@@ -229,9 +256,9 @@ def test_a_cluster_a_token_recalls_the_best_tokens():
     state = run(policy, case)[2][0]
     assert (np.asarray(state.sizes)[0, :, :38] == 1).all()
     q = np.stack([case.q[row, length] for row, length in enumerate(case.lengths)])
+    selected = jax.jit(lambda state: policy.selected(case.spec, state, jnp.asarray(q)))
     for budget in (3, 4, 7, 13, 22):
-        tight = state.replace(budget=jnp.full((2,), budget, jnp.int32))
-        index, live = policy.selected(case.spec, tight, jnp.asarray(q))
+        index, live = map(np.asarray, selected(state.replace(budget=jnp.full((2,), budget, jnp.int32))))
         for row, head in np.ndindex(2, 4):
             keys = [rotate(case.spec.rope, case.k[row, p, head // 2], p) for p in range(2, case.lengths[row])]
             true = 2 + np.argsort(-(np.stack(keys) @ q[row, head]), kind="stable")[: budget - 2]
@@ -269,12 +296,13 @@ def test_only_the_selection_is_read():
     """NaN in every token that is not recalled changes nothing, and what is gathered is far smaller than the store."""
     policy = ClusterKV(**SMALL)
     case = make_case(13, [250, 200], steps=1)
-    spec, state = case.spec, run(policy, case)[2][0]
+    spec = case.spec
+    prefill, step = compiled(policy, spec)
+    state = prefill(*(np.pad(x, ((0, 0), (0, 5), (0, 0), (0, 0))) for x in (case.q, case.k, case.v)), case.lengths)
     assert policy.reads(spec) == 32
     assert state.slots.k.shape[2] == 288
     rows, pos = np.arange(2), case.lengths
     args = tuple(jnp.asarray(x) for x in (case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos))
-    _, step = compiled(policy, spec)
     after = policy.append(spec, state, *args[1:])
     index, live = map(np.asarray, policy.recall(spec, after, spec.rope.rotate(args[0], args[3][:, None])))
     read = np.zeros(state.slots.pos.shape, bool)
