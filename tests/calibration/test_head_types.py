@@ -14,7 +14,7 @@ from kvjax.calibration import catekv
 from kvjax.calibration.catekv import Scores, Settings, adaptive_by_sample, head_scores, profile, vote
 from kvjax.calibration.recording import cut, record
 from kvjax.policies import CateKV, rotated
-from kvjax.policies.profile import fingerprint
+from kvjax.policies.profile import fingerprint, shipped
 
 
 @pytest.mark.parametrize(
@@ -183,3 +183,12 @@ def test_samples_that_cannot_be_cut(reader, tiny, tmp_path):
         cut(reader, [], 4, 3)
     with pytest.raises(ValueError, match="no tokenizer"):
         cut(tiny, [file], 1, 3)
+
+
+@pytest.mark.parametrize(("method", "label", "count"), [("catekv", "adaptive", 36), ("chelsea", "outlier", 4)])
+def test_the_default_model_has_its_profiles(smollm2, method, label, count):
+    """36 of its 90 KV heads are adaptive (40 %), 4 are outliers (4 %)."""
+    found = shipped(method, smollm2.config)
+    assert found is not None
+    assert len(found.heads(label)) == count
+    assert [len(layer) for layer in found.labels] == [3] * 30
