@@ -178,13 +178,19 @@ class Chelsea(Policy):
         self, spec: LayerSpec, state: Centroids, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Centroids, Carry]:
         out, _, carry = super().attend(spec, state.slots, q, pos, carry)
-        return out, state, carry
+        # So that clustering cannot start before attention has read the slots, and works in place; XLA would copy them all at
+        # every step. (An optimization barrier goes before it decides that, and a row whose output is NaN is lost anyway.)
+        steps = state.steps + jnp.any(jnp.isnan(out), axis=(1, 2)).astype(jnp.int32)
+        return out, dataclasses.replace(state, steps=steps), carry
 
     def compress(self, spec: LayerSpec, state: Centroids) -> Centroids:
-        due = state.slots.next[:, 0] >= state.budget + self.every
-        return jax.lax.cond(jnp.any(due), self._cluster, lambda state, due: state, state, due)
+        return jax.lax.cond(jnp.any(self._due(state)), self._cluster, lambda state: state, state)
 
-    def _cluster(self, state: Centroids, due: Bool[Array, " B"]) -> Centroids:
+    def _due(self, state: Centroids) -> Bool[Array, " B"]:
+        """Rows that have waited long enough."""
+        return state.slots.next[:, 0] >= state.budget + self.every
+
+    def _cluster(self, state: Centroids) -> Centroids:
         """The rows that are due, clustered to exactly their budgets."""
         slots = state.slots
         places = slots.pos.shape[-1]
@@ -194,7 +200,7 @@ class Chelsea(Policy):
         tokens = Clusters(kv, slots.pos, slots.weight)
         sinks, recent = self._regions(state.budget)
         size = slots.next[:, 0]
-        goal = jnp.where(due, state.budget, size)
+        goal = jnp.where(self._due(state), state.budget, size)
 
         def unfinished(loop: tuple[Clusters, Array, Array]) -> Array:
             return jnp.any(loop[1] > goal)
