@@ -56,5 +56,11 @@ def _quality_cell(row: dict[str, Any]) -> str:
     return f"{row['perplexity']:.2f}, {100 * row['agreement']:.1f} %, {row['cache_bytes'] / 1e6:.0f} MB"
 
 
+def measured_quality() -> list[dict[str, Any]]:
+    """Rows of the policies' comparison; CateKV's come from a run of its own, on the same texts."""
+    found = rows("policy-quality-h200.json") + rows("policy-quality-catekv-h200.json")
+    return list({(row["policy"], row["budget"]): row for row in found}.values())
+
+
 if __name__ == "__main__":
-    print(perplexity(), memory(), sep="\n\n")
+    print(perplexity(), memory(), quality(measured_quality()), sep="\n\n")

@@ -61,6 +61,7 @@ def test_policies_are_all_listed():
 def test_tables_are_those_of_the_result_files():
     assert tables.perplexity() in README
     assert tables.memory() in README
+    assert tables.quality(tables.measured_quality()) in README
 
 
 def test_result_files_say_what_the_readme_claims():
