@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
 
-BLOCK = 512
-"""Tokens in a query or key block. On 2 CPU cores at 4096 × 9 heads × 64, measured by `benchmarks/prefill_attention.py`."""
+BLOCK = 256
+"""Tokens in a query or key block: the fastest on 2 CPU cores (`benchmarks/results/prefill-attention.json`)."""
 
 
 def prefill_attention(
