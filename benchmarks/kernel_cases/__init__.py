@@ -1,0 +1,1 @@
+"""What `python -m benchmarks.kernels` checks and times: one module an operation."""
