@@ -9,8 +9,9 @@ from .options import JsonOption
 def policies(as_json: JsonOption = False) -> None:
     """List the cache policies.
 
-    What each keeps, what becomes of the memory of the rest (freed, or only not read), whether tokens stay at their original
-    positions or take their place in the cache, and hyperparameters with their defaults.
+    What each keeps, what becomes of the memory of the rest (freed, only not read, or held in fewer bits), whether it compresses
+    the prompt, while decoding, or both, whether tokens stay at their original positions or take their place in the cache,
+    and hyperparameters with their defaults.
     """
     from kvjax.policies import policies as registered
 
@@ -23,6 +24,7 @@ def policies(as_json: JsonOption = False) -> None:
                     "paper": cls.paper,
                     "keeps": cls.keeps,
                     "memory": cls.memory,
+                    "stage": cls.stage,
                     "positions": cls.positions,
                     "hyperparameters": {field.name: field.default for field in dataclasses.fields(cls)},
                 }
@@ -31,13 +33,14 @@ def policies(as_json: JsonOption = False) -> None:
         )
         return
     print_table(
-        ["Policy", "Paper", "Keeps", "Memory", "Positions", "Hyperparameters"],
+        ["Policy", "Paper", "Keeps", "Memory", "Stage", "Positions", "Hyperparameters"],
         [
             [
                 cls.name,
                 cls.paper,
                 cls.keeps,
                 cls.memory,
+                cls.stage,
                 cls.positions,
                 ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(cls)) or "none",
             ]

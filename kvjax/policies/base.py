@@ -33,6 +33,12 @@ State = Any
 Carry = Any
 """What travels from layer to layer: any pytree, or None."""
 
+Memory = Literal["full", "freed", "bandwidth", "quantised"]
+"""What becomes of the memory of what is dropped, see `Policy`."""
+
+Stage = Literal["none", "prompt", "decoding", "both"]
+"""When a policy compresses, see `Policy`."""
+
 
 class PolicyError(ValueError):
     """An unknown policy, a hyperparameter it does not have or cannot take, or a budget it cannot work with."""
@@ -46,7 +52,9 @@ class Policy:
         name: how it is asked for.
         paper: authors, year, title.
         keeps: what it keeps, in one phrase.
-        memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), or "full".
+        memory: "freed" (dropped slots hold no memory), "bandwidth" (all is kept, a part is read), "quantised" (all is kept, in
+            fewer bits), or "full".
+        stage: when it compresses: the "prompt" once it is read, while "decoding", "both", or "none".
         grows: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
         merges: whether a slot may hold the mean of several tokens (it then counts as often, and weights sum to all tokens seen).
         positions: "original" (a token stays where it stood in the text) or "cache" (its place among the kept ones, which keeps
@@ -56,7 +64,8 @@ class Policy:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     keeps: ClassVar[str] = ""
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "full"
+    memory: ClassVar[Memory] = "full"
+    stage: ClassVar[Stage] = "none"
     grows: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     positions: ClassVar[Literal["original", "cache"]] = "original"

@@ -13,7 +13,7 @@ from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels.masking import MASKED
 
-from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .compose import by_head
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
@@ -62,7 +62,8 @@ class Layout:
 class _Chunks(Policy):
     """Keep sinks, recent tokens and the chunks of the prompt that its last queries attend to most, and all new tokens."""
 
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "prompt"
     grows: ClassVar[bool] = True
 
     layout: Layout
@@ -189,7 +190,8 @@ class CateKV(Policy):
         "Jiang et al. 2025, CateKV: On Sequential Consistency for Long-Context LLM Inference Acceleration"
     )
     keeps: ClassVar[str] = "in heads that look at the same tokens all along, only those; in the others most or all"
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "prompt"
     grows: ClassVar[bool] = True
     labels: ClassVar[tuple[str, ...]] = ("consistent", "adaptive")
 

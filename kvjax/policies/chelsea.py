@@ -14,7 +14,7 @@ from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 
 from . import soft_matching
-from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .compose import by_head
 from .full import Full
 from .profile import HeadProfile, find
@@ -77,7 +77,8 @@ class Chelsea(Policy):
     name: ClassVar[str] = "chelsea"
     paper: ClassVar[str] = "Hu et al. 2025, Efficient Long-Context LLM Inference via KV Cache Clustering"
     keeps: ClassVar[str] = "sinks, recent tokens, and centroids of older tokens with similar keys"
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "both"
     merges: ClassVar[bool] = True
 
     budget: int | float = 0.2

@@ -11,7 +11,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.pallas_kernels import window_scores
 
-from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .compose import ByLayer, by_layer
 from .registry import register
 
@@ -53,7 +53,8 @@ class ChunkKV(Policy):
         "Liu et al. 2025, ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference"
     )
     keeps: ClassVar[str] = "the prompt's most attended chunks, its last tokens, and all new ones"
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "prompt"
     grows: ClassVar[bool] = True
 
     budget: int | float = 512

@@ -13,7 +13,7 @@ from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import kmeans
 
-from .base import Carry, Policy, PolicyError, State, budget_rows, budget_tokens, check_budget
+from .base import Carry, Memory, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_budget
 from .registry import register
 
 
@@ -74,7 +74,8 @@ class ClusterKV(Policy):
     name: ClassVar[str] = "clusterkv"
     paper: ClassVar[str] = "Liu et al. 2024, ClusterKV: Manipulating LLM KV Cache in Semantic Space"
     keeps: ClassVar[str] = "every token, of which a query reads the clusters of keys nearest to it"
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "bandwidth"
+    memory: ClassVar[Memory] = "bandwidth"
+    stage: ClassVar[Stage] = "both"
 
     budget: int | float = 1024
     sinks: int = 16

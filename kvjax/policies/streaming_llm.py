@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 
-from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget
 from .registry import register
 
 
@@ -38,7 +38,8 @@ class StreamingLLM(Policy):
     name: ClassVar[str] = "streaming_llm"
     paper: ClassVar[str] = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks"
     keeps: ClassVar[str] = "the first tokens and the most recent ones, at positions within the cache"
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "both"
     positions: ClassVar[Literal["original", "cache"]] = "cache"
 
     budget: int | float = 1024

@@ -13,7 +13,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.pallas_kernels import window_scores
 
-from .base import Carry, Policy, PolicyError, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .registry import register
 
 
@@ -67,7 +67,8 @@ class TreeKV(Policy):
     name: ClassVar[str] = "treekv"
     paper: ClassVar[str] = "He et al. 2025, TreeKV: Smooth Key-Value Cache Compression with Tree Structures"
     keeps: ClassVar[str] = "sinks, recent tokens, and ever fewer of the older ones, by average attention"
-    memory: ClassVar[Literal["full", "freed", "bandwidth"]] = "freed"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "both"
     positions: ClassVar[Literal["original", "cache"]] = "cache"
 
     budget: int | float = 1024

@@ -17,7 +17,7 @@ def test_policies_as_json(kvjax_command) -> None:
         cls = policies()[entry["name"]]
         assert entry["hyperparameters"] == dataclasses.asdict(cls())
         assert (entry["paper"], entry["keeps"]) == (cls.paper, cls.keeps)
-        assert (entry["memory"], entry["positions"]) == (cls.memory, cls.positions)
+        assert (entry["memory"], entry["stage"], entry["positions"]) == (cls.memory, cls.stage, cls.positions)
 
 
 def test_policies_in_a_pipe_are_a_line_each(kvjax_command) -> None:
