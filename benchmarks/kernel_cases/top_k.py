@@ -1,0 +1,54 @@
+"""Exact top-k of whole rows, against `jax.lax.top_k`."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels import top_k
+from kvjax.pallas_kernels.top_k import gpu
+
+from .case import Case
+
+SHAPES = ((256, 32768, 1024), (256, 8192, 1024), (1024, 2048, 512))
+"""Rows, scores in a row, and how many are chosen."""
+
+
+def cases() -> Iterator[Case]:
+    """Rows of normal scores, the same number chosen of each."""
+    for rows, size, count in SHAPES:
+        yield Case(
+            operation="top_k",
+            shape=f"{rows} rows of {size}, k={count}",
+            dtype="float32",
+            inputs=partial(_inputs, rows, size, count),
+            variants={
+                "lax.top_k": lambda scores, counts, count=count: jax.lax.top_k(scores, count)[1],
+                "xla": partial(top_k, implementation="xla"),
+                "auto": top_k,
+                **{f"gpu {warps} warps": partial(gpu.top_k, warps=warps) for warps in (4, 8, 16, 32)},
+            },
+            error=_error,
+            tolerance=0.0,
+            bytes=rows * size * (4 + 1),
+            flops=0,
+        )
+
+
+def _inputs(rows: int, size: int, count: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    return jax.random.normal(jax.random.key(seed), (rows, size)), jnp.full((rows,), count, jnp.int32)
+
+
+def _error(inputs: tuple[Any, ...], out: Any) -> float:
+    """Share of wrong entries, in a mask or in a list of indices."""
+    scores, counts = (np.asarray(x) for x in inputs)
+    best = np.argsort(-scores, axis=-1, kind="stable")[:, : counts[0]]
+    expected, chosen = np.zeros(scores.shape, bool), np.asarray(out)
+    np.put_along_axis(expected, best, True, axis=-1)
+    if chosen.dtype != bool:
+        indices, chosen = chosen, np.zeros(scores.shape, bool)
+        np.put_along_axis(chosen, indices, True, axis=-1)
+    return float(np.mean(chosen != expected))

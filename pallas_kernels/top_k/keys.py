@@ -1,0 +1,66 @@
+"""Scores as integers in the same order, and the kth highest of them found by bisection: what the kernels share.
+
+Halving the interval that holds the kth key takes at most 32 passes over a row, whatever it holds, and a row stays in registers
+or vector memory meanwhile. Nothing is sorted and nothing moves.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+LOWEST = -(2**31)
+"""Below the key of any score: what is not there."""
+
+
+def ordered(scores: Float[Array, "*B N"]) -> Int[Array, "*B N"]:
+    """Integers that compare like the scores: -0.0 equals 0.0, and NaN is lower than -inf."""
+    scores = scores.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # larger magnitude, lower key
+    return jnp.where(scores != scores, LOWEST + 1, keys)
+
+
+def highest(keys: Int[Array, "*B N"], count: Int[Array, "*B _"]) -> Bool[Array, "*B N"]:
+    """Which are the `count` highest keys of each row; of equal ones the first.
+
+    Args:
+        keys: R rows, or one row alone (N only), whose `count` is then a scalar.
+        count: between 0 and N.
+    """
+    size = keys.shape[-1]
+    low, top = (reduce(keys, axis=-1, keepdims=keys.ndim > 1) for reduce in (jnp.min, jnp.max))
+    kth = _bisect(keys, count, low, top + 1)
+    room = count - _total(keys > kth)
+    place = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    earlier = jnp.where(keys == kth, -place, -size)  # a first equal key is the highest here
+    last = _bisect(earlier, room, jnp.full_like(kth, 1 - size), jnp.full_like(kth, 1))
+    return (keys > kth) | ((earlier >= last) & (earlier > -size) & (room > 0))
+
+
+def _bisect(keys: Array, count: Array, low: Array, high: Array) -> Array:
+    """The highest key of which there are `count` or more keys at or above it.
+
+    Args:
+        low: there are at least `count` keys at or above it.
+        high: there are fewer than `count` there, or none.
+    """
+
+    def narrow(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
+        found = _total(keys >= middle)
+        low, high = jnp.where(found >= count, middle, low), jnp.where(found >= count, high, middle)
+        return low, jnp.where(found == count, low + 1, high)  # exactly these: no need to look closer
+
+    def wide(bounds: tuple[Array, Array]) -> Array:
+        apart = bounds[0] + 1 < bounds[1]
+        return apart if keys.ndim == 1 else jnp.max(apart.astype(jnp.int32)) > 0
+
+    high = jnp.where(_total(keys >= low) == count, low + 1, high)
+    return jax.lax.while_loop(wide, narrow, (low, high))[0]
+
+
+def _total(mask: Array) -> Array:
+    return partial(jnp.sum, axis=-1, keepdims=mask.ndim > 1)(mask.astype(jnp.int32))
