@@ -12,6 +12,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import host_memory
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
 from kvjax.pallas_kernels import decode_attention
@@ -195,8 +196,8 @@ def insert(slots: Slots, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos
     at = (*_heads(slots.next), slots.next)
     return dataclasses.replace(
         slots,
-        k=slots.k.at[at].set(k.astype(slots.k.dtype)),
-        v=slots.v.at[at].set(v.astype(slots.v.dtype)),
+        k=host_memory.write(slots.k, slots.next, k),
+        v=host_memory.write(slots.v, slots.next, v),
         pos=slots.pos.at[at].set(pos[:, None]),
         weight=slots.weight.at[at].set(1.0),
         next=slots.next + 1,

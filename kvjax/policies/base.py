@@ -15,9 +15,11 @@ reassigns positions rotates when it attends. `spec.rope` does either. The state'
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -135,17 +137,45 @@ class Policy:
         """One layer's slots in all its KV heads, for looking at what is kept."""
         return state if isinstance(state, Slots) else state.slots
 
+    def each(self, wrap: Callable[["Policy"], "Policy"]) -> "Policy":
+        """This policy with `wrap` around it; of a composition, around each policy that it is made of."""
+        return wrap(self)
+
+    def layer_bytes_read(self, spec: LayerSpec) -> int:
+        """Bytes of keys, values and metadata that a decoding step reads in one layer: of most policies, all they hold."""
+        return sum(self._layer_nbytes(spec))
+
     def nbytes(
         self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
     ) -> int:
-        """Bytes the cache of a whole model will hold, known before anything runs.
+        """Bytes the cache of a whole model will hold on the device, known before anything runs.
 
         Args:
             prompt_len: tokens of the longest prompt.
             dtype: type of keys and values.
         """
-        specs = cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
-        return sum(_nbytes(jax.eval_shape(partial(self.bind(config).init, spec))) for spec in specs)
+        policy, specs = self.bind(config), cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
+        return sum(policy._layer_nbytes(spec)[0] for spec in specs)
+
+    def host_nbytes(
+        self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
+    ) -> int:
+        """Bytes it will hold in the host's memory, see `offloaded`; arguments as for `nbytes`."""
+        policy, specs = self.bind(config), cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
+        return sum(policy._layer_nbytes(spec)[1] for spec in specs)
+
+    def bytes_read(
+        self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
+    ) -> int:
+        """Bytes that one decoding step reads in the whole model, see `layer_bytes_read`; arguments as for `nbytes`."""
+        policy, specs = self.bind(config), cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
+        return sum(policy.layer_bytes_read(spec) for spec in specs)
+
+    def _layer_nbytes(self, spec: LayerSpec) -> tuple[int, int]:
+        """Bytes that one layer's cache holds on the device and on the host."""
+        held = jax.make_jaxpr(partial(self.init, spec))().out_avals
+        host = _nbytes(leaf for leaf in held if leaf.memory_space == jax.memory.Space.Host)
+        return _nbytes(held) - host, host
 
 
 def rotated(spec: LayerSpec, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
@@ -177,9 +207,30 @@ def check_budget(name: str, budget: Any) -> None:
         )
 
 
+def check_fields(policy: Policy, **least: float) -> None:
+    """Raise `PolicyError` if a hyperparameter of `policy` is out of range.
+
+    A `budget` is checked as in `check_budget`, and a field declared as a `Literal` against its values.
+
+    Args:
+        least: by field, the least it may be; None, where a field has it, is no number and passes.
+    """
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    if "budget" in values:
+        check_budget(policy.name, values["budget"])
+    for field, bound in least.items():
+        if values[field] is not None and values[field] < bound:
+            raise PolicyError(f"{policy.name}: {field}={values[field]}; give {bound} or more")
+    for field, hint in get_type_hints(type(policy)).items():
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        if field in values and allowed and values[field] not in allowed + [None] * (type(None) in kinds):
+            raise PolicyError(f"{policy.name}: {field}={values[field]!r}; give one of {', '.join(map(repr, allowed))}")
+
+
 def _ratio(fraction: float) -> Fraction:
     return Fraction(fraction).limit_denominator(10_000)
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _nbytes(leaves: Iterable[Any]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

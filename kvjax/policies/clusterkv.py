@@ -1,7 +1,8 @@
 """ClusterKV: every query recalls the clusters of keys that point its way."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import flax.struct
 import jax
@@ -10,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import kmeans
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_budget
+from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_budget
+from .recalling import Recalling
 from .registry import register
 
 
@@ -44,7 +45,7 @@ class Clusters:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class ClusterKV(Policy):
+class ClusterKV(Recalling):
     """Keep everything, cluster it by key, and read the clusters whose centroids a query likes best (Liu et al. 2024).
 
     After the prompt, k-means groups the keys of each KV head (section III-B); the first tokens stay apart. A query ranks the
@@ -74,7 +75,6 @@ class ClusterKV(Policy):
     name: ClassVar[str] = "clusterkv"
     paper: ClassVar[str] = "Liu et al. 2024, ClusterKV: Manipulating LLM KV Cache in Semantic Space"
     keeps: ClassVar[str] = "every token, of which a query reads the clusters of keys nearest to it"
-    memory: ClassVar[Memory] = "bandwidth"
     stage: ClassVar[Stage] = "both"
 
     budget: int | float = 1024
@@ -114,33 +114,31 @@ class ClusterKV(Policy):
             )
 
     def recalls(self, spec: LayerSpec) -> bool:
-        """Whether this layer reads a selection, and not simply everything."""
         return spec.layer >= self.exempt and budget_tokens(self.budget, spec.max_tokens) < spec.max_tokens
 
     def reads(self, spec: LayerSpec) -> int:
-        """Slots that one query head, or one KV head with `gqa="mean"`, gathers in a decoding step."""
         if not self.recalls(spec):
             return self.capacity(spec)
         return cache.round_slots(budget_tokens(self.budget, spec.max_tokens) + self._tail(spec))
 
-    def bytes_read(
-        self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
-    ) -> int:
-        """Bytes of keys, values and cluster metadata that one decoding step reads in a whole model.
+    def ends(self, spec: LayerSpec) -> tuple[int, int]:
+        return self.sinks, self._tail(spec)
 
-        Args are those of `nbytes`, which tells the bytes held. Read more than once, a byte counts as often: each query head
-        gathers its own selection.
+    def tail(self, state: Clusters) -> Int[Array, " B"]:
+        return state.clustered
+
+    def layer_bytes_read(self, spec: LayerSpec) -> int:
+        """Bytes of keys, values and cluster metadata that one decoding step reads.
+
+        Read more than once, a byte counts as often: each query head gathers its own selection.
         """
-        total = 0
-        for spec in cache.layer_specs(config, batch, prompt_len, max_new_tokens, dtype):
-            heads, metadata = spec.num_kv_heads, 0
-            if self.recalls(spec):
-                heads = heads if self.gqa == "mean" else spec.num_heads
-                indices = 4 * heads * (2 * self._clusters(spec) + self.reads(spec))  # sizes, starts and order
-                metadata = 4 * spec.num_kv_heads * self._clusters(spec) * spec.head_dim + indices
-            pair = 2 * spec.head_dim * jnp.dtype(dtype).itemsize
-            total += batch * (heads * self.reads(spec) * pair + metadata)
-        return total
+        if not self.recalls(spec):
+            return super().layer_bytes_read(spec)
+        heads = spec.num_kv_heads if self.gqa == "mean" else spec.num_heads
+        indices = 4 * heads * (2 * self._clusters(spec) + self.reads(spec))  # sizes, starts and order
+        centroids = 4 * spec.num_kv_heads * self._clusters(spec) * spec.head_dim
+        pairs = heads * self.reads(spec) * 2 * spec.head_dim * spec.dtype.itemsize
+        return spec.batch * (pairs + centroids + indices)
 
     def init(self, spec: LayerSpec) -> State:
         slots = cache.empty(spec, self.capacity(spec))
@@ -183,55 +181,20 @@ class ClusterKV(Policy):
             carry,
         )
 
-    def append(
-        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> State:
-        if not self.recalls(spec):
-            return super().append(spec, state, k, v, pos)
-        return dataclasses.replace(state, slots=super().append(spec, state.slots, k, v, pos))
-
-    def attend(
-        self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], State, Carry]:
-        if not self.recalls(spec):
-            return super().attend(spec, state, q, pos, carry)
-        q = spec.rope.rotate(q, pos[:, None])
-        index, live = self.recall(spec, state, q)
-        out, _ = cache.attend(spec, _gather(state.slots, index, live), q, pos)
-        return out, state, carry
-
-    def compress(self, spec: LayerSpec, state: State) -> State:
+    def regroup(self, spec: LayerSpec, state: State, keys: Callable[[Array], Array]) -> State:
         """The state with the tail clustered in rows where it has reached `window` tokens (section III-B)."""
-        if not (self.recalls(spec) and self.cluster_decode and spec.new_tokens >= self.window):
+        if not (self.cluster_decode and spec.new_tokens >= self.window):
             return state
         due = state.slots.seen - state.clustered >= self.window
         # The store itself does not pass through the branches, which would copy it.
         metadata = dataclasses.replace(state, slots=None)
-        grouped = jax.lax.cond(
-            jnp.any(due), lambda m: self._cluster_tail(spec, state.slots.k, m, due), lambda m: m, metadata
-        )
+        grouped = jax.lax.cond(jnp.any(due), lambda m: self._cluster_tail(spec, keys, m, due), lambda m: m, metadata)
         return dataclasses.replace(grouped, slots=state.slots)
-
-    def recall(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"]
-    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """What rotated queries read: sinks, the tokens of the best clusters, and the tail (section IV-C).
-
-        Returns:
-            S slots for each of R heads (query heads, or KV heads with `gqa="mean"`), and which of them are meant.
-        """
-        index, live = self.selected(spec, state, q)
-        pos = jnp.arange(self.sinks + self._tail(spec), dtype=jnp.int32)
-        rest = jnp.where(pos < self.sinks, pos, state.clustered[:, None] + pos - self.sinks)[:, None]
-        rest = jnp.broadcast_to(rest, (*index.shape[:2], rest.shape[-1]))
-        unused = ((0, 0), (0, 0), (0, self.reads(spec) - index.shape[-1] - rest.shape[-1]))
-        live = jnp.concatenate([live, rest < state.slots.seen[:, None, None]], axis=-1)
-        return jnp.pad(jnp.concatenate([index, rest], axis=-1), unused), jnp.pad(live, unused)
 
     def selected(
         self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"]
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The part of `recall` that the clusters give: their tokens in the order in which they are taken."""
+        """The tokens of the clusters that rotated queries like best, in the order in which they are taken (section IV-C)."""
         q = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
         if self.gqa == "mean":
             q = jnp.mean(q, axis=2, keepdims=True)
@@ -281,14 +244,13 @@ class ClusterKV(Policy):
         return kmeans(held, inside, init, count, iterations=self.iterations, distance=self.distance)
 
     def _cluster_tail(
-        self, spec: LayerSpec, keys: Float[Array, "B K C H"], state: Clusters, due: Bool[Array, " B"]
+        self, spec: LayerSpec, keys: Callable[[Array], Array], state: Clusters, due: Bool[Array, " B"]
     ) -> Clusters:
         """The metadata with the first `window` tokens of the tail as clusters of their own, in the rows that are `due`."""
         added = min(self.new_clusters, self.window)
         pos = state.clustered[:, None] + jnp.arange(self.window, dtype=jnp.int32)
-        tail = jnp.take_along_axis(keys, pos[:, None, :, None], axis=2, mode="clip")
         inside = jnp.broadcast_to(due[:, None], pos.shape)
-        centroids, labels = self._cluster(spec, tail, pos, inside, jnp.full_like(state.clusters, added), added)
+        centroids, labels = self._cluster(spec, keys(pos), pos, inside, jnp.full_like(state.clusters, added), added)
         sizes, starts, order = _index(labels, added)
 
         rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None, None]
@@ -354,21 +316,3 @@ def _right_of(ends: Int[Array, "B K G M"], place: Int[Array, " S"]) -> Int[Array
     """How many of the ascending `ends` a place lies at or beyond: the rank of the cluster that fills it."""
     search = jax.vmap(jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, place, side="right"))))
     return search(ends).astype(jnp.int32)
-
-
-def _gather(slots: Slots, index: Int[Array, "B R S"], live: Bool[Array, "B R S"]) -> Slots:
-    """A small cache of R heads, several of which may read from one KV head of the large one."""
-    batch, heads = slots.next.shape
-
-    def take(x: Array) -> Array:
-        got = jnp.take_along_axis(x, index.reshape(batch, heads, -1)[..., None], axis=2)
-        return got.reshape(*index.shape, x.shape[-1])
-
-    return Slots(
-        k=take(slots.k),
-        v=take(slots.v),
-        pos=jnp.where(live, index, -1),
-        weight=live.astype(jnp.float32),
-        next=jnp.zeros(index.shape[:2], jnp.int32),
-        seen=slots.seen,
-    )

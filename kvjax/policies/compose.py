@@ -1,7 +1,7 @@
 """Combinators: policies made of policies, by layer and by head. Each is a policy itself, so they nest."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -45,9 +45,15 @@ class ByLayer(Policy):
         for policy in dict.fromkeys(self.layers):
             policy.check(tokens)
 
+    def each(self, wrap: Callable[[Policy], Policy]) -> "ByLayer":
+        return ByLayer(tuple(policy.each(wrap) for policy in self.layers))
+
     def at(self, spec: LayerSpec) -> Policy:
         """The policy of this layer."""
         return self.layers[spec.layer]
+
+    def layer_bytes_read(self, spec: LayerSpec) -> int:
+        return self.at(spec).layer_bytes_read(spec)
 
     def capacity(self, spec: LayerSpec) -> int:
         return self.at(spec).capacity(spec)
@@ -149,6 +155,12 @@ class ByHead(Policy):
     def check(self, tokens: int) -> None:
         for policy in self.groups:
             policy.check(tokens)
+
+    def each(self, wrap: Callable[[Policy], Policy]) -> "ByHead":
+        return ByHead(tuple(policy.each(wrap) for policy in self.groups), self.heads)
+
+    def layer_bytes_read(self, spec: LayerSpec) -> int:
+        return sum(policy.layer_bytes_read(sub) for policy, sub, _ in self._parts(spec))
 
     def init(self, spec: LayerSpec) -> tuple[State, ...]:
         return tuple(policy.init(sub) for policy, sub, _ in self._parts(spec))

@@ -314,11 +314,12 @@ def test_only_the_selection_is_read():
 
 
 def test_bytes_read_are_fewer_than_held(tiny):
-    """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, the other layer reads 2 × 1088."""
+    """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, the other layer reads all that it holds."""
     policy = ClusterKV(budget=32, sinks=4, exempt=1, n_clusters=10, window=32)
     read = policy.bytes_read(tiny.config, 1, 1000, 32, jnp.float32)
     metadata = 2 * 14 * 16 * 4 + 4 * (2 * 14 + 64) * 4
-    assert read == 4 * 64 * 2 * 16 * 4 + metadata + 2 * 1056 * 2 * 16 * 4
+    held = 2 * 1056 * (2 * 16 + 2) * 4 + (2 + 1) * 4  # keys, values, positions and weights; next slots and tokens seen
+    assert read == 4 * 64 * 2 * 16 * 4 + metadata + held
     assert policy.bytes_read(tiny.config, 1, 1000, 32, jnp.bfloat16) < read
     mean = dataclasses.replace(policy, gqa="mean").bytes_read(tiny.config, 1, 1000, 32, jnp.float32)
     assert mean < read < policy.nbytes(tiny.config, 1, 1000, 32, jnp.float32)

@@ -1,0 +1,77 @@
+"""Arrays in the host's memory, within compiled programs: moved there and back, written to and read from in place.
+
+JAX has the memory space in an array's type (`float32<host>[...]`), and computes only with arrays of one space.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import compute_on as _compute_on
+from jaxtyping import Array, Float, Int
+
+Tree = TypeVar("Tree")
+
+# Of this signature it is `compute_on2` up to jax 0.10, and `compute_on` since 0.11.
+_computed_on: Any = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
+
+_TOKENS = jax.lax.GatherDimensionNumbers(
+    offset_dims=(3,), collapsed_slice_dims=(0, 1, 2), start_index_map=(0, 1, 2)
+)  # one [H] a (row, head, slot)
+
+
+def available() -> bool:
+    """Whether the default device can use host memory (JAX's memory kind `pinned_host`)."""
+    return any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, or what stands for it in a traced program, is in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_host(tree: Tree) -> Tree:
+    """The same arrays in host memory."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: Tree) -> Tree:
+    """The same arrays in the device's memory."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Float[Array, "B K H"]) -> Array:
+    """A store with `x` in one slot a head, wherever the store is. A host's is written in place, and only `x` travels."""
+    x = x.astype(store.dtype)
+    if not on_host(store):
+        rows, heads = np.ogrid[: slot.shape[0], : slot.shape[1]]
+        return store.at[rows, heads, slot].set(x)
+    # One after the other: a device writes slices to the host's memory itself, a scatter the host would have to do, in a copy.
+    for row, head in np.ndindex(slot.shape):
+        one = to_host(x[row : row + 1, head : head + 1, None])
+        store = jax.lax.dynamic_update_slice(store, one, (row, head, slot[row, head], 0))
+    return store
+
+
+def read(stores: Any, slot: Int[Array, "B N F"]) -> Any:
+    """Some slots of each of several stores [B, K, C, H], as [B, N, F, H] on the device. Of a host's store, only they travel.
+
+    Args:
+        stores: a pytree of stores, all in one memory.
+        slot: which, for each of N heads, of which N / K in turn read from one KV head. All exist.
+    """
+    leaves = jax.tree.leaves(stores)
+    rows, heads, _ = np.ogrid[: slot.shape[0], : slot.shape[1], :1]
+    heads = heads // (slot.shape[1] // leaves[0].shape[1])
+    index = jnp.stack(jnp.broadcast_arrays(jnp.asarray(rows, jnp.int32), jnp.asarray(heads, jnp.int32), slot), axis=-1)
+
+    def gather(stores: Any, index: Array) -> Any:
+        return jax.tree.map(
+            lambda x: jax.lax.gather(x, index, _TOKENS, (1, 1, 1, x.shape[-1]), mode="promise_in_bounds"), stores
+        )
+
+    if not on_host(leaves[0]):
+        return gather(stores, index)
+    host = _computed_on(gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    return host(stores, to_host(index))

@@ -1,0 +1,113 @@
+"""Recall: policies that keep every token, and have each query read a selection of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache, host_memory
+from kvjax.cache import LayerSpec, Slots
+
+from .base import Carry, Memory, Policy, State
+
+
+@dataclasses.dataclass(frozen=True)
+class Recalling(Policy):
+    """Base of policies that recall: token p is in slot p, with its key rotated, and a query reads three kinds of slots.
+
+    These are what it selects, the first `ends(spec)[0]` tokens, and a tail of latest ones, up to `ends(spec)[1]` of them. In layers
+    that recall, the state has its store in a field `slots`. `offloaded` then moves only what is selected.
+    """
+
+    memory: ClassVar[Memory] = "bandwidth"
+
+    def recalls(self, spec: LayerSpec) -> bool:
+        """Whether this layer reads a selection, and not simply everything."""
+        raise NotImplementedError
+
+    def ends(self, spec: LayerSpec) -> tuple[int, int]:
+        """How many first tokens every query reads, and how long the tail can be that it reads too."""
+        raise NotImplementedError
+
+    def tail(self, state: Any) -> Int[Array, " B"]:
+        """The position that each row's tail begins at, no less than the number of first tokens."""
+        raise NotImplementedError
+
+    def reads(self, spec: LayerSpec) -> int:
+        """Slots that one of the selecting heads gathers in a decoding step."""
+        raise NotImplementedError
+
+    def selected(
+        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"]
+    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+        """What rotated queries select: S slots for each of R heads (query heads or KV heads), and which of them are meant.
+
+        Keys and values are not looked at: they may be out of reach.
+        """
+        raise NotImplementedError
+
+    def regroup(self, spec: LayerSpec, state: State, keys: Callable[[Array], Array]) -> State:
+        """`compress`, given a function from positions [B, W] in the tail to their keys [B, K, W, H]."""
+        return state
+
+    def compress(self, spec: LayerSpec, state: State) -> State:
+        if not self.recalls(spec):
+            return state
+        return self.regroup(
+            spec, state, lambda pos: jnp.take_along_axis(state.slots.k, pos[:, None, :, None], axis=2, mode="clip")
+        )
+
+    def append(
+        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> State:
+        if not self.recalls(spec):
+            return super().append(spec, state, k, v, pos)
+        return dataclasses.replace(state, slots=super().append(spec, state.slots, k, v, pos))
+
+    def attend(
+        self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], State, Carry]:
+        if not self.recalls(spec):
+            return super().attend(spec, state, q, pos, carry)
+        q = spec.rope.rotate(q, pos[:, None])
+        index, live = self.recall(spec, state, q)
+        k, v = host_memory.read((state.slots.k, state.slots.v), index)
+        out, _ = cache.attend(spec, gathered(k, v, index, live, state.slots.seen), q, pos)
+        return out, state, carry
+
+    def recall(
+        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"]
+    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+        """All that rotated queries read, as for `selected`: the selection, the first tokens, the tail, and padding."""
+        index, live = self.selected(spec, state, q)
+        rest, held = (jnp.broadcast_to(x[:, None], (*index.shape[:2], x.shape[-1])) for x in self.resident(spec, state))
+        index, live = jnp.concatenate([index, rest], axis=-1), jnp.concatenate([live, held], axis=-1)
+        unused = ((0, 0), (0, 0), (0, self.reads(spec) - index.shape[-1]))
+        return jnp.pad(index, unused), jnp.pad(live, unused)
+
+    def resident(self, spec: LayerSpec, state: Any) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
+        """Positions that every query reads: first tokens and tail, and which of them exist."""
+        first, latest = self.ends(spec)
+        pos = jnp.arange(first + latest, dtype=jnp.int32)
+        pos = jnp.where(pos < first, pos, self.tail(state)[:, None] + pos - first)
+        return pos, pos < state.slots.seen[:, None]
+
+
+def gathered(
+    k: Float[Array, "B R S H"],
+    v: Float[Array, "B R S H"],
+    index: Int[Array, "B R S"],
+    live: Bool[Array, "B R S"],
+    seen: Int[Array, " B"],
+) -> Slots:
+    """A small cache of R heads, of what they have recalled."""
+    return Slots(
+        k=k,
+        v=v,
+        pos=jnp.where(live, index, -1),
+        weight=live.astype(jnp.float32),
+        next=jnp.zeros(index.shape[:2], jnp.int32),
+        seen=seen,
+    )
