@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import host_memory
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
-from kvjax.pallas_kernels import decode_attention
+from kvjax.pallas_kernels import Rotation, decode_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,21 +222,29 @@ def attend(
     slots: Slots,
     q: Float[Array, "B N H"],
     q_pos: Int[Array, " B"],
-    keys: Float[Array, "B K C H"] | None = None,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"]]:
+    *,
+    place: Int[Array, "B K C"] | None = None,
+    probs: bool = False,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
     """Attention of one rotated query a row over the live slots, inside the layer's sliding window if it has one.
 
     Args:
         q_pos: original position of the query.
-        keys: rotated keys, where the cache itself keeps them unrotated.
+        place: where each slot's key stands now, at least 0 and below C, where the cache keeps keys unrotated.
+        probs: whether each slot's probability is wanted.
 
     Returns:
-        The attended values, and each slot's probability averaged over its query group.
+        The attended values, and each slot's probability averaged over its query group, if it was asked for.
     """
-    weight = slots.weight
+    weight, keys, rotation = slots.weight, slots.k, None
     if spec.window is not None:
         weight = jnp.where(slots.pos > q_pos[:, None, None] - spec.window, weight, 0.0)
-    return decode_attention(q, slots.k if keys is None else keys, slots.v, weight, scale=spec.scale)
+    if place is not None and spec.rope.turns_halves_of(spec.head_dim):
+        rotation = Rotation(place, *spec.rope.cos_sin(jnp.arange(keys.shape[2], dtype=jnp.int32)))
+    elif place is not None:
+        keys = spec.rope.rotate_by_table(keys, place, keys.shape[2])
+    attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)
+    return attended.out, attended.probs
 
 
 def _heads(like: Int[Array, "B K"]) -> tuple[Int[Array, "B 1"], Int[Array, "1 K"]]:

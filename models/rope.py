@@ -30,6 +30,10 @@ class Rope:
     amplitude: float = 1.0
     interleaved: bool = False
 
+    def turns_halves_of(self, dim: int) -> bool:
+        """Whether it rotates all of `dim` channels, each of the first half with its like in the second."""
+        return 2 * len(self.inv_freq) == dim and not self.interleaved
+
     def cos_sin(self, pos: Int[Array, "*S"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
         """Cosine and sine of every pair's angle at each position, in float32."""
         angle = pos.astype(jnp.float32)[..., None] * jnp.asarray(self.inv_freq, jnp.float32)

@@ -1,10 +1,14 @@
 """Attention operations the cache policies are built on: one folder an operation, a readable XLA reference first."""
 
+from .chunk_similarity import chunk_similarity as chunk_similarity
 from .decode_attention import Attended as Attended
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
+from .gather_attention import gather_attention as gather_attention
 from .kmeans import Distance as Distance
 from .kmeans import kmeans as kmeans
+from .nearest import Nearest as Nearest
+from .nearest import nearest as nearest
 from .prefill_attention import prefill_attention as prefill_attention
 from .top_k import top_k as top_k
 from .window_scores import window_scores as window_scores

@@ -65,5 +65,5 @@ def test_sliding_window_counts_original_positions(window):
     for pos in range(6):
         vectors = (jnp.asarray(x[:, pos]) for x in (case.k, case.v))
         slots = cache.insert(slots, *vectors, jnp.asarray([pos], jnp.int32))
-    _, probs = cache.attend(spec, slots, jnp.asarray(case.q[:, 5]), jnp.asarray([5], jnp.int32))
+    _, probs = cache.attend(spec, slots, jnp.asarray(case.q[:, 5]), jnp.asarray([5], jnp.int32), probs=True)
     assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]

@@ -94,9 +94,8 @@ class StreamingLLM(Policy):
         slots = state.slots
         evicted = slots.seen[:, None] - slots.count  # of the tokens between sinks and window
         place = jnp.where(slots.pos < self.sinks, slots.pos, slots.pos - evicted[..., None])
-        keys = spec.rope.rotate_by_table(slots.k, jnp.maximum(place, 0), slots.k.shape[2])
         q = spec.rope.rotate(q, pos[:, None] - jnp.repeat(evicted, spec.num_heads // spec.num_kv_heads, axis=1))
-        out, _ = cache.attend(spec, slots, q, pos, keys)
+        out, _ = cache.attend(spec, slots, q, pos, place=jnp.maximum(place, 0))
         return out, state, carry
 
     def compress(self, spec: LayerSpec, state: Stream) -> Stream:

@@ -146,9 +146,9 @@ class TreeKV(Policy):
         self, spec: LayerSpec, state: Tree, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Tree, Carry]:
         slots = state.slots
-        keys = spec.rope.rotate_by_table(slots.k, state.rank, slots.k.shape[2])
         newest = jnp.repeat(slots.count - 1, spec.num_heads // spec.num_kv_heads, axis=1)
-        out, probs = cache.attend(spec, slots, spec.rope.rotate(q, newest), pos, keys)
+        out, probs = cache.attend(spec, slots, spec.rope.rotate(q, newest), pos, place=state.rank, probs=True)
+        assert probs is not None
         state = dataclasses.replace(
             state,
             score=state.score + jnp.where(slots.live, probs, 0.0),

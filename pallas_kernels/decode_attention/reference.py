@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..masking import MASKED
+from .result import Attended, Rotation
 
 
 def decode_attention(
@@ -14,32 +15,33 @@ def decode_attention(
     weight: Float[Array, "B K C"],
     *,
     scale: float,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"]]:
-    """Softmax attention over cache slots, each counted `weight` times.
-
-    Query head n reads KV head n // (N / K). A slot of weight w contributes like w equal tokens: `log(w)` is added to its
-    logit (Chelsea's degree bias); weight 0 is a free slot, whose contents, NaN included, cannot reach the output.
-
-    Args:
-        q: queries, rotated.
-        k, v: the cache, keys rotated.
-        weight: multiplicity of each slot, 0 where free.
-        scale: factor on the logits, usually H ** -0.5.
-
-    Returns:
-        The attended values in the dtype of `q`, and each slot's probability in float32, averaged over the query heads of
-        its group (H2O, TOVA and TreeKV score slots with it; unused, it costs nothing under jit).
-    """
+    rotation: Rotation | None = None,
+    probs: bool = False,
+) -> Attended:
+    """Softmax attention over cache slots; see the public function."""
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
     live = weight > 0
-    logits = jnp.einsum("bkgh,bkch->bkgc", grouped, k, preferred_element_type=jnp.float32) * scale
+    keys = k if rotation is None else _rotated(k, rotation)
+    logits = jnp.einsum("bkgh,bkch->bkgc", grouped, keys, preferred_element_type=jnp.float32) * scale
     bias = jnp.log(jnp.where(live, weight, 1.0))
     logits = jnp.where(live[:, :, None], logits + bias[:, :, None], MASKED)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     unnormalised = jnp.where(live[:, :, None], jnp.exp(logits - top), 0.0)
-    probs = unnormalised / jnp.maximum(jnp.sum(unnormalised, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    total = jnp.sum(unnormalised, axis=-1, keepdims=True)
+    share = unnormalised / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     values = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
-    out = jnp.einsum("bkgc,bkch->bkgh", probs.astype(v.dtype), values, preferred_element_type=jnp.float32)
-    return out.reshape(batch, heads, dim).astype(q.dtype), jnp.mean(probs, axis=2)
+    out = jnp.einsum("bkgc,bkch->bkgh", share.astype(v.dtype), values, preferred_element_type=jnp.float32)
+    logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+    return Attended(
+        out.reshape(batch, heads, dim).astype(q.dtype),
+        logsumexp.reshape(batch, heads),
+        jnp.mean(share, axis=2) if probs else None,
+    )
+
+
+def _rotated(k: Float[Array, "B K C H"], rotation: Rotation) -> Float[Array, "B K C H"]:
+    cos, sin = (jnp.take(table, rotation.place, axis=0, mode="clip") for table in (rotation.cos, rotation.sin))
+    a, b = jnp.split(k.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(k.dtype)

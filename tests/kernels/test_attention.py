@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import decode_attention, prefill_attention, window_scores
+from kvjax.pallas_kernels import prefill_attention, window_scores
 from kvjax.pallas_kernels.prefill_attention import reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -20,50 +20,6 @@ def draw(seed, dtype, *shapes):
     random = np.random.default_rng(seed)
     arrays = [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
     return arrays, [np.asarray(a.astype(jnp.float32), np.float64) for a in arrays]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 64), (8, 1, 128)])
-def test_decode_attention(heads, kv_heads, dim, dtype):
-    """Ragged: free slots anywhere, clusters of several tokens, one slot, none; free slots hold NaN."""
-    batch, slots = 4, 40
-    (q, k, v), (q64, k64, v64) = draw(0, dtype, (batch, heads, dim), *[(batch, kv_heads, slots, dim)] * 2)
-    random = np.random.default_rng(1)
-    weight = random.integers(0, 5, size=(batch, kv_heads, slots)).astype(np.float32)
-    weight[1] = np.arange(slots) == 7
-    weight[2] = 0
-    free = weight[..., None] == 0
-    out, probs = decode_attention(
-        q, jnp.where(free, jnp.nan, k), jnp.where(free, jnp.nan, v), jnp.asarray(weight), scale=dim**-0.5
-    )
-    assert out.dtype == q.dtype
-    for b in range(batch):
-        for n in range(heads):
-            head = n // (heads // kv_heads)
-            live = weight[b, head] > 0
-            if live.any():
-                logits = k64[b, head] @ q64[b, n] * dim**-0.5
-                expected = softmax(logits[live] + np.log(weight[b, head, live])) @ v64[b, head, live]
-            else:
-                expected = np.zeros(dim)
-            np.testing.assert_allclose(np.asarray(out[b, n], np.float64), expected, atol=TOLERANCE[dtype])
-    grouped = q64.reshape(batch, kv_heads, -1, dim)
-    for b, head in np.ndindex(batch, kv_heads):
-        live = weight[b, head] > 0
-        expected = np.zeros(slots)
-        if live.any():
-            logits = grouped[b, head] @ k64[b, head].T * dim**-0.5
-            expected[live] = softmax(logits[:, live] + np.log(weight[b, head, live])).mean(axis=0)
-        np.testing.assert_allclose(np.asarray(probs[b, head]), expected, atol=TOLERANCE[dtype])
-
-
-def test_a_cluster_counts_like_its_tokens():
-    (q, k, v), _ = draw(2, "float32", (1, 2, 8), (1, 1, 5, 8), (1, 1, 5, 8))
-    counts = np.asarray([1, 3, 2, 1, 4])
-    merged, _ = decode_attention(q, k, v, jnp.asarray(counts, jnp.float32)[None, None], scale=0.3)
-    spread = [jnp.repeat(x, counts, axis=2) for x in (k, v)]
-    apart, _ = decode_attention(q, *spread, jnp.ones((1, 1, 11)), scale=0.3)
-    np.testing.assert_allclose(merged, apart, atol=1e-6)
 
 
 def causal(q, k, v, scale, window):

@@ -1,0 +1,138 @@
+"""Decode attention over a compressed cache: full and ragged, large and small, plain, with probabilities, with rotated keys."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernel_cases.case import Case, relative_error
+from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention, gpu, reference
+
+SAMPLED = 3
+"""Rows × KV heads compared with float64."""
+
+
+def cases() -> Iterator[Case]:
+    """The judged shapes, and those of one row with long and short caches."""
+    yield _case(32, 8, 4, 8192, 128)
+    yield _case(32, 8, 4, 8192, 128, ragged=True)
+    yield _case(32, 8, 4, 8192, 64)
+    yield _case(32, 8, 4, 8192, 64, ragged=True)
+    yield _case(1, 8, 4, 2048, 128)
+    yield _case(1, 8, 4, 3328, 128, rotated=True)
+    yield _case(1, 8, 4, 3328, 128, rotated=True, probs=True)
+    yield _case(1, 8, 4, 16384, 128)
+    yield _case(1, 8, 4, 65536, 128)
+    yield _case(8, 8, 4, 16384, 128)
+    yield _case(8, 8, 4, 3328, 128, rotated=True, probs=True)
+    yield _case(1, 32, 1, 8192, 128)
+
+
+def _case(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    slots: int,
+    dim: int,
+    *,
+    ragged: bool = False,
+    probs: bool = False,
+    rotated: bool = False,
+) -> Case:
+    scale = dim**-0.5
+
+    def inputs(seed: int) -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(seed), 6)
+        q = jax.random.normal(keys[0], (batch, kv_heads * group, dim), jnp.bfloat16)
+        k, v = (jax.random.normal(key, (batch, kv_heads, slots, dim), jnp.bfloat16) for key in keys[1:3])
+        weight = jax.random.randint(keys[3], (batch, kv_heads, slots), 1, 6).astype(jnp.float32)
+        if ragged:  # evenly spread, so that the mean is a half
+            heads = batch * kv_heads
+            lengths = jax.random.permutation(keys[4], jnp.arange(heads) * slots // (heads - 1))
+            weight = jnp.where(jnp.arange(slots) < lengths.reshape(batch, kv_heads, 1), weight, 0.0)
+        if not rotated:
+            return q, k, v, weight
+        angle = jnp.arange(slots, dtype=jnp.float32)[:, None] * jnp.logspace(0, -4, dim // 2)
+        place = jnp.argsort(jax.random.uniform(keys[5], weight.shape), axis=-1).astype(jnp.int32)
+        return q, k, v, weight, place, jnp.cos(angle), jnp.sin(angle)
+
+    def error(given: tuple[Any, ...], got: Attended) -> float:
+        q, k, v, weight, *turn = given
+        outs, expected = [], []
+        for head in np.random.default_rng(0).choice(batch * kv_heads, min(SAMPLED, batch * kv_heads), replace=False):
+            b, h = divmod(int(head), kv_heads)
+            rows = slice(h * group, (h + 1) * group)
+            q64, k64, v64, w64 = (np.asarray(x, np.float64) for x in (q[b, rows], k[b, h], v[b, h], weight[b, h]))
+            if turn:
+                cos, sin = (np.asarray(table, np.float64)[np.asarray(turn[0][b, h])] for table in turn[1:])
+                a, c = np.split(k64, 2, axis=-1)
+                k64 = np.concatenate([a * cos - c * sin, c * cos + a * sin], axis=-1)
+            with np.errstate(divide="ignore"):
+                logits = q64 @ k64.T * scale + np.log(w64)
+            share = np.exp(logits - np.maximum(logits.max(axis=-1, keepdims=True), -1e30))
+            share /= np.maximum(share.sum(axis=-1, keepdims=True), 1e-300)
+            outs.append(np.asarray(got.out[b, rows], np.float64))
+            expected.append(share @ v64)
+            if probs:  # at the outputs' scale
+                outs.append(np.asarray(got.probs[b, h], np.float64)[None, :dim] * slots)
+                expected.append(share.mean(axis=0)[None, :dim] * slots)
+        return relative_error(np.concatenate(outs), np.concatenate(expected))
+
+    def variant(function: Any, **options: Any) -> Any:
+        def run(q: Any, k: Any, v: Any, weight: Any, *turn: Any) -> Attended:
+            rotation = Rotation(*turn) if turn else None
+            return function(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, **options)
+
+        return run
+
+    variants = {"xla": variant(reference.decode_attention), "auto": variant(decode_attention)}
+    if not rotated and not probs:
+        variants["cudnn"] = functools.partial(_cudnn, scale=scale)
+    for block in (32, 64, 128):
+        for programs in (128, 256, 512, 1024):
+            splits = max(1, programs // (batch * kv_heads))
+            if splits * block > slots or f"gpu b{block} s{splits} w4 n3" in variants:
+                continue
+            for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 3), (2, 3)):
+                sizes = {"block": block, "splits": splits, "warps": warps, "stages": stages}
+                variants[f"gpu b{block} s{splits} w{warps} n{stages}"] = variant(gpu.decode_attention, sizes=sizes)
+    live = batch * kv_heads * slots // (2 if ragged else 1)
+    words = (
+        f"B{batch} K{kv_heads} G{group} C{slots} H{dim}"
+        + ", ragged" * ragged
+        + ", rotated" * rotated
+        + ", probs" * probs
+    )
+    return Case(
+        operation="decode_attention",
+        shape=words,
+        dtype="bfloat16",
+        inputs=inputs,
+        variants=variants,
+        error=error,
+        tolerance=1e-2,
+        bytes=live * (4 * dim + 4 + 4 * rotated + 4 * probs) + 4 * batch * kv_heads * group * dim,
+        flops=4 * live * group * dim,
+    )
+
+
+def _cudnn(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:
+    """cuDNN's attention with rows and KV heads folded into the batch, which gives every head a length of its own."""
+    batch, kv_heads, slots, dim = k.shape
+    fold = batch * kv_heads
+    lengths = jnp.max(jnp.where(weight > 0, jnp.arange(1, slots + 1), 0), axis=-1).reshape(fold).astype(jnp.int32)
+    bias = jnp.log(jnp.where(weight > 0, weight, 1.0)).astype(q.dtype).reshape(fold, 1, 1, slots)
+    out = jax.nn.dot_product_attention(
+        q.reshape(fold, 1, -1, dim),
+        k.reshape(fold, slots, 1, dim),
+        v.reshape(fold, slots, 1, dim),
+        bias=bias,
+        scale=scale,
+        key_value_seq_lengths=lengths,
+        query_seq_lengths=jnp.ones((fold,), jnp.int32),
+        implementation="cudnn",
+    )
+    return Attended(out.reshape(q.shape), jnp.zeros(q.shape[:2]), None)

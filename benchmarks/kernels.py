@@ -1,0 +1,119 @@
+"""Check and time every kernel beside XLA and cuDNN on the device at hand, and write one table.
+
+python -m benchmarks.kernels                        # every row; writes benchmarks/results/kernels-<device>.json
+python -m benchmarks.kernels --tune decode_attention   # time all block sizes too, and print the best ones
+
+Every variant is first compared with float64 NumPy on fresh random inputs. The floor of a row is the larger of its bytes over
+memory bandwidth and its operations over the matrix units' rate (`--bandwidth`, `--flops`: the data sheet's).
+"""
+
+import argparse
+import importlib
+import pkgutil
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import kernel_cases, report
+from benchmarks.kernel_cases.case import Case
+
+INPUTS = 3
+"""Sets of inputs taken in turn, so that what is read is not what the last call left in a cache."""
+
+
+def main() -> None:
+    """Check, time, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operations", nargs="*", help="all by default")
+    parser.add_argument("--tune", action="store_true", help="time the variants with block sizes in their names as well")
+    parser.add_argument("--shape", default="", help="only shapes that contain this")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second (H200: 4.8e12)")
+    parser.add_argument("--flops", type=float, default=989e12, help="operations a second (H200, bfloat16: 989e12)")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of device time for each of 5 measurements")
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    rows = []
+    for module in sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case"):
+        if args.operations and module not in args.operations:
+            continue
+        for case in importlib.import_module(f"benchmarks.kernel_cases.{module}").cases():
+            if args.shape in case.shape:
+                rows += _rows(case, args)
+    slug = "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
+    out = args.out or Path(f"benchmarks/results/kernels-{slug}.json")
+    settings = {"bandwidth": args.bandwidth, "flops": args.flops, "tune": args.tune}
+    report.write(out, report.header(**settings), rows)
+    _verdicts(rows)
+
+
+def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a variant, slowest part of the work first: making inputs."""
+    print(f"\n{case.operation}: {case.shape}, {case.dtype}", flush=True)
+    sets = [jax.block_until_ready(case.inputs(seed)) for seed in range(INPUTS)]
+    floor = max(case.bytes / args.bandwidth, case.flops / args.flops)
+    rows = []
+    for name, function in case.variants.items():
+        if " " in name and not args.tune:
+            continue
+        row = {"operation": case.operation, "shape": case.shape, "dtype": case.dtype, "implementation": name}
+        row |= {"bytes": case.bytes, "flops": case.flops, "floor_us": floor * 1e6}
+        try:
+            compiled = jax.jit(function).lower(*sets[0]).compile()
+            error = case.error(sets[0], jax.block_until_ready(compiled(*sets[0])))
+            seconds = _time(compiled, sets, args.seconds)
+        except Exception as problem:
+            row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+            print(f"  {name:28s} {row['failed'][:120]}", flush=True)
+            if not args.tune:
+                traceback.print_exc(limit=3)
+        else:
+            row |= {"error": error, "right": error <= case.tolerance, "microseconds": seconds * 1e6}
+            row |= {"fraction_of_floor": floor / seconds, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+            print(
+                f"  {name:28s} {seconds * 1e6:9.1f} us  {case.bytes / seconds / 1e12:5.2f} TB/s  "
+                f"{case.flops / seconds / 1e12:6.1f} TFLOP/s  {floor / seconds:4.0%} of floor  error {error:.1e}"
+                + ("" if row["right"] else "  WRONG"),
+                flush=True,
+            )
+        rows.append(row)
+    return rows
+
+
+def _time(compiled: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
+    """Seconds a call, calls queued one behind the other: the median of 5 measurements."""
+    jax.block_until_ready([compiled(*given) for given in sets])
+    start = time.perf_counter()
+    jax.block_until_ready([compiled(*given) for given in sets])
+    calls = int(np.clip(seconds * len(sets) / (time.perf_counter() - start), 5, 1000))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for i in range(calls):
+            last = compiled(*sets[i % len(sets)])
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - start) / calls)
+    return float(np.median(times))
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> None:
+    """Per shape: how much faster than XLA `auto` and the best variant are."""
+    print(
+        f"\n{'operation':22s} {'shape':44s} {'xla us':>9s} {'auto us':>9s} {'x':>6s} {'best':>28s} {'us':>9s} {'x':>6s}"
+    )
+    for operation, shape in dict.fromkeys((row["operation"], row["shape"]) for row in rows):
+        here = [row for row in rows if (row["operation"], row["shape"]) == (operation, shape)]
+        times = {row["implementation"]: row["microseconds"] for row in here if row.get("right")}
+        xla, auto = times.get("xla", float("nan")), times.get("auto", float("nan"))
+        best = min(times, key=times.__getitem__, default="none")
+        fastest = times.get(best, float("nan"))
+        print(
+            f"{operation:22s} {shape:44s} {xla:9.1f} {auto:9.1f} {xla / auto:6.2f} {best:>28s} {fastest:9.1f} {xla / fastest:6.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

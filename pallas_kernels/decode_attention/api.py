@@ -1,0 +1,58 @@
+"""The public function, and the choice of who computes it."""
+
+from jaxtyping import Array, Float
+
+from ..dispatch import Implementation, choose
+from . import reference
+from .result import Attended, Rotation
+
+
+def decode_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    weight: Float[Array, "B K C"],
+    *,
+    scale: float,
+    rotation: Rotation | None = None,
+    probs: bool = False,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Attended:
+    """Softmax attention over cache slots, each counted `weight` times.
+
+    Query head n reads KV head n // (N / K). A slot of weight w contributes like w equal tokens: `log(w)` is added to its
+    logit (Chelsea's degree bias); weight 0 is a free slot, whose contents, NaN included, cannot reach the output.
+
+    Args:
+        q: queries, rotated.
+        k, v: the cache; keys rotated, or unrotated with `rotation`.
+        weight: multiplicity of each slot, 0 where free.
+        scale: factor on the logits, usually H ** -0.5.
+        rotation: rotates the keys while they are read, by a place that each slot has now (TreeKV, StreamingLLM).
+        probs: whether each slot's probability is wanted (H2O, TOVA and TreeKV score slots with it).
+        implementation: "auto" takes the device's Pallas body where it serves.
+        interpret: run a Pallas body in its interpreter, on any device.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+
+    def gpu() -> str | None:
+        from . import gpu
+
+        return gpu.refuses(q, k, rotation)
+
+    def tpu() -> str | None:
+        from . import tpu
+
+        return tpu.refuses(q, k, rotation)
+
+    chosen = choose("decode_attention", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
+    if chosen == "xla":
+        return reference.decode_attention(q, k, v, weight, scale=scale, rotation=rotation, probs=probs)
+    if chosen == "gpu":
+        from .gpu import decode_attention as body
+    else:
+        from .tpu import decode_attention as body
+    return body(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)

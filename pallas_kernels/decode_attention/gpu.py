@@ -1,0 +1,220 @@
+"""Decode attention for GPUs, as a Triton body: split-K flash decoding (Dao et al. 2023).
+
+The slots of one row and KV head are divided among programs. Each walks its part up to the last live slot with a running
+softmax, all query heads of the group at once, so that a key or value is read from memory once and dead slots at the end not
+at all. Partial results are joined by plain XLA.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from ..dispatch import triton
+from ..masking import MASKED
+from ..tuning import tuned
+from .result import Attended, Rotation
+
+LOOK = 1024
+"""Weights looked at at a time to find the last live slot."""
+
+
+def refuses(q: Array, k: Array, rotation: Rotation | None) -> str | None:
+    """Why this body does not serve a case, or None if it does."""
+    dim, slots = k.shape[-1], k.shape[-2]
+    if reason := triton():
+        return reason
+    if dim & (dim - 1) or not 16 <= dim <= 256:
+        return f"head dim {dim} is not a power of two from 16 to 256"
+    if (q.shape[1] // k.shape[1]) & (q.shape[1] // k.shape[1] - 1):
+        return f"{q.shape[1] // k.shape[1]} query heads for a KV head is not a power of two"
+    if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"keys are {k.dtype}"
+    if rotation is not None and 2 * rotation.cos.shape[-1] != dim:
+        return f"{2 * rotation.cos.shape[-1]} of {dim} channels are rotated; only all can be"
+    if slots < 16:
+        return f"{slots} slots are fewer than a block of 16"
+    return None
+
+
+def decode_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    weight: Float[Array, "B K C"],
+    *,
+    scale: float,
+    rotation: Rotation | None = None,
+    probs: bool = False,
+    interpret: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> Attended:
+    """Softmax attention over cache slots; see the public function.
+
+    Args:
+        sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
+    """
+    batch, heads, dim = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
+    block, splits = sizes["block"], sizes["splits"]
+    part = -(-slots // (splits * block)) * block
+    splits = -(-slots // part)
+
+    fold = batch * kv_heads
+    inputs = [
+        q.reshape(fold, group, dim),
+        k.reshape(fold, slots, dim),
+        v.reshape(fold, slots, dim),
+        weight.reshape(fold, slots),
+    ]
+    specs = [
+        pl.BlockSpec((None, group, dim), lambda h, s: (h, 0, 0)),
+        pl.BlockSpec((None, slots, dim), lambda h, s: (h, 0, 0)),
+        pl.BlockSpec((None, slots, dim), lambda h, s: (h, 0, 0)),
+        pl.BlockSpec((None, slots), lambda h, s: (h, 0)),
+    ]
+    if rotation is not None:
+        inputs += [rotation.place.reshape(fold, slots), rotation.cos, rotation.sin]
+        specs += [
+            pl.BlockSpec((None, slots), lambda h, s: (h, 0)),
+            pl.BlockSpec(rotation.cos.shape, lambda h, s: (0, 0)),
+            pl.BlockSpec(rotation.sin.shape, lambda h, s: (0, 0)),
+        ]
+    shapes = [
+        jax.ShapeDtypeStruct((fold, splits, group, dim), jnp.float32),
+        jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+        jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+    ]
+    out_specs = [
+        pl.BlockSpec((None, None, group, dim), lambda h, s: (h, s, 0, 0)),
+        pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
+        pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
+    ]
+    if probs:
+        shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
+        out_specs.append(pl.BlockSpec((None, group, slots), lambda h, s: (h, 0, 0)))
+
+    body = functools.partial(_body, scale=scale, block=block, part=part, slots=slots, turned=rotation is not None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas import triton as backend
+
+        outs = pl.pallas_call(
+            body,
+            grid=(fold, splits),
+            in_specs=specs,
+            out_specs=out_specs,
+            out_shape=shapes,
+            compiler_params=backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
+            interpret=interpret,
+            name="decode_attention",
+        )(*inputs)
+    acc, top, total = outs[:3]
+    best = jnp.max(top, axis=1, keepdims=True)
+    share = jnp.where(total > 0, jnp.exp(top - best), 0.0)
+    whole = jnp.sum(total * share, axis=1)
+    out = jnp.sum(acc * share[..., None], axis=1) / jnp.maximum(whole, jnp.finfo(jnp.float32).tiny)[..., None]
+    logsumexp = jnp.where(whole > 0, best[:, 0] + jnp.log(whole), -jnp.inf)
+    mass = None
+    if probs:
+        # Logits of slots that no program came to were never written.
+        seen = (weight.reshape(fold, 1, slots) > 0) & (logsumexp > MASKED)[..., None]
+        mass = jnp.mean(jnp.where(seen, jnp.exp(outs[3] - logsumexp[..., None]), 0.0), axis=1)
+        mass = mass.reshape(weight.shape)
+    return Attended(out.reshape(q.shape).astype(q.dtype), logsumexp.reshape(batch, heads), mass)
+
+
+def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[str, int]:
+    """Block sizes for `fold` rows × KV heads: enough programs to fill the device, each with at least two blocks to read."""
+    block = min(64 if jnp.dtype(dtype).itemsize == 2 else 32, 1 << (slots.bit_length() - 1))
+    splits = max(1, min(256 // fold, slots // (2 * block)))
+    case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": turned}
+    return tuned("decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 3})
+
+
+def _body(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    weight_ref: Any,
+    *refs: Any,
+    scale: float,
+    block: int,
+    part: int,
+    slots: int,
+    turned: bool,
+) -> None:
+    from jax.experimental.pallas import triton as backend
+
+    place_ref, cos_ref, sin_ref, *refs = refs if turned else (None, None, None, *refs)
+    out_ref, top_ref, total_ref, *logit_refs = refs
+    begin = pl.program_id(1) * part
+    end = jnp.minimum(begin + part, slots)
+    exact = slots % block == 0
+    q = q_ref[...]
+    group, dim = q.shape
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+    def look(i: Array, last: Array) -> Array:
+        at = begin + i * LOOK + jnp.arange(LOOK, dtype=jnp.int32)
+        weight = backend.load(weight_ref.at[at], mask=at < end, other=0.0)
+        return jnp.maximum(last, jnp.max(jnp.where(weight > 0, at + 1, 0)))
+
+    last = jax.lax.fori_loop(0, pl.cdiv(part, LOOK), look, begin)
+
+    def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, top, total = carry
+        start = begin + i * block
+        at = start + jnp.arange(block, dtype=jnp.int32)
+        inside = None if exact else at < slots
+        span = pl.ds(start, block)
+        weight = backend.load(weight_ref.at[span], mask=inside, other=None if exact else 0.0)
+        live = weight > 0
+
+        def dot(a: Array, b: Array, contract: int) -> Array:
+            return jax.lax.dot_general(
+                a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            )
+
+        rows = None if exact else inside[:, None]
+        fill = None if exact else 0.0
+        if turned:
+            half = dim // 2
+            place = backend.load(place_ref.at[span], mask=inside, other=None if exact else 0)
+            angle = jnp.clip(place, 0, cos_ref.shape[0] - 1)[:, None], jnp.arange(half, dtype=jnp.int32)[None]
+            cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
+            a = backend.load(k_ref.at[span, pl.ds(0, half)], mask=rows, other=fill).astype(jnp.float32)
+            b = backend.load(k_ref.at[span, pl.ds(half, half)], mask=rows, other=fill).astype(jnp.float32)
+            qa = q_ref[:, pl.ds(0, half)]
+            qb = q_ref[:, pl.ds(half, half)]
+            logits = dot(qa, (a * cos - b * sin).astype(k_ref.dtype), 1) + dot(
+                qb, (b * cos + a * sin).astype(k_ref.dtype), 1
+            )
+        else:
+            logits = dot(q, backend.load(k_ref.at[span, :], mask=rows, other=fill), 1)
+        logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
+        for logit_ref in logit_refs:
+            backend.store(logit_ref.at[:, span], logits, mask=None if exact else jnp.broadcast_to(inside, logits.shape))
+        peak = jnp.maximum(top, jnp.max(logits, axis=1))
+        shrink = jnp.exp(top - peak)
+        probs = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
+        # What a dead slot holds, NaN included, is not even read.
+        values = backend.load(v_ref.at[span, :], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=0.0)
+        acc = acc * shrink[:, None] + dot(probs.astype(values.dtype), values, 0)
+        return acc, peak, total * shrink + jnp.sum(probs, axis=1)
+
+    start = (
+        jnp.zeros((group, dim), jnp.float32),
+        jnp.full((group,), MASKED, jnp.float32),
+        jnp.zeros((group,), jnp.float32),
+    )
+    acc, top, total = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, start)
+    out_ref[...] = acc
+    top_ref[...] = top
+    total_ref[...] = total

@@ -1,0 +1,135 @@
+"""Decode attention, by every implementation, against float64 NumPy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.pallas_kernels import Attended, Rotation, decode_attention
+from kvjax.pallas_kernels.dispatch import Unsupported
+
+TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
+
+
+def draw(seed, batch, kv_heads, group, slots, dim, dtype, rotated):
+    """Queries and a ragged cache: whole, of one slot, empty, with holes, with clusters. Dead slots hold NaN."""
+    random = np.random.default_rng(seed)
+    weight = random.integers(0, 5, size=(batch, kv_heads, slots)).astype(np.float32)
+    for i, (b, h) in enumerate(itertools.product(range(batch), range(kv_heads))):
+        if i % 5 == 1:
+            weight[b, h] = np.arange(slots) == slots // 3
+        elif i % 5 == 2:
+            weight[b, h] = 0
+        elif i % 5 == 3:
+            weight[b, h] = 1
+        elif i % 5 == 4:
+            weight[b, h, slots // 2 :] = 0
+    q = random.normal(size=(batch, kv_heads * group, dim))
+    k, v = (np.where(weight[..., None] > 0, random.normal(size=(batch, kv_heads, slots, dim)), np.nan) for _ in "kv")
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    if not rotated:
+        return q, k, v, jnp.asarray(weight), None
+    angle = np.arange(slots)[:, None] * np.logspace(0, -3, dim // 2)
+    place = jnp.asarray(random.integers(0, slots, size=weight.shape), jnp.int32)
+    tables = (jnp.asarray(f(angle) * 1.1, jnp.float32) for f in (np.cos, np.sin))
+    return q, k, v, jnp.asarray(weight), Rotation(place, *tables)
+
+
+def expected(q, k, v, weight, rotation, scale):
+    """Outputs, log-sum-exps and mean probabilities, head by head."""
+    q, k, v, weight = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, weight))
+    batch, kv_heads, slots, dim = k.shape
+    group = q.shape[1] // kv_heads
+    out, lse, probs = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros(weight.shape)
+    for b, n in np.ndindex(*q.shape[:2]):
+        h = n // group
+        live = weight[b, h] > 0
+        if not live.any():
+            continue
+        keys = k[b, h, live]
+        if rotation is not None:
+            turn = np.asarray(rotation.place)[b, h, live]
+            cos, sin = np.asarray(rotation.cos, np.float64)[turn], np.asarray(rotation.sin, np.float64)[turn]
+            first, second = keys[:, : dim // 2], keys[:, dim // 2 :]
+            keys = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+        mass = weight[b, h, live] * np.exp(keys @ q[b, n] * scale)
+        lse[b, n] = np.log(mass.sum())
+        out[b, n] = mass / mass.sum() @ v[b, h, live]
+        probs[b, h, live] += mass / mass.sum() / group
+    return out, lse, probs
+
+
+# batch, KV heads, query heads for each, slots, head dim
+SHAPES = [(2, 3, 1, 96, 64), (2, 2, 4, 160, 64), (1, 5, 8, 32, 128), (5, 1, 2, 75, 64)]
+
+
+class TestDecodeAttention:
+    @pytest.fixture(params=["xla", "gpu", "tpu"])
+    def attend(self, request):
+        """The public function with one implementation, interpreted where it is a Pallas body."""
+
+        def attend(q, k, v, weight, rotation=None, **options) -> Attended:
+            options |= {"implementation": request.param, "interpret": request.param != "xla", "rotation": rotation}
+            return decode_attention(q, k, v, weight, scale=0.2, **options)
+
+        return attend
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("rotated", [False, True], ids=["", "rotated"])
+    def test_is_softmax_attention(self, attend, shape, dtype, rotated):
+        given = draw(sum(shape), *shape, dtype, rotated)
+        got = attend(*given, probs=True)
+        out, lse, probs = expected(*given, scale=0.2)
+        assert got.out.dtype == dtype
+        assert got.logsumexp.dtype == got.probs.dtype == jnp.float32
+        np.testing.assert_allclose(got.out.astype(jnp.float32), out, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(got.logsumexp, lse, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(got.probs, probs, atol=TOLERANCE[dtype])
+        without = attend(*given)
+        assert without.probs is None
+        np.testing.assert_array_equal(without.out, got.out)
+
+    def test_a_cluster_counts_like_its_tokens(self, attend):
+        q, k, v, _, _ = draw(3, 1, 1, 2, 32, 16, "float32", False)
+        k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+        counts = np.random.default_rng(0).integers(1, 4, size=32)
+        merged = attend(q, k, v, jnp.asarray(counts, jnp.float32)[None, None])
+        spread = [jnp.repeat(x, counts, axis=2) for x in (k, v)]
+        apart = attend(q, *spread, jnp.ones((1, 1, counts.sum())))
+        np.testing.assert_allclose(merged.out, apart.out, atol=1e-6)
+        np.testing.assert_allclose(merged.logsumexp, apart.logsumexp, atol=1e-6)
+
+    def test_two_caches_join_by_their_logsumexp(self, attend):
+        q, k, v, weight, _ = draw(4, 1, 2, 2, 64, 16, "float32", False)
+        whole = attend(q, k, v, weight)
+        parts = [attend(q, k[:, :, half], v[:, :, half], weight[:, :, half]) for half in (slice(0, 32), slice(32, 64))]
+        share = jax.nn.softmax(jnp.stack([part.logsumexp for part in parts]), axis=0)[..., None]
+        np.testing.assert_allclose(
+            sum(s * part.out for s, part in zip(share, parts, strict=True)), whole.out, atol=1e-6
+        )
+
+
+def test_auto_is_xla_on_a_cpu():
+    q, k, v, weight, _ = draw(0, 1, 2, 2, 32, 16, "float32", False)
+    xla = decode_attention(q, k, v, weight, scale=0.3, implementation="xla")
+    np.testing.assert_array_equal(decode_attention(q, k, v, weight, scale=0.3).out, xla.out)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dim", "options", "says"),
+    [
+        ("gpu", 16, {}, "this program is for cpu"),
+        ("tpu", 16, {}, "this program is for cpu"),
+        ("gpu", 24, {"interpret": True}, "head dim 24 is not a power of two"),
+        ("tpu", 24, {"interpret": True}, "head dim 24"),
+        ("cuda", 16, {}, "give 'auto', 'xla', 'tpu' or 'gpu'"),
+    ],
+)
+def test_who_cannot_serve_says_why(implementation, dim, options, says):
+    q, k, v, weight, _ = draw(0, 1, 2, 2, 32, dim, "float32", False)
+    with pytest.raises(Unsupported, match=says):
+        # A literal that does not exist is caught by the run-time types of tests; here it is the function's own error that counts.
+        decode_attention(q, k, v, weight, scale=0.3, implementation=implementation, **options)
