@@ -1,0 +1,63 @@
+"""The public function, and the choice of who computes it."""
+
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from ..decode_attention import Attended
+from ..dispatch import Implementation, choose
+from . import reference
+
+
+def gather_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    index: Int[Array, "B R P"],
+    live: Bool[Array, "B R S"],
+    *,
+    scale: float,
+    page: int = 1,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Attended:
+    """Softmax attention of each head over the slots that it selected, which are read where they are and never copied together.
+
+    R heads select, K <= R <= N: query head n attends to what head n // (N / R) selected, which reads from KV head n // (N / K).
+    A slot selected twice counts twice.
+
+    Args:
+        q: queries, rotated.
+        k, v: the cache, keys rotated.
+        index: slots, or with `page` > 1 pages: page p is the slots from p · page up to (p + 1) · page. All exist, those that are not
+            meant too.
+        live: which of the S = P · page selected slots are meant; what the others hold, NaN included, cannot reach the output.
+        scale: factor on the logits, usually H ** -0.5.
+        page: slots to a page, a divisor of C.
+        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`.
+        interpret: interpret the Pallas body that was named, on any device.
+
+    Returns:
+        As `decode_attention` does, without `probs`.
+
+    Raises:
+        Unsupported: an implementation was named that cannot compute this.
+        ValueError: `index`, `live` and `page` do not fit together.
+    """
+    if live.shape[-1] != index.shape[-1] * page or k.shape[2] % page:
+        raise ValueError(
+            f"gather_attention: {index.shape[-1]} pages of {page} slots, live for {live.shape[-1]} slots, and a cache of {k.shape[2]} "
+            "slots; live must have pages × page slots, and page must divide the cache"
+        )
+    chosen = choose(
+        "gather_attention", implementation, gpu=lambda: _gpu().refuses(q, k, index.shape[1]), interpret=interpret
+    )
+    if chosen == "xla":
+        return reference.gather_attention(q, k, v, index, live, scale=scale, page=page)
+    return _gpu().gather_attention(q, k, v, index, live, scale=scale, page=page, interpret=interpret)
+
+
+def _gpu() -> Any:
+    from . import gpu
+
+    return gpu

@@ -1,0 +1,162 @@
+"""Gather attention for GPUs, as a Triton body: split-K flash decoding over lists of slots.
+
+What a head selected is divided among programs. Each walks its part with a running softmax and loads keys and values by the row,
+from wherever they are. Partial results are joined by plain XLA.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from ..decode_attention import Attended
+from ..dispatch import triton
+from ..masking import MASKED
+from ..tuning import tuned
+
+
+def refuses(q: Array, k: Array, selecting: int) -> str | None:
+    """Why this body does not serve a case in which `selecting` heads select, or None if it does."""
+    dim, group = k.shape[-1], q.shape[1] // selecting
+    if dim & (dim - 1) or not 16 <= dim <= 256:
+        return f"head dim {dim} is not a power of two from 16 to 256"
+    if group & (group - 1):
+        return f"{group} query heads for a selecting head is not a power of two"
+    if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"keys are {k.dtype}"
+    return triton()
+
+
+def gather_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    index: Int[Array, "B R P"],
+    live: Bool[Array, "B R S"],
+    *,
+    scale: float,
+    page: int = 1,
+    sizes: dict[str, int] | None = None,
+    interpret: bool = False,
+) -> Attended:
+    """Softmax attention of each head over the slots that it selected; see the public function.
+
+    Args:
+        sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
+    """
+    from jax.experimental.pallas import triton as backend
+
+    batch, heads, dim = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    selecting, size = live.shape[1], live.shape[2]
+    group, shared = heads // selecting, selecting // kv_heads
+    sizes = sizes or _sizes(batch * selecting, size, group, dim, k.dtype)
+    block = sizes["block"]
+    part = pl.cdiv(size, sizes["splits"] * block) * block
+    splits = pl.cdiv(size, part)
+
+    acc, top, total = pl.pallas_call(
+        partial(_body, scale=scale, page=page, block=block, part=part),
+        grid=(batch * selecting, splits),
+        in_specs=[
+            pl.BlockSpec((None, group, dim), lambda r, s: (r, 0, 0)),
+            pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
+            pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
+            pl.BlockSpec((None, size // page), lambda r, s: (r, 0)),
+            pl.BlockSpec((None, size), lambda r, s: (r, 0)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, group, dim), lambda r, s: (r, s, 0, 0)),
+            pl.BlockSpec((None, None, group), lambda r, s: (r, s, 0)),
+            pl.BlockSpec((None, None, group), lambda r, s: (r, s, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
+            jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
+        ],
+        compiler_params=backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
+        interpret=interpret,
+        name="gather_attention",
+    )(
+        q.reshape(-1, group, dim),
+        k.reshape(-1, slots, dim),
+        v.reshape(-1, slots, dim),
+        index.reshape(-1, size // page),
+        live.reshape(-1, size),
+    )
+    best = jnp.max(top, axis=1, keepdims=True)
+    share = jnp.where(total > 0, jnp.exp(top - best), 0.0)
+    whole = jnp.sum(total * share, axis=1)
+    out = jnp.sum(acc * share[..., None], axis=1) / jnp.maximum(whole, jnp.finfo(jnp.float32).tiny)[..., None]
+    logsumexp = jnp.where(whole > 0, best[:, 0] + jnp.log(whole), -jnp.inf)
+    return Attended(out.reshape(q.shape).astype(q.dtype), logsumexp.reshape(batch, heads), None)
+
+
+def _sizes(fold: int, size: int, group: int, dim: int, dtype: Any) -> dict[str, int]:
+    """Block sizes for `fold` rows × selecting heads: enough programs to fill the device, none without a block to read."""
+    block = min(128 if jnp.dtype(dtype).itemsize == 2 else 64, max(pl.next_power_of_2(size), 16))
+    splits = max(1, min(pl.cdiv(264, fold), size // block))
+    case = {"heads": fold, "selected": size, "group": group, "head_dim": dim, "dtype": jnp.dtype(dtype).name}
+    return tuned("gather_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 2})
+
+
+def _body(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    index_ref: Any,
+    live_ref: Any,
+    out_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    *,
+    scale: float,
+    page: int,
+    block: int,
+    part: int,
+) -> None:
+    from jax.experimental.pallas import triton as backend
+
+    begin = pl.program_id(1) * part
+    size = live_ref.shape[0]
+    q = q_ref[...]
+    group, dim = q.shape
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    channel = jnp.arange(dim, dtype=jnp.int32)[None]
+
+    def dot(a: Array, b: Array, contract: int) -> Array:
+        return jax.lax.dot_general(
+            a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+
+    def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, top, total = carry
+        place = begin + i * block + jnp.arange(block, dtype=jnp.int32)
+        inside = place < size
+        live = backend.load(live_ref.at[place], mask=inside, other=False)
+        slot = backend.load(index_ref.at[place // page], mask=inside, other=0) * page + place % page
+        # What is not meant is not even read.
+        held = jnp.broadcast_to(live[:, None], (block, dim))
+        keys = backend.load(k_ref.at[slot[:, None], channel], mask=held, other=0.0)
+        values = backend.load(v_ref.at[slot[:, None], channel], mask=held, other=0.0)
+        logits = jnp.where(live, dot(q, keys, 1) * scale, MASKED)
+        peak = jnp.maximum(top, jnp.max(logits, axis=1))
+        shrink = jnp.exp(top - peak)
+        weights = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
+        acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values, 0)
+        return acc, peak, total * shrink + jnp.sum(weights, axis=1)
+
+    start = (
+        jnp.zeros((group, dim), jnp.float32),
+        jnp.full((group,), MASKED, jnp.float32),
+        jnp.zeros((group,), jnp.float32),
+    )
+    blocks = pl.cdiv(jnp.minimum(part, size - begin), block)
+    acc, top, total = jax.lax.fori_loop(0, blocks, fold, start)
+    out_ref[...] = acc
+    top_ref[...] = top
+    total_ref[...] = total

@@ -1,0 +1,28 @@
+"""Gather attention in plain XLA: the selected slots are copied together and attended to like a small cache."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..decode_attention import Attended, decode_attention
+
+
+def gather_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    index: Int[Array, "B R P"],
+    live: Bool[Array, "B R S"],
+    *,
+    scale: float,
+    page: int = 1,
+) -> Attended:
+    """Softmax attention of each head over the slots that it selected; see the public function."""
+    batch, kv_heads, _, dim = k.shape
+
+    def take(x: Array) -> Array:
+        pages = x.reshape(batch, kv_heads, -1, page * dim)
+        got = jnp.take_along_axis(pages, index.reshape(batch, kv_heads, -1)[..., None], axis=2)
+        return got.reshape(*live.shape, dim)
+
+    weight = live.astype(jnp.float32)
+    return decode_attention(q, take(k), take(v), weight, scale=scale, implementation="xla")
