@@ -13,9 +13,17 @@ from .compose import ByLayer as ByLayer
 from .compose import by_head as by_head
 from .compose import by_layer as by_layer
 from .full import Full as Full
+from .h2o import H2O as H2O
+from .offload import Offloaded as Offloaded
+from .offload import offloaded as offloaded
 from .profile import HeadProfile as HeadProfile
+from .pyramidkv import PyramidKV as PyramidKV
+from .pyramidkv import pyramid as pyramid
+from .recalling import Recalling as Recalling
 from .registry import get_policy as get_policy
 from .registry import policies as policies
 from .registry import register as register
+from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM
+from .tova import TOVA as TOVA
 from .treekv import TreeKV as TreeKV
