@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec
 from kvjax.models import Params
+from kvjax.pallas_kernels import chunk_similarity
 from kvjax.policies.chelsea import CLUSTERED, OUTLIER, Chelsea
 from kvjax.policies.profile import HeadProfile, Labels, fingerprint, rows
-from kvjax.policies.soft_matching import best_edges
 
 from .recording import record
 
@@ -56,7 +56,7 @@ class Edges:
         live = jnp.broadcast_to(jnp.arange(length + padding) < length, (batch, heads, length + padding))
         keys = jnp.pad(keys, [(0, 0), (0, 0), (0, padding), (0, 0)])
         chunks = (batch, heads, -1, chunk)
-        similarity, _ = best_edges(keys.reshape(*chunks, dim), live.reshape(chunks))
+        similarity, _ = chunk_similarity(keys.reshape(*chunks, dim), live.reshape(chunks))
         exists = jnp.isfinite(similarity)
         weak = exists & (similarity < self.settings.threshold)
         return jnp.sum(weak, axis=(-2, -1)).astype(jnp.float32) / jnp.sum(exists, axis=(-2, -1)).astype(jnp.float32)

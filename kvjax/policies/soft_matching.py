@@ -12,13 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import compact
-
-RESOLUTION = 2.0**-14
-"""Cosines are compared in whole multiples of this.
-
-Text repeats itself, and where the same two tokens stand equally far apart their keys are equally similar. Which of such edges is
-kept must not hang on rounding errors, which differ with the size of the batch.
-"""
+from kvjax.pallas_kernels import chunk_similarity
 
 
 @flax.struct.dataclass
@@ -44,26 +38,6 @@ class Clusters:
     def v(self) -> Float[Array, "B K S H"]:
         """Values."""
         return self.kv[..., self.kv.shape[-1] // 2 :]
-
-
-def best_edges(
-    keys: Float[Array, "*B C H"], live: Bool[Array, "*B C"]
-) -> tuple[Float[Array, "*B A"], Int[Array, "*B A"]]:
-    """From each even place of a chunk of C >= 2 places, the edge to the odd place with the most similar key.
-
-    Args:
-        live: which places hold something.
-
-    Returns:
-        Cosine similarity of each edge, to the `RESOLUTION` (-inf where there is none), and where it leads: 0 for place 1, 1
-        for place 3, and so on; of equally similar keys, to the first.
-    """
-    length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
-    unit = keys / jnp.maximum(length, jnp.finfo(keys.dtype).tiny)
-    cosine = jnp.einsum("...ah,...bh->...ab", unit[..., 0::2, :], unit[..., 1::2, :], precision="highest")
-    cosine = jnp.round(cosine / RESOLUTION) * RESOLUTION
-    cosine = jnp.where(live[..., 0::2, None] & live[..., None, 1::2], cosine, -jnp.inf)
-    return jnp.max(cosine, axis=-1), jnp.argmax(cosine, axis=-1).astype(jnp.int32)
 
 
 def strongest(similarity: Float[Array, "B K E"], count: Int[Array, " B"]) -> Bool[Array, "B K E"]:
@@ -96,7 +70,7 @@ def merge(tokens: Clusters, size: Int[Array, " B"], count: Int[Array, " B"], chu
     kv, pos, weight = tokens.kv.reshape(*shape, width), tokens.pos.reshape(shape), tokens.weight.reshape(shape)
     live = (jnp.arange(places, dtype=jnp.int32) < size[:, None, None]).reshape(batch, 1, *shape[2:])
 
-    similarity, target = best_edges(kv[..., : width // 2], jnp.broadcast_to(live, shape))
+    similarity, target = chunk_similarity(kv, jnp.broadcast_to(live, shape), head_dim=width // 2)
     kept = strongest(similarity.reshape(batch, heads, -1), count).reshape(similarity.shape)
     joined = kept[..., None] & (target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32))  # [B, K, chunk, A, B]
 

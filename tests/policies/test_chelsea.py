@@ -42,12 +42,6 @@ def merge(tokens: Clusters, size: int, count: int, chunk: int) -> tuple[list, li
 MERGE = jax.jit(soft_matching.merge, static_argnums=3)
 
 
-def test_edges_of_the_worked_example():
-    similarity, target = soft_matching.best_edges(jnp.asarray(FOUR, jnp.float32), jnp.ones(4, bool))
-    np.testing.assert_allclose(similarity, [0.8, 0.96], atol=soft_matching.RESOLUTION)
-    assert target.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("count", "keys", "weights", "pos"),
     [
