@@ -45,7 +45,7 @@ def cases() -> Iterator[Case]:
                 },
             },
             error=partial(_error, dim),
-            tolerance=RESOLUTION,
+            tolerance=2 * RESOLUTION,
             bytes=chunks * chunk * (jnp.dtype(dtype).itemsize * dim + 4),
             flops=2 * chunks * (chunk // 2) ** 2 * dim,
         )
