@@ -58,7 +58,7 @@ def gather_attention(
     part = pl.cdiv(size, sizes["splits"] * block) * block
     splits = pl.cdiv(size, part)
 
-    acc, top, total = pl.pallas_call(
+    out, logsumexp = pl.pallas_call(
         partial(_body, scale=scale, page=page, block=block, part=part),
         grid=(batch * selecting, splits),
         in_specs=[
@@ -71,11 +71,9 @@ def gather_attention(
         out_specs=[
             pl.BlockSpec((None, None, group, dim), lambda r, s: (r, s, 0, 0)),
             pl.BlockSpec((None, None, group), lambda r, s: (r, s, 0)),
-            pl.BlockSpec((None, None, group), lambda r, s: (r, s, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
+            jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), q.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
         ],
         compiler_params=backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
@@ -88,18 +86,24 @@ def gather_attention(
         index.reshape(-1, size // page),
         live.reshape(-1, size),
     )
-    best = jnp.max(top, axis=1, keepdims=True)
-    share = jnp.where(total > 0, jnp.exp(top - best), 0.0)
-    whole = jnp.sum(total * share, axis=1)
-    out = jnp.sum(acc * share[..., None], axis=1) / jnp.maximum(whole, jnp.finfo(jnp.float32).tiny)[..., None]
-    logsumexp = jnp.where(whole > 0, best[:, 0] + jnp.log(whole), -jnp.inf)
+    if splits > 1:
+        out, logsumexp = _joined(out, logsumexp)
     return Attended(out.reshape(q.shape).astype(q.dtype), logsumexp.reshape(batch, heads), None)
+
+
+def _joined(out: Float[Array, "F S G H"], logsumexp: Float[Array, "F S G"]) -> tuple[Array, Array]:
+    """The results of S programs as one."""
+    best = jnp.max(logsumexp, axis=1, keepdims=True)
+    share = jnp.where(logsumexp > -jnp.inf, jnp.exp(logsumexp - best), 0.0)
+    total = jnp.sum(share, axis=1)
+    out = jnp.sum(out * share[..., None], axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return out, jnp.where(total > 0, best[:, 0] + jnp.log(total), -jnp.inf)
 
 
 def _sizes(fold: int, size: int, group: int, dim: int, dtype: Any) -> dict[str, int]:
     """Block sizes for `fold` rows × selecting heads: enough programs to fill the device, none without a block to read."""
     block = min(128 if jnp.dtype(dtype).itemsize == 2 else 64, max(pl.next_power_of_2(size), 16))
-    splits = max(1, min(pl.cdiv(264, fold), size // block))
+    splits = max(1, min(256 // fold, size // block))
     case = {"heads": fold, "selected": size, "group": group, "head_dim": dim, "dtype": jnp.dtype(dtype).name}
     return tuned("gather_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 2})
 
@@ -111,8 +115,7 @@ def _body(
     index_ref: Any,
     live_ref: Any,
     out_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
+    logsumexp_ref: Any,
     *,
     scale: float,
     page: int,
@@ -157,6 +160,7 @@ def _body(
     )
     blocks = pl.cdiv(jnp.minimum(part, size - begin), block)
     acc, top, total = jax.lax.fori_loop(0, blocks, fold, start)
-    out_ref[...] = acc
-    top_ref[...] = top
-    total_ref[...] = total
+    any_live = total > 0
+    total = jnp.where(any_live, total, 1.0)
+    out_ref[...] = (acc / total[:, None]).astype(out_ref.dtype)
+    logsumexp_ref[...] = jnp.where(any_live, top + jnp.log(total), -jnp.inf)
