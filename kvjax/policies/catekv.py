@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
@@ -316,6 +317,4 @@ def top_chunks(
 ) -> Bool[Array, "B K M"]:
     """The `count` best of each row's first `chunks` chunks; of equal ones the first."""
     exists = (jnp.arange(scores.shape[-1], dtype=jnp.int32) < chunks[:, None])[:, None]
-    order = jnp.argsort(jnp.where(exists, -scores, jnp.inf), axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1)
-    return (rank < count[:, None, None]) & exists
+    return top_k(jnp.where(exists, scores, -jnp.inf), count[:, None]) & exists

@@ -3,17 +3,17 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import window_scores
+from kvjax.pallas_kernels import top_k, window_scores
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .compose import ByLayer, by_layer
 from .registry import register
+from .scoring import pool
 
 
 @register
@@ -135,9 +135,7 @@ class ChunkKV(Policy):
         candidates = lengths if self.rule == "kvpress" else scored
         scores = self._token_scores(scores, cache.in_prompt(scored, size)[:, None])
         chunks = self._chunk_scores(scores, cache.in_prompt(candidates, size)[:, None])
-        order = jnp.argsort(-chunks, axis=-1, stable=True)  # equal ones from the left
-        rank = jnp.argsort(order, axis=-1)
-        chosen = rank < self._count(lengths, candidates, budget)[:, None, None]
+        chosen = top_k(chunks, self._count(lengths, candidates, budget)[:, None])
         keep = jnp.repeat(chosen, self.chunk, axis=-1)[..., :size] & (pos < candidates[:, None])[:, None]
         if self.rule == "paper":
             keep |= (pos >= before[:, None])[:, None]
@@ -158,8 +156,7 @@ class ChunkKV(Policy):
         """Scores by which tokens compete, given attention; what is not scored has none, or under kvpress the most."""
         scores = jnp.where(scored, scores, 0.0)
         if self.pool is not None:
-            sums = jax.lax.reduce_window(scores, 0.0, jax.lax.add, (1, 1, self.pool), (1, 1, 1), "SAME")
-            scores = sums / self.pool
+            scores = pool(scores, self.pool, "avg")
         top = jnp.max(jnp.where(scored, scores, -jnp.inf), axis=(1, 2), keepdims=True)
         scores = jnp.where(scored, scores, top if self.rule == "kvpress" else 0.0)
         return jnp.broadcast_to(jnp.sum(scores, axis=1, keepdims=True), scores.shape) if self.shared_heads else scores

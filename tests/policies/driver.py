@@ -12,6 +12,7 @@ from kvjax.cache import LayerSpec, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
 from kvjax.policies import ByHead, ByLayer, Policy, StreamingLLM, TreeKV, by_head, by_layer, get_policy, policies
+from kvjax.policies.scoring import ScoredPrompt
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
@@ -142,6 +143,8 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     budget = getattr(policy, "budget", None)
     if budget is None or policy.memory == "bandwidth":
         return length + steps
+    if isinstance(policy, ScoredPrompt):  # budgets may differ by layer
+        budget = policy.rows(spec, jnp.asarray([length], jnp.int32)).item()
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.grows else 0))
 

@@ -1,0 +1,71 @@
+"""SnapKV: the tokens of a prompt that its last ones look at, with their neighbours."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec
+from kvjax.pallas_kernels import window_scores
+
+from .base import PolicyError, check_fields, rotated
+from .registry import register
+from .scoring import ScoredPrompt, pool
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SnapKV(ScoredPrompt):
+    """Keep what the last tokens of a prompt attend to, smoothed so that neighbours stay together (Li et al. 2024, section 4).
+
+    The last `window` tokens are kept and observe. A token before them scores the attention that it gets from them, averaged
+    over the query group and pooled over neighbours; the best are kept beside the window. Only the prompt is compressed.
+
+    The paper and its LongBench configurations pool by `pool="max", kernel=7`; the published class has `pool="avg", kernel=5` by
+    default, in which zeros beyond the ends of what is scored count.
+
+    Attributes:
+        budget: slots for the prompt, window included: a number of tokens, or a fraction of prompt + new tokens.
+        window: last tokens of the prompt, which observe and are kept.
+        pool: how a token's score takes in its neighbours': their "max" or "avg", or None for no pooling.
+        kernel: tokens pooled over; odd.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    paper: ClassVar[str] = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
+    keeps: ClassVar[str] = "the prompt's most attended tokens with their neighbours, its last tokens, and all new ones"
+
+    window: int = 32
+    pool: Literal["max", "avg"] | None = "max"
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        check_fields(self, window=1, kernel=1)
+        if self.kernel % 2 == 0:
+            raise PolicyError(f"{self.name}: kernel={self.kernel}; give an odd width, such as 7")
+        super().__post_init__()
+
+    def ends(self, budget: Any) -> tuple[Any, Any]:
+        return budget * 0, budget * 0 + self.window
+
+    def scores(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+    ) -> Float[Array, "B K T"]:
+        observed = window_scores(
+            rotated(spec, q),
+            rotated(spec, k),
+            lengths,
+            window=self.window,
+            scale=spec.scale,
+            sliding_window=spec.window,
+        )
+        before = cache.in_prompt(lengths - self.window, k.shape[1])[:, None]
+        observed = jnp.where(before, observed, 0.0)
+        return observed if self.pool is None else pool(observed, self.kernel, self.pool)

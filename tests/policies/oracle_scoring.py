@@ -1,0 +1,168 @@
+"""Policies that score tokens, literally: one row in NumPy and lists, float64. Written for reading."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+class Row:
+    """One row of a layer: q [S, N, H], k and v [S, K, H], of which the first `length` are the prompt.
+
+    Subclasses say how a method scores: `prompt_scores`, and while decoding `arrival`, `attended` and `ranking`.
+    """
+
+    first, last = 0, 0
+    """Tokens that are kept whatever their score: the first so many, and the latest."""
+
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int, budget: int) -> None:
+        self.q, self.k, self.v, self.length, self.budget = q, k, v.astype(np.float64), length, budget
+        self.heads = k.shape[1]
+        self.group = q.shape[1] // self.heads
+        self.turned = np.stack([[rotate(ROPE, key, pos) for key in keys] for pos, keys in enumerate(k)])
+        self.held: list[dict[int, float]] = []
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        """Scores of the prompt's tokens in one head."""
+        raise NotImplementedError
+
+    def arrival(self, head: int, pos: int) -> float:
+        """A new token's score."""
+        return 0.0
+
+    def attended(self, head: int, probs: Sequence[dict[int, float]]) -> None:
+        """Scores of what a head holds, after each head has given its tokens these probabilities."""
+
+    def ranking(self, head: int) -> dict[int, float]:
+        """By what the next token to go is found."""
+        return self.held[head]
+
+    def prefill(self) -> list[set[int]]:
+        """Positions that each head keeps of the prompt."""
+        for head in range(self.heads):
+            scores = self.prompt_scores(head)
+            self.held.append({pos: scores[pos] for pos in self.survivors(scores)})
+        return self.kept()
+
+    def survivors(self, scores: np.ndarray) -> list[int]:
+        """The best of a prompt beside its two ends; all of it where it fits."""
+        if self.length <= self.budget:
+            return list(range(self.length))
+        between = range(self.first, self.length - self.last)
+        best = sorted(between, key=lambda pos: (-scores[pos], pos))[: self.budget - self.first - self.last]
+        return sorted([*range(self.first), *best, *range(self.length - self.last, self.length)])
+
+    def step(self, pos: int) -> np.ndarray:
+        """Append the token at `pos` and attend: the output [N, H]."""
+        outputs, probs = [], []
+        for head in range(self.heads):
+            self.held[head][pos] = self.arrival(head, pos)
+            positions = list(self.held[head])
+            shares = np.stack([self.attention(n, pos, positions) for n in self.queries_of(head)])
+            outputs.append(shares @ self.v[positions, head])
+            probs.append(dict(zip(positions, shares.mean(axis=0), strict=True)))
+        for head in range(self.heads):
+            self.attended(head, probs)
+        return np.concatenate(outputs)
+
+    def evict(self) -> None:
+        """One token goes from each head that holds more than its budget; of equal ones the latest."""
+        for head, held in enumerate(self.held):
+            if len(held) > self.budget:
+                newest, ranking = max(held), self.ranking(head)
+                candidates = [pos for pos in held if self.first <= pos <= newest - self.last]
+                del held[min(candidates, key=lambda pos: (ranking[pos], -pos))]
+
+    def attention(self, n: int, pos: int, positions: Sequence[int]) -> np.ndarray:
+        """Probabilities that query head n at `pos` gives to tokens at these positions."""
+        query = rotate(ROPE, self.q[pos, n], pos)
+        return softmax(self.turned[list(positions), n // self.group] @ query / np.sqrt(len(query)))
+
+    def queries_of(self, head: int) -> range:
+        """Query heads that read this KV head."""
+        return range(head * self.group, (head + 1) * self.group)
+
+    def mass(self, head: int, observers: int) -> np.ndarray:
+        """Attention that each token of the prompt gets from the last `observers` queries, mean over the group."""
+        total = np.zeros(self.length)
+        for pos in range(max(0, self.length - observers), self.length):
+            for n in self.queries_of(head):
+                total[: pos + 1] += self.attention(n, pos, range(pos + 1)) / self.group
+        return total
+
+    def kept(self) -> list[set[int]]:
+        """Positions that each head holds."""
+        return [set(held) for held in self.held]
+
+
+def pooled(scores: np.ndarray, width: int, kind: str) -> np.ndarray:
+    """Average (zeros beyond the ends count) or maximum over `width` neighbours."""
+    half = width // 2
+    padded = np.concatenate([np.zeros(half), scores, np.zeros(half)])
+    windows = [padded[i : i + width] for i in range(len(scores))]
+    return np.asarray([w.mean() if kind == "avg" else w.max() for w in windows])
+
+
+class SnapKV(Row):
+    """Attention from the last tokens, pooled; only the prompt is compressed."""
+
+    window, pool, kernel = 4, "max", 7
+
+    def prefill(self) -> list[set[int]]:
+        self.last = self.window
+        return super().prefill()
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        before = max(self.length - self.window, 0)
+        observed = self.mass(head, self.window)[:before]
+        if self.pool is not None:
+            observed = pooled(observed, self.kernel, self.pool)
+        return np.concatenate([observed, np.zeros(self.length - before)])
+
+    def evict(self) -> None:
+        pass
+
+
+def pyramid(budget: int, length: int, window: int, beta: int, num_layers: int) -> list[int]:
+    """Slots that each layer keeps of a prompt, as published."""
+    if length <= budget:
+        return [length] * num_layers
+    if length < 2 * (budget - window):
+        return [budget] * num_layers
+    low = (budget - window) // beta
+    high = 2 * (budget - window) - low
+    if high >= length - window:
+        high = length - window
+        low = 2 * (budget - window) - high
+    step = (high - low) // (num_layers - 1)
+    return [high - layer * step + window for layer in range(num_layers)]
+
+
+class H2O(Row):
+    """Attention from all queries so far."""
+
+    observers = 10**9
+
+    def prefill(self) -> list[set[int]]:
+        self.last = self.recent if self.recent is not None else self.budget // 2
+        return super().prefill()
+
+    recent: int | None = None
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        return self.mass(head, self.observers)
+
+    def attended(self, head: int, probs: Sequence[dict[int, float]]) -> None:
+        for pos, share in probs[head].items():
+            self.held[head][pos] += share
+
+
+class TOVA(Row):
+    """Attention from the latest query, mean over all heads."""
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        return np.mean([self.mass(other, 1) for other in range(self.heads)], axis=0)
+
+    def attended(self, head: int, probs: Sequence[dict[int, float]]) -> None:
+        for pos in self.held[head]:
+            self.held[head][pos] = float(np.mean([shares[pos] for shares in probs]))

@@ -1,0 +1,146 @@
+"""Policies that score tokens, against their definitions; and the parts they share."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies import oracle_scoring as oracle
+from policies.driver import ROPE, kept, make_case, rotate, run
+
+from kvjax.policies import H2O, TOVA, Policy, PolicyError, SnapKV
+from kvjax.policies.base import budget_tokens
+from kvjax.policies.scoring import attention_mass, pool
+
+STEPS = 6
+
+# Policy, its oracle with what it needs to be told, query heads, KV heads.
+CASES = {
+    "snapkv, GQA": (SnapKV(budget=16, window=4), oracle.SnapKV, {}, 4, 2),
+    "snapkv, MHA, the class's defaults": (
+        SnapKV(budget=19, window=3, pool="avg", kernel=5),
+        oracle.SnapKV,
+        {"window": 3, "pool": "avg", "kernel": 5},
+        2,
+        2,
+    ),
+    "snapkv, fraction": (SnapKV(budget=0.3, window=1, pool=None), oracle.SnapKV, {"window": 1, "pool": None}, 4, 2),
+    "h2o, GQA": (H2O(budget=16), oracle.H2O, {}, 4, 2),
+    "h2o, MHA, few recent": (H2O(budget=13, recent=2), oracle.H2O, {"recent": 2}, 2, 2),
+    "h2o, last queries": (H2O(budget=16, observers="last", window=5), oracle.H2O, {"observers": 5}, 4, 2),
+    "h2o, fraction": (H2O(budget=0.5, recent=0), oracle.H2O, {"recent": 0}, 4, 2),
+    "tova, GQA": (TOVA(budget=14), oracle.TOVA, {}, 4, 2),
+    "tova, MHA, newest kept": (TOVA(budget=9, keep_newest=True), oracle.TOVA, {"last": 1}, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(name):
+    """A ragged batch, prompts shorter and longer than the budget: what is kept and what is put out at every step."""
+    policy, definition, told, heads, kv_heads = CASES[name]
+    lengths = np.random.default_rng(len(name)).integers(3, 60, size=32)
+    check(policy, definition, told, make_case(6, lengths, STEPS, heads, kv_heads))
+
+
+def check(policy: Policy, definition: type[oracle.Row], told: dict, case) -> None:
+    _, outputs, states = run(policy, case)
+    held = [kept(policy, case, state) for state in states]
+    for row, length in enumerate(case.lengths.tolist()):
+        budget = budget_tokens(policy.budget, length + STEPS)
+        size = length + STEPS
+        literal = definition(case.q[row, :size], case.k[row, :size], case.v[row, :size], length, budget)
+        vars(literal).update(told)
+        assert held[0][row] == literal.prefill()
+        for i in range(STEPS):
+            np.testing.assert_allclose(outputs[i, row], literal.step(length + i), atol=2e-5)
+            literal.evict()
+            assert held[i + 1][row] == literal.kept()
+
+
+# What they share.
+
+
+@pytest.mark.parametrize(("kind", "width"), [("max", 7), ("avg", 5), ("max", 1)])
+def test_pooling(kind, width):
+    scores = np.random.default_rng(width).random((2, 3, 30)).astype(np.float32)
+    got = np.asarray(pool(jnp.asarray(scores), width, kind))
+    for row, values in np.ndindex(2, 3):
+        np.testing.assert_allclose(got[row, values], oracle.pooled(scores[row, values], width, kind), rtol=1e-5)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
+    """Over more than one block of queries, in rows of any length; of each row it sums to the number of its queries."""
+    lengths = np.asarray([150, 64, 1, 65])
+    case = make_case(3, lengths, 1)
+    queries, keys = (
+        np.asarray([[[rotate(ROPE, h, pos) for h in heads] for pos, heads in enumerate(row)] for row in x])
+        for x in (case.q, case.k)
+    )
+    got = attention_mass(
+        jnp.asarray(queries, jnp.float32),
+        jnp.asarray(keys, jnp.float32),
+        jnp.asarray(lengths, jnp.int32),
+        scale=8**-0.5,
+        sliding_window=sliding_window,
+    )
+    pos = np.arange(150)
+    distance = pos[:, None] - pos
+    visible = (distance >= 0) & (distance < (sliding_window or 150))
+    for row, length in enumerate(lengths):
+        for head in range(2):
+            group = queries[row, :150, 2 * head : 2 * head + 2]
+            weights = np.exp(np.einsum("tgh,sh->gts", group, keys[row, :150, head]) / np.sqrt(8)) * visible
+            probs = weights / weights.sum(axis=-1, keepdims=True)
+            expected = probs[:, :length].sum(axis=1).mean(axis=0)
+            np.testing.assert_allclose(got[row, head, :150], expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(got)[row].sum(axis=-1), length, rtol=1e-5)
+
+
+# By hand, and errors.
+
+
+def test_papers_defaults():
+    """LongBench's configuration of SnapKV; H2O's 1024 heavy hitters and 1024 recent tokens."""
+    assert (SnapKV().window, SnapKV().pool, SnapKV().kernel) == (32, "max", 7)
+    assert H2O().ends(H2O().budget) == (0, 1024)
+
+
+def test_heavy_hitters_by_hand():
+    """H2O evicts one token a step, the least attended that is not recent, and forgets what it had."""
+    policy = H2O(budget=4, recent=2)
+    case = make_case(0, [4], steps=3, heads=1, kv_heads=1)
+    case.q[:] = 0  # every query spreads its attention evenly: the earlier a token, the more it has got
+    _, _, states = run(policy, case)
+    assert [sorted(kept(policy, case, state)[0][0]) for state in states] == [
+        [0, 1, 2, 3],
+        [0, 1, 3, 4],
+        [0, 1, 4, 5],
+        [0, 1, 5, 6],
+    ]
+
+
+def test_tova_heads_share_the_choice_and_may_drop_the_newest():
+    case = make_case(8, [40] * 16, STEPS)
+    _, _, states = run(TOVA(budget=14), case)
+    fates = [kept(TOVA(budget=14), case, state) for state in states]
+    assert all(row[0] == row[1] for state in fates for row in state)
+    dropped = [40 + i not in row[0] for i, state in enumerate(fates[1:]) for row in state]
+    assert any(dropped)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: SnapKV(budget=31), "31 slots, but 0 first and 32 last"),
+        (lambda: SnapKV(kernel=4), "kernel=4; give an odd width"),
+        (lambda: SnapKV(window=0), "window=0; give 1"),
+        (lambda: SnapKV(pool="sum"), "pool='sum'; give one of 'max', 'avg'"),
+        (lambda: H2O(budget=4, recent=4), "need 5"),
+        (lambda: H2O(observers="some"), "'all', 'last'"),
+        (lambda: H2O(recent=-1), "recent=-1"),
+        (lambda: TOVA(budget=0), "budget=0"),
+        (lambda: TOVA(budget=0.01).check(60), "gives 0 slots"),
+    ],
+)
+def test_bad_hyperparameters(make, says):
+    with pytest.raises(PolicyError, match=says):
+        make()
