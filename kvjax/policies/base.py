@@ -207,7 +207,7 @@ def check_budget(name: str, budget: Any) -> None:
         )
 
 
-def check_fields(policy: Policy, **least: float) -> None:
+def check_fields(policy: Policy, **least: int | float) -> None:
     """Raise `PolicyError` if a hyperparameter of `policy` is out of range.
 
     A `budget` is checked as in `check_budget`, and a field declared as a `Literal` against its values.
