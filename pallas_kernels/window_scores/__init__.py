@@ -1,3 +1,3 @@
 """How much the last queries of a prompt attend to each of its tokens."""
 
-from .reference import window_scores as window_scores
+from .api import window_scores as window_scores

@@ -1,58 +1,84 @@
-"""Observation-window scores in plain XLA."""
+"""Observation-window scores in plain XLA, a block of tokens at a time.
 
-from typing import Literal
+The keys are read twice: for the maximum and sum that each query's softmax needs, and for the probabilities, which are added up
+before the next block's are computed.
+"""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
+from .observers import Observers
+
+BLOCK = 512
+"""Tokens observed at a time; it divides the lengths that longer prompts are padded to."""
 
 
 def window_scores(
-    q: Float[Array, "B T N H"],
+    observers: Observers,
     k: Float[Array, "B T K H"],
-    lengths: Int[Array, " B"],
+    first: Int[Array, " B"],
+    stop: Int[Array, " B"],
     *,
-    window: int,
     scale: float,
-    sliding_window: int | None = None,
-    kind: Literal["softmax", "logits"] = "softmax",
-) -> Float[Array, "B K T"]:
-    """How much each row's last `window` queries look at each of its tokens, averaged over those queries and the group.
-
-    The observation window of SnapKV (Li et al. 2024, section 3), used by ChunkKV and TreeKV too. A row shorter than the window
-    is averaged over the queries that it has.
+    sliding_window: int | None,
+    chunk: int,
+    shifted: bool,
+) -> Float[Array, "B K M"]:
+    """What all observers together give to each chunk of the tokens from `first` to `stop`.
 
     Args:
-        q, k: rotated queries and keys of a right-padded prompt.
-        lengths: tokens in each row.
-        window: number of observing queries.
-        scale: factor on the logits.
-        sliding_window: attention window of the layer in tokens, if it has one.
-        kind: "softmax" averages causal attention probabilities; "logits" averages the bare products q · k · scale of every
-            observer with every token, later ones and those outside a sliding window included (ChunkKV as printed).
-
-    Returns:
-        Scores in float32, zero in the padding.
+        shifted: whether any `first` may differ from 0.
     """
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    q_pos = (
-        lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    )  # [B, w], negative where the row is too short
-    rows = jnp.take_along_axis(q, jnp.maximum(q_pos, 0)[:, :, None, None], axis=1)
-    rows = rows.reshape(batch, window, kv_heads, heads // kv_heads, dim)
-    observers = jnp.maximum(jnp.minimum(lengths, window), 1).astype(jnp.float32)[:, None, None]
-    if kind == "logits":  # a mean of products is the product with the mean
-        observed = jnp.where((q_pos >= 0)[:, :, None, None, None], rows, jnp.zeros((), rows.dtype))
-        query = jnp.sum(jnp.mean(observed.astype(jnp.float32), axis=3), axis=1) / observers
-        products = jnp.einsum("bkh,btkh->bkt", query, k.astype(jnp.float32)) * scale
-        return jnp.where((jnp.arange(length, dtype=jnp.int32) < lengths[:, None])[:, None], products, 0.0)
-    distance = q_pos[:, :, None] - jnp.arange(length, dtype=jnp.int32)
-    visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)  # [B, w, T]
-    logits = jnp.einsum("bwkgh,btkh->bkgwt", rows, k, preferred_element_type=jnp.float32) * scale
-    logits = jnp.where(visible[:, None, None], logits, MASKED)
-    weights = jnp.where(visible[:, None, None], jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    probs = weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return jnp.sum(jnp.mean(probs, axis=2), axis=2) / observers
+    batch, length, kv_heads, _ = k.shape
+    if shifted:
+        source = jnp.minimum(first[:, None] + jnp.arange(length, dtype=jnp.int32), length - 1)
+        k = jnp.take_along_axis(k, source[:, :, None, None], axis=1)
+    block = -(-min(BLOCK, length) // chunk) * chunk
+    k = jnp.pad(k, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+
+    def observe(i: Array) -> tuple[Array, Array]:
+        """Logits of the observers with one block of tokens, and which of them count."""
+        keys = jax.lax.dynamic_slice_in_dim(k, i * block, block, axis=1)
+        pos = first[:, None] + i * block + jnp.arange(block, dtype=jnp.int32)
+        distance = observers.pos[:, :, None] - pos[:, None]
+        visible = (distance >= 0) & (observers.pos >= 0)[:, :, None] & (pos < stop[:, None])[:, None]
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        visible = visible[:, None, :, None]
+        logits = jnp.einsum("bkwgh,btkh->bkwgt", observers.q, keys, preferred_element_type=jnp.float32) * scale
+        return jnp.where(visible, logits, MASKED), visible
+
+    def fold(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        top, total = carry
+        logits, visible = observe(i)
+        peak = jnp.maximum(top, jnp.max(logits, axis=-1))
+        weights = jnp.where(visible, jnp.exp(logits - peak[..., None]), 0.0)
+        return peak, total * jnp.exp(top - peak) + jnp.sum(weights, axis=-1)
+
+    shape = observers.q.shape[:-1]
+    blocks = k.shape[1] // block
+    start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    top, total = jax.lax.fori_loop(0, blocks, fold, start)
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+    def scores(i: Array) -> Float[Array, "B K C"]:
+        logits, visible = observe(i)
+        probs = jnp.where(visible, jnp.exp(logits - top[..., None]), 0.0) / total[..., None]
+        given = jnp.mean(probs, axis=3).reshape(*shape[:3], -1, chunk)
+        return jnp.sum(jnp.max(given, axis=-1), axis=2)
+
+    found = jax.lax.map(scores, jnp.arange(blocks, dtype=jnp.int32))  # [T / block, B, K, block / chunk]
+    return jnp.moveaxis(found, 0, 2).reshape(batch, kv_heads, -1)[..., : -(-length // chunk)]
+
+
+def mean_products(
+    observers: Observers, k: Float[Array, "B T K H"], lengths: Int[Array, " B"], *, scale: float
+) -> Float[Array, "B K T"]:
+    """The mean of q · k · scale over a window's queries, for each token: the product with their mean."""
+    observed = jnp.where((observers.pos >= 0)[:, None, :, None, None], observers.q, jnp.zeros((), observers.q.dtype))
+    count = jnp.maximum(observers.size, 1).astype(jnp.float32)[:, None, None]
+    query = jnp.sum(jnp.mean(observed.astype(jnp.float32), axis=3), axis=2) / count
+    products = jnp.einsum("bkh,btkh->bkt", query, k.astype(jnp.float32)) * scale
+    return jnp.where((jnp.arange(k.shape[1], dtype=jnp.int32) < lengths[:, None])[:, None], products, 0.0)

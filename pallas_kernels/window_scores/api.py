@@ -1,0 +1,74 @@
+"""The public function: who observes, and the choice of who computes it."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import Implementation, choose
+from . import reference
+from .observers import Observers
+
+
+def window_scores(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    lengths: Int[Array, " B"],
+    *,
+    window: int,
+    scale: float,
+    sliding_window: int | None = None,
+    kind: Literal["softmax", "logits"] = "softmax",
+    middle: tuple[Int[Array, " B"], Int[Array, " B"]] | None = None,
+    chunk: int = 1,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B K M"]:
+    """How much each row's last `window` queries look at each of its tokens, averaged over those queries and the group.
+
+    The observation window of SnapKV (Li et al. 2024, section 3), used by ChunkKV, TreeKV and CateKV too. A row shorter than
+    the window is averaged over the queries that it has. Nothing of the size of queries × tokens is held.
+
+    Args:
+        q, k: rotated queries and keys of a right-padded prompt.
+        lengths: tokens in each row.
+        window: number of observing queries.
+        scale: factor on the logits.
+        sliding_window: attention window of the layer in tokens, if it has one.
+        kind: "softmax" averages causal attention probabilities; "logits" averages the bare products q · k · scale of every
+            observer with every token, later ones and those outside a sliding window included (ChunkKV as printed).
+        middle: where the observed tokens begin and how many they are, in each row, instead of all: attention is to them alone, and
+            the first score is that of the first of them.
+        chunk: tokens to one score. To several, each query, averaged over its group, gives what it gives to the best of them.
+        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`.
+        interpret: interpret the Pallas body that was named, on any device.
+
+    Returns:
+        A score in float32 for each of M = ⌈T / chunk⌉ chunks, zero where there is no token.
+
+    Raises:
+        ValueError: `middle` or `chunk` was given for bare products.
+        Unsupported: an implementation was named that cannot compute this.
+    """
+    if kind == "logits" and (middle is not None or chunk != 1):
+        raise ValueError(f"window_scores: kind='logits' with chunk={chunk} or a middle; these are for 'softmax'")
+    batch, length = k.shape[:2]
+    observers = Observers.of(q, lengths, window, k.shape[2])
+    if kind == "logits":
+        choose("window_scores of kind 'logits'", implementation, interpret=interpret)
+        return reference.mean_products(observers, k, lengths, scale=scale)
+    first, count = (jnp.zeros_like(lengths), lengths) if middle is None else middle
+    stop = jnp.minimum(first + count, lengths)
+    chosen = choose("window_scores", implementation, gpu=lambda: _gpu().refuses(k, chunk), interpret=interpret)
+    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "chunk": chunk}
+    if chosen == "xla":
+        total = reference.window_scores(observers, k, first, stop, shifted=middle is not None, **options)
+    else:
+        total = _gpu().window_scores(observers, k, first, stop, interpret=interpret, **options)
+    return total / jnp.maximum(observers.size, 1).astype(jnp.float32)[:, None, None]
+
+
+def _gpu() -> Any:
+    from . import gpu
+
+    return gpu
