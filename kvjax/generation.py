@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding
+from kvjax import decoding, host_memory
 from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies.offload import hits
 from kvjax.prompts import Prompt, token_ids
 from kvjax.sampling import Greedy, Sample, make_sampler
 
@@ -32,8 +33,12 @@ class Stats:
         prompt_tokens, new_tokens: tokens read and drawn.
         prefill_seconds, decode_seconds: time to run the two programs, compilation not included.
         compile_seconds: time to compile them, 0 when they were compiled before.
-        cache_bytes: bytes the policy's cache holds.
+        cache_bytes: bytes the policy's cache holds on the device.
         full_cache_bytes: bytes a full cache would hold for the same prompts and new tokens.
+        host_cache_bytes: bytes the policy's cache holds in the host's memory, if it is `offloaded`.
+        step_bytes_read: bytes of it that attention reads in a decoding step; see `Policy.bytes_read`.
+        hit_rate: share of the tokens that queries recalled which were on the device already; None if none was looked for on
+            the host. Rows that are done count until all are.
     """
 
     rows: int
@@ -44,6 +49,9 @@ class Stats:
     compile_seconds: float
     cache_bytes: int
     full_cache_bytes: int
+    host_cache_bytes: int
+    step_bytes_read: int
+    hit_rate: float | None
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -246,7 +254,8 @@ class _Run:
         self.rows = [_Row(ids, decode) for ids in prompts]
         self._check_lengths()
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
-        self.cache_bytes = self.full_cache_bytes = 0
+        self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
+        self.recalled = self.found = 0
 
     def chunks(self, size: int) -> Iterator[bool]:
         """Draw tokens for all rows; yields after every look at the host whether all is done."""
@@ -266,6 +275,9 @@ class _Run:
             compile_seconds=self.compile_seconds,
             cache_bytes=self.cache_bytes,
             full_cache_bytes=self.full_cache_bytes,
+            host_cache_bytes=self.host_cache_bytes,
+            step_bytes_read=self.step_bytes_read,
+            hit_rate=self.found / self.recalled if self.recalled else None,
         )
         return [
             Generation(None if r.decode is None else r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats)
@@ -311,8 +323,13 @@ class _Run:
         state, logprobs = decoding.prefill(*args)
         first = np.asarray(state.token)
         self.prefill_seconds += time.perf_counter() - start
-        self.cache_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
-        self.full_cache_bytes += Full().nbytes(self.params.config, len(rows), longest, self.max_new_tokens, dtype)
+        leaves = jax.tree.leaves(state.caches)
+        on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
+        shapes = self.params.config, len(rows), longest, self.max_new_tokens, dtype
+        self.host_cache_bytes += on_host
+        self.cache_bytes += sum(leaf.nbytes for leaf in leaves) - on_host
+        self.full_cache_bytes += Full().nbytes(*shapes)
+        self.step_bytes_read += self.policy.bytes_read(*shapes)
         self._collect(rows, first[:, None], np.asarray(logprobs)[:, None])
 
         drawn = 1
@@ -329,6 +346,8 @@ class _Run:
             self.decode_seconds += time.perf_counter() - start
             self._collect(rows, np.asarray(new)[:, :filled], np.asarray(logprobs)[:, :filled])
             drawn += filled
+        recalled, found = hits(state.caches)
+        self.recalled, self.found = self.recalled + recalled, self.found + found
         yield True
 
     def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray) -> None:

@@ -154,7 +154,11 @@ def _summary(result: "Generation") -> str:
     parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens"]
     if stats.decode_seconds > 0:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tokens/s")
-    parts.append(f"cache {console.size(stats.cache_bytes)}, full {console.size(stats.full_cache_bytes)}")
+    on_host = f" and {console.size(stats.host_cache_bytes)} on the host" if stats.host_cache_bytes else ""
+    parts.append(f"cache {console.size(stats.cache_bytes)}{on_host}, full {console.size(stats.full_cache_bytes)}")
+    parts.append(f"reads {console.size(stats.step_bytes_read)} a step")
+    if stats.hit_rate is not None:
+        parts.append(f"{100 * stats.hit_rate:.0f} % of recalled tokens at hand")
     if stats.compile_seconds > 0:
         parts.append(f"compiled in {stats.compile_seconds:.1f} s")
     return " · ".join([*parts, f"ended by {result.stop_reason}"])

@@ -116,10 +116,9 @@ class ClusterKV(Recalling):
     def recalls(self, spec: LayerSpec) -> bool:
         return spec.layer >= self.exempt and budget_tokens(self.budget, spec.max_tokens) < spec.max_tokens
 
-    def reads(self, spec: LayerSpec) -> int:
-        if not self.recalls(spec):
-            return self.capacity(spec)
-        return cache.round_slots(budget_tokens(self.budget, spec.max_tokens) + self._tail(spec))
+    def selects(self, spec: LayerSpec) -> tuple[int, int]:
+        heads = spec.num_kv_heads if self.gqa == "mean" else spec.num_heads
+        return heads, budget_tokens(self.budget, spec.max_tokens) - self.sinks
 
     def ends(self, spec: LayerSpec) -> tuple[int, int]:
         return self.sinks, self._tail(spec)
@@ -134,7 +133,7 @@ class ClusterKV(Recalling):
         """
         if not self.recalls(spec):
             return super().layer_bytes_read(spec)
-        heads = spec.num_kv_heads if self.gqa == "mean" else spec.num_heads
+        heads, _ = self.selects(spec)
         indices = 4 * heads * (2 * self._clusters(spec) + self.reads(spec))  # sizes, starts and order
         centroids = 4 * spec.num_kv_heads * self._clusters(spec) * spec.head_dim
         pairs = heads * self.reads(spec) * 2 * spec.head_dim * spec.dtype.itemsize
@@ -206,7 +205,7 @@ class ClusterKV(Recalling):
         room = (state.budget - self.sinks)[:, None, None, None]
         ends = jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), room)
         begins = jnp.pad(ends, ((0, 0), (0, 0), (0, 0), (1, 0)))[..., :-1]
-        place = jnp.arange(budget_tokens(self.budget, spec.max_tokens) - self.sinks, dtype=jnp.int32)
+        place = jnp.arange(self.selects(spec)[1], dtype=jnp.int32)
         rank = jnp.minimum(_right_of(ends, place), ranked.shape[-1] - 1)
         start = jnp.take_along_axis(state.starts[:, :, None], jnp.take_along_axis(ranked, rank, axis=-1), axis=-1)
         nth = start + place - jnp.take_along_axis(begins, rank, axis=-1)

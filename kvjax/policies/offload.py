@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import flax.struct
@@ -170,8 +171,11 @@ class Offloaded(Policy):
 
     def compress(self, spec: LayerSpec, state: State) -> State:
         if not isinstance(state, Recalled):
+            compress = partial(self.policy.compress, spec)
+            if not _uses_kv(compress, state):
+                return compress(state)
             near = _moved(state, host_memory.to_device)
-            return _returned(self.policy.compress(spec, near), near, state)
+            return _returned(compress(near), near, state)
         assert isinstance(self.policy, Recalling)
         keys = state.ends[0]
 
@@ -197,12 +201,10 @@ class Offloaded(Policy):
         pos = jnp.maximum(pos, 0)[:, None, :, None]
         ends = jax.tree.map(lambda x: jnp.take_along_axis(x, pos, axis=2, mode="clip"), store)
 
-        q = jax.ShapeDtypeStruct((spec.batch, spec.num_heads, spec.head_dim), spec.dtype)
-        index, _ = jax.eval_shape(lambda q: self.policy.selected(spec, state, q), q)  # pyright: ignore[reportAttributeAccessIssue]
-        heads = index.shape[:2]
-        slot = jnp.full((*heads, self.steps * index.shape[2]), -1, jnp.int32)
+        heads, size = self.policy.selects(spec)
+        slot = jnp.full((spec.batch, heads, self.steps * size), -1, jnp.int32)
         recent = jnp.zeros((*slot.shape, spec.head_dim), spec.dtype)
-        zeros = jnp.zeros(heads, jnp.int32)
+        zeros = jnp.zeros((spec.batch, heads), jnp.int32)
         queries = jnp.zeros((spec.batch,), jnp.int32)
         inner = _moved(state, host_memory.to_host)
         return Recalled(inner, ends, (recent, jnp.zeros_like(recent)), slot, queries, zeros, zeros)
@@ -295,7 +297,7 @@ def _is_recalled(x: Any) -> bool:
     return isinstance(x, Recalled)
 
 
-def _moved(state: State, move: Callable[[KV], KV]) -> State:
+def _moved(state: State, move: Callable[[Any], Any]) -> State:
     """A state with the keys and values of all its slots in another memory."""
 
     def one(x: Any) -> Any:
@@ -317,6 +319,18 @@ def _returned(after: State, near: State, far: State) -> State:
         return dataclasses.replace(x, k=k, v=v)
 
     return jax.tree.map(one, after, near, far, is_leaf=lambda x: isinstance(x, Slots))
+
+
+def _uses_kv(step: Callable[[State], State], state: State) -> bool:
+    """Whether a step computes anything with keys and values, and does not just pass them on.
+
+    Asked beforehand, since XLA would not remove a transfer whose result nothing uses.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    marked = _moved(jax.tree.map(lambda x: False, state), lambda kv: (True, True))
+    jaxpr = jax.make_jaxpr(step)(shapes).jaxpr
+    kv = [id(var) for var, is_kv in zip(jaxpr.invars, jax.tree.leaves(marked), strict=True) if is_kv]
+    return any(id(var) in kv for equation in jaxpr.eqns for var in equation.invars)
 
 
 def _find(slot: Int[Array, "B R F"], index: Int[Array, "B R S"]) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:

@@ -35,14 +35,22 @@ class Recalling(Policy):
         """The position that each row's tail begins at, no less than the number of first tokens."""
         raise NotImplementedError
 
+    def selects(self, spec: LayerSpec) -> tuple[int, int]:
+        """How many heads select for themselves (R: the query heads or the KV heads), and how many slots (S)."""
+        raise NotImplementedError
+
     def reads(self, spec: LayerSpec) -> int:
         """Slots that one of the selecting heads gathers in a decoding step."""
-        raise NotImplementedError
+        return (
+            self.capacity(spec)
+            if not self.recalls(spec)
+            else cache.round_slots(self.selects(spec)[1] + sum(self.ends(spec)))
+        )
 
     def selected(
         self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"]
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """What rotated queries select: S slots for each of R heads (query heads or KV heads), and which of them are meant.
+        """What rotated queries select: slots for each selecting head, and which of them are meant.
 
         Keys and values are not looked at: they may be out of reach.
         """
