@@ -86,12 +86,11 @@ def chunk_similarity(
 
 def _sizes(chunks: int, half: int, dim: int, dtype: Any) -> dict[str, int]:
     """Block sizes: large enough that loading keys is a small part of the work, and small enough for the registers."""
-    wide = jnp.dtype(dtype).itemsize == 4
-    rows, columns = (64, 64) if wide else (256 if dim <= 128 else 128, 64)
+    wide = jnp.dtype(dtype).itemsize * dim > 256
     default = {
-        "rows": min(rows, block_within(half)),
-        "columns": min(columns, block_within(half)),
-        "warps": 4 if wide or half <= 64 else 8,
+        "rows": min(128 if wide else 256, block_within(half)),
+        "columns": min(64, block_within(half)),
+        "warps": 8 if half >= 128 else 4,
         "stages": 2 if wide else 3,
     }
     case = {"chunks": chunks, "half": half, "head_dim": dim, "dtype": jnp.dtype(dtype).name}
