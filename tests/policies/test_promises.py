@@ -150,13 +150,25 @@ def test_budget_is_kept(policy):
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
-@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+@by_name("policy", TIGHT, ids=names(TIGHT))
 def test_rows_are_independent(policy, tiny):
     together = kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
     for i, prompt in enumerate(PROMPTS):
         alone = kvjax.generate(tiny, prompt, policy=policy, **GREEDY)
         assert alone.tokens == together[i].tokens
         np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=2e-5)
+
+
+@by_name("policy", FRACTION, ids=names(FRACTION))
+def test_rows_have_budgets_of_their_own(policy):
+    """A fraction is of each row's own length: a layer keeps and gives for a row what it would alone."""
+    inputs = case(23)
+    state, outputs, _ = run(policy, inputs)
+    for i, held in enumerate(kept(policy, inputs, state)):
+        row = inputs.rows(slice(i, i + 1))
+        alone, alone_outputs, _ = run(policy, row)
+        assert kept(policy, row, alone) == [held]
+        np.testing.assert_allclose(alone_outputs[:, 0], outputs[:, i], atol=2e-5)
 
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
