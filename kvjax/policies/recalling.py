@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import cache, host_memory
+from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
+from kvjax.pallas_kernels import gather_attention
 
 from .base import Carry, Memory, Policy, State
 
@@ -81,9 +82,10 @@ class Recalling(Policy):
             return super().attend(spec, state, q, pos, carry)
         q = spec.rope.rotate(q, pos[:, None])
         index, live = self.recall(spec, state, q)
-        k, v = host_memory.read((state.slots.k, state.slots.v), index)
-        out, _ = cache.attend(spec, gathered(k, v, index, live, state.slots.seen), q, pos)
-        return out, state, carry
+        if spec.window is not None:
+            live &= index > pos[:, None, None] - spec.window
+        attended = gather_attention(q, state.slots.k, state.slots.v, index, live, scale=spec.scale)
+        return attended.out, state, carry
 
     def recall(
         self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"]
