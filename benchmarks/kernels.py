@@ -64,7 +64,7 @@ def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             compiled = jax.jit(function).lower(*sets[0]).compile()
             error = case.error(sets[0], jax.block_until_ready(compiled(*sets[0])))
-            seconds = _time(compiled, sets, args.seconds)
+            seconds = _time(function, sets, args.seconds)
         except Exception as problem:
             row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
             print(f"  {name:28s} {row['failed'][:120]}", flush=True)
@@ -83,20 +83,34 @@ def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _time(compiled: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
-    """Seconds a call, calls queued one behind the other: the median of 5 measurements."""
-    jax.block_until_ready([compiled(*given) for given in sets])
-    start = time.perf_counter()
-    jax.block_until_ready([compiled(*given) for given in sets])
-    calls = int(np.clip(seconds * len(sets) / (time.perf_counter() - start), 5, 1000))
-    times = []
-    for _ in range(5):
+def _time(function: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
+    """Seconds a call: the median of 5 measurements of a loop of calls on the device, each waiting for the one before it.
+
+    Launched one by one from the host, calls of less than some 80 us would measure the host.
+    """
+
+    def calls(times: Any, sets: Any) -> Any:
+        def body(_: Any, outs: list[Any]) -> list[Any]:
+            new = []
+            for given in sets:  # the barrier makes calls wait, and keeps them from being moved out of the loop
+                given, _ = jax.lax.optimization_barrier((given, (new or outs)[-1]))
+                new.append(function(*given))
+            return new
+
+        return jax.lax.fori_loop(0, times, body, [function(*given) for given in sets])
+
+    compiled = jax.jit(calls).lower(jax.ShapeDtypeStruct((), "int32"), sets).compile()
+
+    def measure(times: int) -> float:
         start = time.perf_counter()
-        for i in range(calls):
-            last = compiled(*sets[i % len(sets)])
-        jax.block_until_ready(last)
-        times.append((time.perf_counter() - start) / calls)
-    return float(np.median(times))
+        jax.block_until_ready(compiled(np.int32(times), sets))
+        return time.perf_counter() - start
+
+    measure(1)
+    times = int(np.clip(seconds / max(measure(5) - measure(1), 1e-6) * 4, 5, 2000))
+    first = min(measure(1) for _ in range(3))  # start-up, taken off
+    spans = [measure(times + 1) - first for _ in range(5)]
+    return float(np.median(spans)) / (times * len(sets))
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> None:

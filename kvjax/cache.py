@@ -240,7 +240,7 @@ def attend(
     if spec.window is not None:
         weight = jnp.where(slots.pos > q_pos[:, None, None] - spec.window, weight, 0.0)
     if place is not None and spec.rope.turns_halves_of(spec.head_dim):
-        rotation = Rotation(place, *spec.rope.cos_sin(jnp.arange(keys.shape[2], dtype=jnp.int32)))
+        rotation = Rotation(place, jnp.asarray(spec.rope.inv_freq, jnp.float32), spec.rope.amplitude)
     elif place is not None:
         keys = spec.rope.rotate_by_table(keys, place, keys.shape[2])
     attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)

@@ -55,9 +55,8 @@ def _case(
             weight = jnp.where(jnp.arange(slots) < lengths.reshape(batch, kv_heads, 1), weight, 0.0)
         if not rotated:
             return q, k, v, weight
-        angle = jnp.arange(slots, dtype=jnp.float32)[:, None] * jnp.logspace(0, -4, dim // 2)
         place = jnp.argsort(jax.random.uniform(keys[5], weight.shape), axis=-1).astype(jnp.int32)
-        return q, k, v, weight, place, jnp.cos(angle), jnp.sin(angle)
+        return q, k, v, weight, place, jnp.logspace(0, -4, dim // 2)
 
     def error(given: tuple[Any, ...], got: Attended) -> float:
         q, k, v, weight, *turn = given
@@ -67,7 +66,8 @@ def _case(
             rows = slice(h * group, (h + 1) * group)
             q64, k64, v64, w64 = (np.asarray(x, np.float64) for x in (q[b, rows], k[b, h], v[b, h], weight[b, h]))
             if turn:
-                cos, sin = (np.asarray(table, np.float64)[np.asarray(turn[0][b, h])] for table in turn[1:])
+                angle = np.asarray(turn[0][b, h], np.float64)[:, None] * np.asarray(turn[1], np.float64)
+                cos, sin = np.cos(angle), np.sin(angle)
                 a, c = np.split(k64, 2, axis=-1)
                 k64 = np.concatenate([a * cos - c * sin, c * cos + a * sin], axis=-1)
             with np.errstate(divide="ignore"):
@@ -91,6 +91,7 @@ def _case(
     variants = {"xla": variant(reference.decode_attention), "auto": variant(decode_attention)}
     if not rotated and not probs:
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
+        variants["dense"] = functools.partial(_dense, scale=scale)
     for block in (32, 64, 128):
         for programs in (128, 256, 512, 1024):
             splits = max(1, programs // (batch * kv_heads))
@@ -117,6 +118,16 @@ def _case(
         bytes=live * (4 * dim + 4 + 4 * rotated + 4 * probs) + 4 * batch * kv_heads * group * dim,
         flops=4 * live * group * dim,
     )
+
+
+def _dense(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:
+    """Plain XLA attention with a bias, which reads every slot and lets a NaN in a free one through."""
+    bias = jnp.where(weight > 0, jnp.log(jnp.maximum(weight, 1.0)), -1e30)[:, :, None]
+    grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
+    logits = jnp.einsum("bkgh,bkch->bkgc", grouped, k, preferred_element_type=jnp.float32) * scale + bias
+    share = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgc,bkch->bkgh", share, v, preferred_element_type=jnp.float32)
+    return Attended(out.reshape(q.shape).astype(q.dtype), jnp.zeros(q.shape[:2]), None)
 
 
 def _cudnn(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:

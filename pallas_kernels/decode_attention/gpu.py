@@ -34,8 +34,8 @@ def refuses(q: Array, k: Array, rotation: Rotation | None) -> str | None:
         return f"{q.shape[1] // k.shape[1]} query heads for a KV head is not a power of two"
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
-    if rotation is not None and 2 * rotation.cos.shape[-1] != dim:
-        return f"{2 * rotation.cos.shape[-1]} of {dim} channels are rotated; only all can be"
+    if rotation is not None and 2 * rotation.inv_freq.shape[-1] != dim:
+        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; only all can be"
     if slots < 16:
         return f"{slots} slots are fewer than a block of 16"
     return None
@@ -80,12 +80,10 @@ def decode_attention(
         pl.BlockSpec((None, slots), lambda h, s: (h, 0)),
     ]
     if rotation is not None:
-        inputs += [rotation.place.reshape(fold, slots), rotation.cos, rotation.sin]
-        specs += [
-            pl.BlockSpec((None, slots), lambda h, s: (h, 0)),
-            pl.BlockSpec(rotation.cos.shape, lambda h, s: (0, 0)),
-            pl.BlockSpec(rotation.sin.shape, lambda h, s: (0, 0)),
-        ]
+        tables = rotation.tables()
+        inputs += [rotation.place.reshape(fold, slots), *tables]
+        specs += [pl.BlockSpec((None, slots), lambda h, s: (h, 0))]
+        specs += [pl.BlockSpec(table.shape, lambda h, s: (0, 0)) for table in tables]
     shapes = [
         jax.ShapeDtypeStruct((fold, splits, group, dim), jnp.float32),
         jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),

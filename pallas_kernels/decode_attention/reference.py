@@ -42,6 +42,6 @@ def decode_attention(
 
 
 def _rotated(k: Float[Array, "B K C H"], rotation: Rotation) -> Float[Array, "B K C H"]:
-    cos, sin = (jnp.take(table, rotation.place, axis=0, mode="clip") for table in (rotation.cos, rotation.sin))
+    cos, sin = (jnp.take(table, rotation.place, axis=0, mode="clip") for table in rotation.tables())
     a, b = jnp.split(k.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(k.dtype)

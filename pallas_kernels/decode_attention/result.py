@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
@@ -11,13 +12,19 @@ class Rotation(NamedTuple):
     Channel i of the first half of a head pairs with channel i of the second half, as in Llama.
 
     Attributes:
-        place: which row of the tables each slot's key is rotated by.
-        cos, sin: of each pair's angle at P places, in float32.
+        place: by how many positions each slot's key is rotated, at least 0 and below C.
+        inv_freq: angle per position of each channel pair, in radians.
+        amplitude: factor on cosine and sine.
     """
 
     place: Int[Array, "B K C"]
-    cos: Float[Array, "P R"]
-    sin: Float[Array, "P R"]
+    inv_freq: Float[Array, " R"]
+    amplitude: float = 1.0
+
+    def tables(self) -> tuple[Float[Array, "C R"], Float[Array, "C R"]]:
+        """Cosine and sine of every pair's angle at each place, in float32: C sines instead of one for every row and head."""
+        angle = jnp.arange(self.place.shape[-1], dtype=jnp.float32)[:, None] * self.inv_freq
+        return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
 
 
 class Attended(NamedTuple):

@@ -1,0 +1,67 @@
+"""Every TPU body, compiled by the TPU's own compiler at the shapes of real models: it fits VMEM, and needs next to no memory of its own."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernels.ahead_of_time import CHIPS, compile_for, temporaries
+
+from kvjax.pallas_kernels import Rotation, decode_attention
+from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
+
+MB = 2**20
+
+
+class Compiled(NamedTuple):
+    """A program of one kernel: its function, shapes of its inputs, and the most temporary memory it may need, in bytes."""
+
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    temporary: int
+
+
+def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def decode(batch: int, kv_heads: int, group: int, slots: int, dim: int, dtype: str, rotated: bool) -> Compiled:
+    """Decode attention with probabilities, which needs room for its logits and none for a copy of keys or values."""
+
+    def function(q: Any, k: Any, v: Any, weight: Any, *turn: Any) -> Any:
+        rotation = Rotation(*turn) if turn else None
+        return decode_attention(q, k, v, weight, scale=0.1, rotation=rotation, probs=True)
+
+    cache = shape(dtype, batch, kv_heads, slots, dim)
+    shapes = (shape(dtype, batch, kv_heads * group, dim), cache, cache, shape("float32", batch, kv_heads, slots))
+    if rotated:
+        shapes += (shape("int32", batch, kv_heads, slots), shape("float32", dim // 2))
+    return Compiled(function, shapes, 4 * batch * kv_heads * group * slots + MB)
+
+
+KERNELS = {
+    "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
+    "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
+    "decode attention, heads of 64, uneven": decode(2, 3, 3, 4000, 64, "bfloat16", True),
+    "decode attention, float32, no groups": decode(1, 8, 1, 1024, 64, "float32", False),
+}
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_compiles_and_needs_no_memory_of_its_own(kernel, generation):
+    compiled = compile_for(generation, kernel.function, *kernel.shapes)
+    assert "tpu_custom_call" in compiled.as_text()
+    assert temporaries(compiled) <= kernel.temporary
+
+
+def test_a_kernel_too_big_for_vmem_does_not_compile():
+    """So that passing means something: the same body with blocks of 512k slots, 128 MB each of keys and values."""
+
+    def function(q, k, v, weight):
+        return decode_attention_tpu.decode_attention(q, k, v, weight, scale=0.1, block=2**19)
+
+    cache = shape("bfloat16", 1, 1, 2**20, 128)
+    with pytest.raises(Exception, match=r"(?i)vmem"):
+        compile_for("v5e", function, shape("bfloat16", 1, 4, 128), cache, cache, shape("float32", 1, 1, 2**20))
