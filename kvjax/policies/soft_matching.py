@@ -9,10 +9,10 @@ the tokens it stands for. All edges lead from A to B, so clusters are stars, and
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import compact
-from kvjax.pallas_kernels import chunk_similarity
+from kvjax.pallas_kernels import chunk_similarity, top_k
 
 
 @flax.struct.dataclass
@@ -40,15 +40,6 @@ class Clusters:
         return self.kv[..., self.kv.shape[-1] // 2 :]
 
 
-def strongest(similarity: Float[Array, "B K E"], count: Int[Array, " B"]) -> Bool[Array, "B K E"]:
-    """The `count` most similar edges of each head; of equally similar ones, the first."""
-    last = jnp.maximum(count - 1, 0)[:, None, None]
-    threshold = jnp.take_along_axis(-jnp.sort(-similarity, axis=-1), last, axis=-1)
-    above, equal = similarity > threshold, similarity == threshold
-    room = count[:, None, None] - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    return (above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))) & (count > 0)[:, None, None]
-
-
 def edges(size: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
     """How many edges `size` tokens have: one for each token of A, unless it is alone in the last chunk."""
     half = -(-chunk // 2)
@@ -71,7 +62,7 @@ def merge(tokens: Clusters, size: Int[Array, " B"], count: Int[Array, " B"], chu
     live = (jnp.arange(places, dtype=jnp.int32) < size[:, None, None]).reshape(batch, 1, *shape[2:])
 
     similarity, target = chunk_similarity(kv, jnp.broadcast_to(live, shape), head_dim=width // 2)
-    kept = strongest(similarity.reshape(batch, heads, -1), count).reshape(similarity.shape)
+    kept = top_k(similarity.reshape(batch, heads, -1), count[:, None]).reshape(similarity.shape)
     joined = kept[..., None] & (target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32))  # [B, K, chunk, A, B]
 
     share = jnp.where(joined, weight[..., 0::2, None], 0.0)
