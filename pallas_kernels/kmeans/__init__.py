@@ -1,4 +1,4 @@
 """Clustering of every head's keys, each head for itself."""
 
-from .reference import Distance as Distance
-from .reference import kmeans as kmeans
+from .api import kmeans as kmeans
+from .lloyd import Distance as Distance
