@@ -11,7 +11,20 @@ import numpy as np
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
-from kvjax.policies import ByHead, ByLayer, Policy, StreamingLLM, TreeKV, by_head, by_layer, get_policy, policies
+from kvjax.policies import (
+    ByHead,
+    ByLayer,
+    ClusterKV,
+    Offloaded,
+    Policy,
+    StreamingLLM,
+    TreeKV,
+    by_head,
+    by_layer,
+    get_policy,
+    offloaded,
+    policies,
+)
 from kvjax.policies.scoring import ScoredPrompt
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
@@ -133,10 +146,18 @@ def compositions(budget: int | float) -> list[Policy]:
     return [heads, by_layer([stream, heads])]
 
 
+def offloads(budget: int) -> list[Policy]:
+    """As `compositions`, with a part that recalls from the host's memory."""
+    recall = ClusterKV(budget=budget, sinks=2, exempt=0, n_clusters=5, iterations=1, cluster_decode=False)
+    return [by_layer([offloaded(recall, steps=2), compositions(budget)[0]])]
+
+
 def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) -> int:
     """How many slots one KV head may hold after a prompt of `length` tokens and `steps` new ones."""
     if isinstance(policy, ByLayer):
         return most(policy.at(spec), spec, head, length, steps)
+    if isinstance(policy, Offloaded):
+        return most(policy.policy, spec, head, length, steps)
     if isinstance(policy, ByHead):
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
         return most(policy.groups[group], spec, head, length, steps)

@@ -1,7 +1,6 @@
 """Chelsea against the literal algorithm."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,10 @@ import pytest
 from policies.driver import Case, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
-from kvjax import decoding
-from kvjax.cache import layer_specs
 from kvjax.policies import Chelsea, Full, PolicyError, soft_matching
 from kvjax.policies.base import budget_tokens
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.soft_matching import Clusters
-from kvjax.sampling import Greedy
 
 # The worked example: four keys in one chunk. Edges lead from the first to the second (.8) and from the third to the second (.96).
 FOUR = [(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)]
@@ -256,19 +252,6 @@ def test_fractional_budget_is_each_rows_own():
     assert state.budget.tolist() == [35, 14, 25]
     counts = np.asarray([[len(head) for head in row] for row in kept(policy, case, state)])
     assert ((counts >= [[35], [14], [25]]) & (counts < [[38], [17], [28]])).all()
-
-
-def test_steps_that_do_not_cluster_copy_no_cache(tiny):
-    """Clustering could start while attention still reads, for all that the compiler knows; then it would copy all slots."""
-    policy = Chelsea(budget=64, every=16)
-    specs = layer_specs(tiny.config, 1, 0, 100, jnp.float32)
-    caches = tuple(policy.init(spec) for spec in specs)
-    row = jnp.zeros((1,), jnp.int32)
-    state = decoding.Decoding(caches, row, row, row[0], row > 0, row.astype(jnp.uint32))
-    program = decoding.decode.compiled(policy, specs, tiny, state, row[0], Greedy(), row[:0])
-    shape = ",".join(map(str, caches[0].slots.k.shape))
-    assert f"f32[{shape}]" in program.as_text()
-    assert not re.search(rf"= f32\[{shape}\]\S* copy\(", program.as_text())
 
 
 def test_a_fraction_of_nothing_is_one_slot():

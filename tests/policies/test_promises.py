@@ -1,20 +1,21 @@
 """What every policy promises, checked on each one that is registered."""
 
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import Case, compiled, compositions, every_policy, kept, make_case, most, rotate, run
+from policies.driver import Case, compiled, compositions, every_policy, kept, make_case, most, offloads, rotate, run
 
 import kvjax
-from kvjax import decoding
+from kvjax import decoding, host_memory
 from kvjax.cache import Slots, layer_specs
 from kvjax.policies import ByHead, ByLayer, Full, Policy
 
-TIGHT = every_policy(budget=16) + compositions(budget=16)
-AMPLE = every_policy(budget=4096) + compositions(budget=4096)
+TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
+AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
 FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)] + compositions(budget=0.5)
 
 by_name = pytest.mark.parametrize
@@ -90,6 +91,19 @@ def test_cache_is_donated(policy, tiny):
     assert program.memory_analysis().alias_size_in_bytes >= held
     decoding.decode(policy, specs, tiny, state, jnp.int32(4), *args)
     assert all(layer.is_deleted() for layer in jax.tree.leaves(state.caches))
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_steps_copy_no_cache(policy, tiny):
+    """Slots are written in place. (Nothing of the size of a layer's keys is copied, on the device or on the host.)"""
+    specs, args, state = start(policy, tiny)
+    program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).as_text()
+    caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, Slots))
+    shapes = {",".join(map(str, slots.k.shape)) for slots in caches if isinstance(slots, Slots)}
+    assert shapes
+    for shape in shapes:
+        assert f"f32[{shape}]" in program
+        assert not re.search(rf"= f32\[{shape}\]\S* copy\(", program)
 
 
 # 3. Kept slots hold exactly the keys and values of the positions they claim; weights sum to what they stand for.
@@ -184,7 +198,8 @@ def poison(x):
     if not isinstance(x, Slots):
         return x
     free = ~x.live[..., None]
-    return x.replace(k=jnp.where(free, jnp.nan, x.k), v=jnp.where(free, jnp.nan, x.v))
+    k, v = (jax.device_put(jnp.where(free, jnp.nan, host_memory.to_device(y)), y.sharding) for y in (x.k, x.v))
+    return x.replace(k=k, v=v)
 
 
 @by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
@@ -211,7 +226,8 @@ def test_bytes_are_predicted(policy, dtype, tiny):
     specs, args, prompt = inputs_of(policy, params)
     state, _ = jax.eval_shape(partial(decoding._prefill, policy, specs), params, *prompt, *args)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.caches))
-    assert held == policy.nbytes(tiny.config, batch=3, prompt_len=54, max_new_tokens=NEW, dtype=dtype)
+    shapes = {"batch": 3, "prompt_len": 54, "max_new_tokens": NEW, "dtype": dtype}
+    assert held == policy.nbytes(tiny.config, **shapes) + policy.host_nbytes(tiny.config, **shapes)
 
 
 @by_name("policy", TIGHT, ids=names(TIGHT))
@@ -219,7 +235,9 @@ def test_compiler_agrees_on_bytes(policy, tiny):
     specs, args, state = start(policy, tiny)
     memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
     weights, cache = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (tiny, state.caches))
-    assert cache == policy.nbytes(tiny.config, 3, 54, NEW, jnp.float32)
+    on_host = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches) if host_memory.on_host(leaf))
+    assert on_host == policy.host_nbytes(tiny.config, 3, 54, NEW, jnp.float32)
+    assert cache - on_host == policy.nbytes(tiny.config, 3, 54, NEW, jnp.float32)
     others = memory.argument_size_in_bytes - weights - cache
     assert 0 <= others < 256  # token, position, counters, end ids
     assert memory.temp_size_in_bytes < cache + weights
@@ -251,7 +269,8 @@ def test_state_round_trips(policy, tiny, tmp_path):
     fork = jax.tree.map(jnp.copy, state)
     state, tokens, logprobs = proceed(state)
     with np.load(tmp_path / "state.npz") as saved:
-        restored = jax.tree.unflatten(tree, [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))])
+        restored = [jax.device_put(saved[f"arr_{i}"], leaf.sharding) for i, leaf in enumerate(leaves)]
+    restored = jax.tree.unflatten(tree, restored)
     for other in (fork, restored):
         _, other_tokens, other_logprobs = proceed(other)
         np.testing.assert_array_equal(tokens, other_tokens)

@@ -1,0 +1,244 @@
+"""Offloaded policies give what they give otherwise, from stores in host memory; what is at hand is counted by sets."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import TINY, compiled, make_case, run
+
+import kvjax
+from kvjax import decoding, host_memory
+from kvjax.analysis import recall
+from kvjax.cache import layer_specs
+from kvjax.policies import (
+    ByHead,
+    ByLayer,
+    CateKV,
+    Chelsea,
+    ClusterKV,
+    Full,
+    Offloaded,
+    Policy,
+    PolicyError,
+    StreamingLLM,
+    TreeKV,
+    by_head,
+    by_layer,
+    offload,
+    offloaded,
+)
+from kvjax.sampling import Greedy
+
+CLUSTERS = ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=2, window=8, new_clusters=3)
+"""Clusters its tail three times in the 24 steps of `case`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fading(Policy):
+    """Halves the values of tokens with small keys at every step: a policy that reads keys and writes values."""
+
+    name = "fading"
+
+    def compress(self, spec, state):
+        small = jnp.linalg.norm(state.k, axis=-1, keepdims=True) < 3.0
+        return state.replace(v=jnp.where(small, 0.5 * state.v, state.v))
+
+
+STREAMED = [Full(), StreamingLLM(budget=16, sinks=2), Fading()]
+
+
+def case(seed: int):
+    """Prompts shorter than the sinks, as long as the budget, and longer; 8 rows of 4 query heads."""
+    return make_case(seed, [50, 3, 24, 25, 1, 4, 33, 60], steps=24)
+
+
+@pytest.mark.parametrize("policy", STREAMED, ids=lambda policy: policy.name)
+def test_streamed_layers_attend_as_before(policy):
+    inputs = make_case(5, [50, 3, 16], steps=12)
+    state, outputs, _ = run(offloaded(policy), inputs)
+    np.testing.assert_array_equal(outputs, run(policy, inputs)[1])
+    slots = state.slots if hasattr(state, "slots") else state
+    assert host_memory.on_host(slots.k)
+    assert host_memory.on_host(slots.v)
+    leaves = jax.tree.leaves(state)
+    assert sum(map(host_memory.on_host, leaves)) == 2
+
+
+def found_by_hand(chosen: list[list[set[int]]], steps: int) -> np.ndarray:
+    """Of each head, how many of its [step][head] chosen tokens one of its last `steps` queries chose too."""
+    found = np.zeros(len(chosen[0]), int)
+    for i in range(1, len(chosen)):
+        for head, tokens in enumerate(chosen[i]):
+            found[head] += len(tokens & set().union(*(c[head] for c in chosen[max(0, i - steps) : i])))
+    return found
+
+
+@pytest.fixture(scope="module", params=[(1, "selected"), (3, "layer")], ids=str)
+def recalled(request):
+    """An offloaded policy and what it did: 224 rows and query heads, in cases of the same shape."""
+    steps, fetch = request.param
+    policy = offloaded(CLUSTERS, steps, fetch)
+    seeds = range(7) if policy.steps == 1 else range(1)
+    return policy, [(case(seed), *run(policy, case(seed))[1:]) for seed in seeds]
+
+
+def test_recalling_layers_attend_as_before(recalled):
+    for inputs, outputs, states in recalled[1]:
+        np.testing.assert_array_equal(outputs, run(CLUSTERS, inputs)[1])
+        for state in (states[0], states[-1]):
+            assert host_memory.on_host(state.inner.slots.k)
+            assert sum(map(host_memory.on_host, jax.tree.leaves(state))) == 2
+
+
+def test_hits_are_what_the_last_queries_chose(recalled):
+    """By sets, and as `analysis.recall.hit_rate` counts the same selections."""
+    policy, runs = recalled
+    for inputs, _, states in runs:
+        size = CLUSTERS.selects(inputs.spec)[1]
+        rates = []
+        for row, head in np.ndindex(8, 4):
+            chosen = []
+            for i, state in enumerate(states[1:]):
+                selected = np.asarray(state.slot)[row, head, :size]
+                seen = inputs.lengths[row] + i + 1
+                chosen.append({*selected[selected >= 0].tolist(), *range(min(CLUSTERS.sinks, seen))})
+                assert len(chosen[-1]) <= 24
+            last = states[-1]
+            assert last.found[row, head] == found_by_hand([[tokens] for tokens in chosen], policy.steps)[0]
+            assert last.chosen[row, head] == sum(map(len, chosen[1:]))
+            rates.append(np.asarray([np.isin(np.arange(96), list(tokens)) for tokens in chosen]))
+        assert offload.hit_rate(states[-1]) == recall.hit_rate(np.stack(rates, axis=1), policy.steps)
+        assert offload.hit_rate(states[1]) is None  # after one query
+
+
+def test_selections_are_those_of_the_policy(recalled):
+    """What the counts are made from: the slots that the policy itself selects in the same state."""
+    inputs, _, states = recalled[1][0]
+    spec, rows = inputs.spec, np.arange(8)
+    select = jax.jit(lambda state, q: CLUSTERS.selected(spec, state, q))
+    for i in (0, 7, 8, 23):
+        pos = inputs.lengths + i
+        q = spec.rope.rotate(jnp.asarray(inputs.q[rows, pos]), jnp.asarray(pos)[:, None])
+        plain = run(CLUSTERS, inputs)[2][i]
+        index, live = select(plain, q)
+        selected = np.asarray(states[i + 1].slot)[:, :, : index.shape[-1]]
+        np.testing.assert_array_equal(selected, np.where(live, index, -1))
+
+
+def test_only_what_is_missing_is_fetched():
+    """NaN in the host's store where the device has the token, or no head asks for it, changes nothing."""
+    policy, inputs = offloaded(CLUSTERS), case(0)
+    _, step = compiled(policy, inputs.spec)
+    states = run(policy, inputs)[2]
+    rows, size = np.arange(8), CLUSTERS.selects(inputs.spec)[1]
+    for i in (3, 12):
+        before, after = states[i], states[i + 1]
+        needed = np.zeros(before.inner.slots.pos.shape, bool)
+        for row, head in np.ndindex(8, 4):
+            old, new = (set(np.asarray(s.slot)[row, head, :size].tolist()) for s in (before, after))
+            needed[row, head // 2, sorted(new - old - {-1})] = True
+        assert 0 < needed.sum() < 0.5 * np.prod(needed.shape)
+        slots = before.inner.slots
+        k, v = (
+            jax.device_put(np.where(needed[..., None], np.asarray(x), np.float32(np.nan)), x.sharding)
+            for x in (slots.k, slots.v)
+        )
+        poisoned = before.replace(inner=before.inner.replace(slots=slots.replace(k=k, v=v)))
+        pos = inputs.lengths + i
+        args = inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos
+        np.testing.assert_array_equal(step(before, *args)[0], step(poisoned, *args)[0])
+
+
+def test_many_misses_come_in_blocks():
+    """A selection of 300 slots, of which any number may be missing."""
+    random = np.random.default_rng(1)
+    store = tuple(jnp.asarray(random.normal(size=(2, 2, 400, 4)), jnp.float32) for _ in range(2))
+    index = jnp.asarray([[random.permutation(400)[:300] for _ in range(4)] for _ in range(2)], jnp.int32)
+    fill = jax.jit(offload._filled)
+    for missing in (0, 1, 127, 128, 129, 300):
+        lack = jnp.asarray(np.arange(300) < random.integers(0, missing + 1, size=(2, 4, 1)))
+        lack = lack.at[1, 2].set(jnp.arange(300) >= 300 - missing)
+        got = tuple(jnp.full((2, 4, 300, 4), 7.0) for _ in range(2))
+        for x, found in zip(store, fill(got, host_memory.to_host(store), index, lack), strict=True):
+            want = np.take_along_axis(np.repeat(x, 2, axis=1), np.asarray(index)[..., None], axis=2)
+            np.testing.assert_array_equal(found, np.where(lack[..., None], want, 7.0))
+
+
+def test_no_copy_of_the_store_on_the_device(tiny):
+    """A store of 4096 slots, and a program whose temporaries are a fraction of it."""
+    policy = offloaded(ClusterKV(budget=64, sinks=4, exempt=0, n_clusters=10, iterations=1, cluster_decode=False))
+    policy = by_layer([policy, StreamingLLM(budget=64)])
+    specs = layer_specs(tiny.config, 1, 3980, 16, jnp.float32)
+    caches = tuple(jax.jit(policy.init, static_argnums=0)(spec) for spec in specs)
+    store = caches[0].inner.slots.k
+    state = decoding.Decoding(
+        caches, *(jnp.zeros(1, jnp.int32),) * 2, jnp.int32(0), jnp.zeros(1, bool), jnp.zeros(1, jnp.uint32)
+    )
+    program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(0), Greedy(), jnp.zeros(0, jnp.int32))
+    shape = ",".join(map(str, store.shape))
+    assert f"f32[{shape}]" in program.as_text()
+    assert not re.search(rf"= f32\[{shape}\]\S* copy\(", program.as_text())
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < store.nbytes / 2
+    assert memory.alias_size_in_bytes >= 2 * store.nbytes
+    held = (
+        policy.nbytes(tiny.config, 1, 3980, 16, jnp.float32),
+        policy.host_nbytes(tiny.config, 1, 3980, 16, jnp.float32),
+    )
+    assert held[1] == 2 * store.nbytes
+    assert held[0] < held[1] / 4
+
+
+def test_generation_tells_what_it_held_and_hit(tiny):
+    prompts, options = [[5, 9, 2, 7, 7, 1] * 20, [3, 1, 4]], {"max_new_tokens": 12, "ignore_eos": True}
+    inner = by_layer(
+        [Full(), ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=1, cluster_decode=False)]
+    )
+    plain, got = (kvjax.generate(tiny, prompts, policy=policy, **options) for policy in (inner, offloaded(inner)))
+    for a, b in zip(plain, got, strict=True):
+        assert (a.tokens, a.logprobs) == (b.tokens, b.logprobs)
+    stats, shapes = got[0].stats, (tiny.config, 2, 120, 12, jnp.float32)
+    assert stats.cache_bytes == offloaded(inner).nbytes(*shapes) < plain[0].stats.cache_bytes
+    assert stats.host_cache_bytes == offloaded(inner).host_nbytes(*shapes) > 0
+    assert stats.step_bytes_read == plain[0].stats.step_bytes_read == inner.bytes_read(*shapes)
+    assert 0 < stats.hit_rate < 1
+    assert (plain[0].stats.host_cache_bytes, plain[0].stats.hit_rate) == (0, None)
+
+
+def test_compositions_are_offloaded_part_by_part(tiny):
+    tree, clusters = TreeKV(budget=16, sinks=2), ClusterKV(budget=24)
+    heads = by_head({"a": tree, "b": clusters}, [["a", "b"], ["b", "a"]])
+    bound = offloaded(by_layer([heads, offloaded(tree, steps=2)]), steps=3).bind(TINY)
+    assert isinstance(bound, ByLayer)
+    assert isinstance(bound.layers[0], ByHead)
+    assert bound.layers[0].groups == (offloaded(tree, 3), offloaded(clusters, 3))
+    assert bound.layers[1] == offloaded(tree, steps=2)
+    assert bound.bind(TINY) == bound
+    assert offloaded(offloaded(clusters)).bind(TINY) == offloaded(clusters)
+    labels = (("consistent", "adaptive"),) * 2
+    cate = offloaded(CateKV(budget=64, profile=labels)).bind(TINY)
+    assert isinstance(cate, ByHead)
+    assert all(isinstance(group, Offloaded) for group in cate.groups)
+
+
+def test_device_bytes_fall(tiny):
+    for policy in (Full(), ClusterKV(budget=128, exempt=0), TreeKV(budget=512), Chelsea()):
+        whole = policy.nbytes(tiny.config, 1, 8000, 100)
+        far = offloaded(policy)
+        kept = far.nbytes(tiny.config, 1, 8000, 100)
+        assert kept < 0.4 * whole
+        assert far.host_nbytes(tiny.config, 1, 8000, 100) >= 0.5 * whole
+        assert policy.host_nbytes(tiny.config, 1, 8000, 100) == 0
+
+
+def test_what_cannot_be_done(monkeypatch):
+    with pytest.raises(PolicyError, match=r"offloaded\(full\): steps=0"):
+        offloaded(Full(), steps=0)
+    with pytest.raises(PolicyError, match="'selected', 'layer'"):
+        Offloaded(Full(), fetch="all")
+    monkeypatch.setattr(host_memory, "available", lambda: False)
+    with pytest.raises(PolicyError, match="no memory of kind pinned_host"):
+        offloaded(Full()).bind(TINY)
