@@ -12,13 +12,17 @@ from .compose import ByHead as ByHead
 from .compose import ByLayer as ByLayer
 from .compose import by_head as by_head
 from .compose import by_layer as by_layer
+from .expected_attention import ExpectedAttention as ExpectedAttention
 from .full import Full as Full
 from .h2o import H2O as H2O
+from .keydiff import KeyDiff as KeyDiff
+from .knorm import KNorm as KNorm
 from .offload import Offloaded as Offloaded
 from .offload import offloaded as offloaded
 from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV
 from .pyramidkv import pyramid as pyramid
+from .random_eviction import Random as Random
 from .recalling import Recalling as Recalling
 from .registry import get_policy as get_policy
 from .registry import policies as policies

@@ -166,3 +166,72 @@ class TOVA(Row):
     def attended(self, head: int, probs: Sequence[dict[int, float]]) -> None:
         for pos in self.held[head]:
             self.held[head][pos] = float(np.mean([shares[pos] for shares in probs]))
+
+
+class KNorm(Row):
+    """Small keys stay."""
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        return np.asarray([self.arrival(head, pos) for pos in range(self.length)])
+
+    def arrival(self, head: int, pos: int) -> float:
+        return -float(np.sqrt(np.sum(self.k[pos, head].astype(np.float64) ** 2)))
+
+
+class KeyDiff(Row):
+    """Keys unlike the average stay; the average is over what there is at the time."""
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        return self.difference(head, range(self.length))
+
+    def ranking(self, head: int) -> dict[int, float]:
+        return dict(zip(self.held[head], self.difference(head, self.held[head]), strict=True))
+
+    def difference(self, head: int, positions: Sequence[int] | dict[int, float]) -> np.ndarray:
+        """Minus the cosine of each key with the mean of the normalised ones."""
+        units = [key / np.linalg.norm(key) for key in self.turned[list(positions), head]]
+        anchor = np.mean(units, axis=0)
+        return np.asarray([-(unit @ anchor) / np.linalg.norm(anchor) for unit in units])
+
+
+class Random(Row):
+    """Those that drew the highest numbers stay: `drawn` [K, S]."""
+
+    drawn: np.ndarray
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        return self.drawn[head]
+
+    def arrival(self, head: int, pos: int) -> float:
+        return self.drawn[head, pos]
+
+
+class ExpectedAttention(Row):
+    """The expectation of exp(q · k / √d) for normal queries, rotated by the average of the rotations to come."""
+
+    sinks, future, epsilon = 2, 8, 0.02
+
+    def prefill(self) -> list[set[int]]:
+        self.first = self.sinks
+        return super().prefill()
+
+    def prompt_scores(self, head: int) -> np.ndarray:
+        if self.length <= self.sinks:
+            return np.zeros(self.length)
+        dim = self.q.shape[-1]
+        axes = np.eye(dim)
+        turns = [np.stack([rotate(ROPE, axis, self.length + i) for axis in axes], axis=1) for i in range(self.future)]
+        turn = np.mean(turns, axis=0)
+        keys = self.turned[self.sinks : self.length, head]
+        expected = np.zeros(len(keys))
+        for n in self.queries_of(head):
+            queries = self.q[self.sinks : self.length, n].astype(np.float64)
+            mean = turn @ queries.mean(axis=0)
+            covariance = turn @ np.cov(queries.T, bias=True) @ turn.T
+            logits = [key @ mean / np.sqrt(dim) + key @ covariance @ key / dim / 2 for key in keys]
+            expected += softmax(np.asarray(logits)) / self.group
+        values = np.linalg.norm(self.v[self.sinks : self.length, head], axis=-1)
+        return np.concatenate([np.zeros(self.sinks), (expected + self.epsilon) * values])
+
+    def evict(self) -> None:
+        pass

@@ -1,16 +1,26 @@
 """Policies that score tokens, against their definitions; and the parts they share."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_scoring as oracle
 from policies.driver import ROPE, kept, make_case, rotate, run
 
-from kvjax.policies import H2O, TOVA, Policy, PolicyError, SnapKV
+from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.base import budget_tokens
+from kvjax.policies.noise import uniform
 from kvjax.policies.scoring import attention_mass, pool
 
 STEPS = 6
+
+
+def drawn(kv_heads: int, seed: int):
+    """What `Random` draws for the first 70 positions."""
+    spec = dataclasses.replace(make_case(0, [1], 1).spec, num_kv_heads=kv_heads)
+    return uniform(spec, seed, jnp.arange(70, dtype=jnp.int32))
+
 
 # Policy, its oracle with what it needs to be told, query heads, KV heads.
 CASES = {
@@ -29,6 +39,26 @@ CASES = {
     "h2o, fraction": (H2O(budget=0.5, recent=0), oracle.H2O, {"recent": 0}, 4, 2),
     "tova, GQA": (TOVA(budget=14), oracle.TOVA, {}, 4, 2),
     "tova, MHA, newest kept": (TOVA(budget=9, keep_newest=True), oracle.TOVA, {"last": 1}, 2, 2),
+    "knorm, GQA": (KNorm(budget=14, exempt=0), oracle.KNorm, {}, 4, 2),
+    "knorm, MHA, fraction": (KNorm(budget=0.4, exempt=0), oracle.KNorm, {}, 3, 3),
+    "keydiff, GQA": (KeyDiff(budget=14), oracle.KeyDiff, {}, 4, 2),
+    "keydiff, MHA": (KeyDiff(budget=9), oracle.KeyDiff, {}, 3, 3),
+    "random, GQA": (Random(budget=14, seed=3), oracle.Random, {"drawn": np.asarray(drawn(2, 3))}, 4, 2),
+    "random, MHA, fraction": (Random(budget=0.4), oracle.Random, {"drawn": np.asarray(drawn(3, 0))}, 3, 3),
+    "expected_attention, GQA": (
+        ExpectedAttention(budget=18, sinks=2, future=8),
+        oracle.ExpectedAttention,
+        {},
+        4,
+        2,
+    ),
+    "expected_attention, MHA": (
+        ExpectedAttention(budget=15, sinks=0, future=5, epsilon=0.0),
+        oracle.ExpectedAttention,
+        {"sinks": 0, "future": 5, "epsilon": 0.0},
+        2,
+        2,
+    ),
 }
 
 
@@ -127,6 +157,36 @@ def test_tova_heads_share_the_choice_and_may_drop_the_newest():
     assert any(dropped)
 
 
+def test_random_numbers_are_spread_evenly_and_differ():
+    """By head, seed and layer; and of more positions the first ones are the same."""
+    spec = make_case(0, [1], 1).spec
+    pos = jnp.arange(4000, dtype=jnp.int32)
+    numbers = np.asarray(uniform(spec, 0, pos))
+    assert numbers.shape == (2, 4000)
+    counts = np.stack([np.histogram(head, bins=10, range=(0, 1))[0] for head in numbers])
+    assert np.abs(counts - 400).max() < 5 * np.sqrt(400 * 0.9)
+    others = numbers[1], uniform(spec, 1, pos)[0], uniform(dataclasses.replace(spec, layer=1), 0, pos)[0]
+    for other in others:
+        assert abs(np.corrcoef(numbers[0], np.asarray(other))[0, 1]) < 0.1
+    np.testing.assert_array_equal(uniform(spec, 0, pos[:70]), numbers[:, :70])
+
+
+def test_knorm_spares_the_first_layers(tiny):
+    """In the two layers that the paper spares, nothing is dropped, and memory is the full cache's."""
+    assert KNorm().exempt == 2
+    case = make_case(2, [40, 3], STEPS)
+    policy = KNorm(budget=8, exempt=1)
+    assert kept(policy, case, run(policy, case)[0]) == [[set(range(46))] * 2, [set(range(9))] * 2]
+    sizes = [KNorm(budget=100, exempt=n).nbytes(tiny.config, 1, 2000, 10) for n in (0, 1, 2)]
+    assert sizes[1] == (sizes[0] + sizes[2]) / 2
+    assert sizes[0] < sizes[2] / 15
+
+
+def test_published_defaults_of_expected_attention():
+    policy = ExpectedAttention()
+    assert (policy.sinks, policy.future, policy.epsilon) == (4, 512, 0.02)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -138,6 +198,9 @@ def test_tova_heads_share_the_choice_and_may_drop_the_newest():
         (lambda: H2O(observers="some"), "'all', 'last'"),
         (lambda: H2O(recent=-1), "recent=-1"),
         (lambda: TOVA(budget=0), "budget=0"),
+        (lambda: KNorm(exempt=-1), "exempt=-1"),
+        (lambda: ExpectedAttention(budget=3), "4 first and 0 last"),
+        (lambda: ExpectedAttention(future=0), "future=0"),
         (lambda: TOVA(budget=0.01).check(60), "gives 0 slots"),
     ],
 )

@@ -1,0 +1,19 @@
+"""Random numbers that depend on seed, layer, head and position alone: the same in any batch, padded or not."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import LayerSpec
+
+
+def uniform(spec: LayerSpec, seed: int, pos: Int[Array, "*P"]) -> Float[Array, "K *P"]:
+    """A number in [0, 1) for each KV head of this layer and each position."""
+    layer = jax.random.fold_in(jax.random.key(seed), spec.layer)
+
+    def draw(head: Int[Array, ""], at: Int[Array, ""]) -> Float[Array, ""]:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(layer, head), at))
+
+    heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)
+    drawn = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(heads, pos.reshape(-1))
+    return drawn.reshape(-1, *pos.shape)
