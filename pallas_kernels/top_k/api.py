@@ -1,5 +1,6 @@
 """The public function, and the choice of who computes it."""
 
+from importlib import import_module
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,14 +35,19 @@ def top_k(
     count = jnp.broadcast_to(count, scores.shape[:-1])
     if scores.size == 0:
         return jnp.zeros(scores.shape, bool)
-    body = choose("top_k", implementation, gpu=lambda: _gpu().refuses(size), interpret=interpret)
-    if body == "xla":
+    chosen = choose(
+        "top_k",
+        implementation,
+        tpu=lambda: _body("tpu").refuses(size),
+        gpu=lambda: _body("gpu").refuses(size),
+        interpret=interpret,
+    )
+    if chosen == "xla":
         return reference.top_k(scores, count)
-    keep = _gpu().top_k(scores.reshape(-1, size), jnp.clip(count, 0, size).reshape(-1), interpret=interpret)
-    return keep.reshape(scores.shape)
+    rows, counts = scores.reshape(-1, size), jnp.clip(count, 0, size).reshape(-1)
+    return _body(chosen).top_k(rows, counts, interpret=interpret).reshape(scores.shape)
 
 
-def _gpu() -> Any:
-    from . import gpu
-
-    return gpu
+def _body(name: str) -> Any:
+    """The module of a Pallas body, imported where it is used."""
+    return import_module(f".{name}", __package__)

@@ -22,12 +22,12 @@ def ordered(scores: Float[Array, "*B N"]) -> Int[Array, "*B N"]:
     return jnp.where(scores != scores, LOWEST + 1, keys)
 
 
-def highest(keys: Int[Array, "*B N"], count: Int[Array, "*B _"]) -> Bool[Array, "*B N"]:
+def highest(keys: Int[Array, "*B N"], count: Int[Array, "..."]) -> Bool[Array, "*B N"]:
     """Which are the `count` highest keys of each row; of equal ones the first.
 
     Args:
-        keys: R rows, or one row alone (N only), whose `count` is then a scalar.
-        count: between 0 and N.
+        keys: R rows, or one row alone.
+        count: between 0 and N: [R, 1], or a scalar for one row.
     """
     size = keys.shape[-1]
     low, top = (reduce(keys, axis=-1, keepdims=keys.ndim > 1) for reduce in (jnp.min, jnp.max))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import CHIPS, compile_for, temporaries
 
-from kvjax.pallas_kernels import Rotation, decode_attention
+from kvjax.pallas_kernels import Rotation, decode_attention, top_k
 from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 MB = 2**20
@@ -40,11 +40,18 @@ def decode(batch: int, kv_heads: int, group: int, slots: int, dim: int, dtype: s
     return Compiled(function, shapes, 4 * batch * kv_heads * group * slots + MB)
 
 
+def choosing(rows: int, size: int, dtype: str) -> Compiled:
+    """Top-k, whose mask is first written as integers."""
+    return Compiled(top_k, (shape(dtype, rows, size), shape("int32", rows)), 4 * rows * size + MB)
+
+
 KERNELS = {
     "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
     "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
     "decode attention, heads of 64, uneven": decode(2, 3, 3, 4000, 64, "bfloat16", True),
     "decode attention, float32, no groups": decode(1, 8, 1, 1024, 64, "float32", False),
+    "top-k, 256 rows of 32k": choosing(256, 32768, "float32"),
+    "top-k, a few uneven rows": choosing(9, 1000, "bfloat16"),
 }
 
 

@@ -1,0 +1,88 @@
+"""Top-k, by every implementation, against a sorted list."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.interpreter import races_found
+
+from kvjax.pallas_kernels import top_k
+from kvjax.pallas_kernels.dispatch import Unsupported
+
+
+def chosen(row, count):
+    """The best of one row as a mask: highest first, NaN last, of equal ones the first."""
+    order = sorted(range(len(row)), key=lambda i: (math.isnan(row[i]), -float(row[i])))  # a stable sort
+    keep = np.zeros(len(row), bool)
+    keep[order[: max(count, 0)]] = True
+    return keep
+
+
+def rows(seed, number, size, dtype):
+    """Rows of normal scores, of many equal ones, of one value, of zeros of both signs, with infinities and NaN."""
+    random = np.random.default_rng(seed)
+    scores = random.normal(size=(number, size)).astype(np.float32)
+    scores[1::6] = np.round(2 * scores[1::6])
+    scores[2::6] = -3.25
+    scores[3::6] *= 0
+    scores[4::6, ::3] = -np.inf
+    scores[4::6, 1::7] = np.inf
+    scores[5::6, ::2] = np.nan
+    scores[5::6, ::3] = -np.inf
+    count = random.integers(-1, size + 2, number)
+    count[::7] = size // 2
+    return jnp.asarray(scores, dtype), jnp.asarray(count, jnp.int32)
+
+
+@pytest.fixture(scope="module", params=["xla", "tpu", "gpu"])
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def compute(implementation):
+    return jax.jit(lambda *args: top_k(*args, implementation=implementation, interpret=implementation != "xla"))
+
+
+class TestTopK:
+    @pytest.mark.parametrize(
+        ("number", "size", "dtype"),
+        [(9, 1, "float32"), (60, 37, "float32"), (120, 128, "float32"), (18, 300, "float32"), (30, 37, "bfloat16")],
+    )
+    def test_equals_a_stable_sort(self, compute, implementation, number, size, dtype):
+        scores, count = rows(size, number, size, dtype)
+        keep = np.asarray(compute(scores, count))
+        expected = [chosen(row, n) for row, n in zip(np.asarray(scores, np.float32), count.tolist(), strict=True)]
+        np.testing.assert_array_equal(keep, expected)
+        assert implementation != "tpu" or not races_found()
+
+    def test_counts_spread_over_heads(self, compute):
+        """A number for each row of the batch serves all its heads, and NaN beyond a row's end is not chosen."""
+        scores, _ = rows(7, 12, 37, "float32")
+        scores = jnp.where(jnp.arange(37) < 20, jnp.nan_to_num(scores, nan=0.0), jnp.nan).reshape(3, 4, 37)
+        keep = np.asarray(compute(scores, jnp.asarray([[0], [5], [20]])))
+        assert keep.shape == (3, 4, 37)
+        assert (keep.sum(axis=-1) == [[0], [5], [20]]).all()
+        assert not keep[..., 20:].any()
+
+    def test_equal_scores_are_taken_from_the_left(self, compute):
+        keep = compute(jnp.asarray([[1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 2.0]]), jnp.asarray([5]))
+        assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 6]
+
+
+@pytest.mark.parametrize(("implementation", "longest"), [("tpu", 131072), ("gpu", 65536)])
+def test_rows_too_long_are_refused(implementation, longest):
+    with pytest.raises(Unsupported, match=rf"rows of {longest + 1} scores do not fit .*; {longest} do"):
+        top_k(jnp.zeros((1, longest + 1)), jnp.asarray([1]), implementation=implementation, interpret=True)
+
+
+def test_another_device_is_refused():
+    with pytest.raises(Unsupported, match=r"this program is for cpu, not for a gpu"):
+        top_k(jnp.zeros((1, 4)), jnp.asarray([1]), implementation="gpu")
+
+
+def test_nothing_to_choose_from():
+    assert top_k(jnp.zeros((3, 0)), jnp.asarray([1, 1, 1])).shape == (3, 0)
+    assert top_k(jnp.zeros((0, 5)), jnp.zeros((0,), jnp.int32)).shape == (0, 5)
