@@ -17,6 +17,7 @@ from . import soft_matching
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .compose import by_head
 from .full import Full
+from .offload import offloaded
 from .profile import HeadProfile, find
 from .registry import register
 from .soft_matching import Clusters
@@ -71,6 +72,7 @@ class Chelsea(Policy):
         r_init, alpha, steps: a schedule of one's own; what is None is taken from `schedule`.
         r_min: least ratio. The paper only asks that it exceed 0.
         outliers: whether outlier heads keep everything.
+        offload_outliers: whether they keep it in the host's memory (see `offloaded`), as their share of a long text is large.
         profile: which heads they are: a profile, its file, or None for the one that comes with the library, if there is one.
     """
 
@@ -92,6 +94,7 @@ class Chelsea(Policy):
     steps: int | None = None
     r_min: float = 0.05
     outliers: bool = True
+    offload_outliers: bool = False
     profile: HeadProfile | str | None = None
 
     def __post_init__(self) -> None:
@@ -122,8 +125,9 @@ class Chelsea(Policy):
                 f"{float(share):.3f} of all; raise budget, or set outliers to False"
             )
         budget = float((Fraction(self.budget).limit_denominator(_UNIT) - share) / (1 - share))
-        clustered = dataclasses.replace(self, budget=budget, outliers=False, profile=None)
-        return by_head({OUTLIER: Full(), CLUSTERED: clustered}, profile.labels)
+        clustered = dataclasses.replace(self, budget=budget, outliers=False, offload_outliers=False, profile=None)
+        full = offloaded(Full()) if self.offload_outliers else Full()
+        return by_head({OUTLIER: full, CLUSTERED: clustered}, profile.labels).bind(config)
 
     @property
     def _ratios(self) -> tuple[int, ...]:

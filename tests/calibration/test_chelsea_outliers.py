@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cache import layer_specs
 from kvjax.calibration.chelsea import Edges, Settings, outlier_heads, outlier_scores, profile
 from kvjax.calibration.recording import record
-from kvjax.policies import Chelsea, Full, PolicyError
+from kvjax.policies import Chelsea, Full, PolicyError, offloaded
 from kvjax.policies.compose import ByHead
 from kvjax.policies.profile import HeadProfile, fingerprint, load, rows
 
@@ -144,6 +144,24 @@ def test_generation_with_outlier_heads(tiny):
     assert tight[0].stats.cache_bytes == policy.nbytes(tiny.config, 2, 50, 8, jnp.float32)
     got, want = (kvjax.generate(tiny, prompts, policy=p, **options) for p in (ample, "full"))
     assert [g.tokens for g in got] == [w.tokens for w in want]
+
+
+def test_outlier_heads_in_host_memory(tiny):
+    """The same text; what the outlier heads hold is on the host, and only that."""
+    heads = profile_of(tiny, [["clustered", "outlier"], ["clustered", "clustered"]])
+    policy = Chelsea(budget=0.5, sinks=2, recent=4, chunk=4, every=2, profile=heads)
+    far = dataclasses.replace(policy, offload_outliers=True)
+    bound = far.bind(tiny.config)
+    assert isinstance(bound, ByHead)
+    assert bound.groups == (offloaded(Full()), policy.bind(tiny.config).groups[1])
+    assert bound.bind(tiny.config) == bound
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    prompts = [TOKENS[:50].tolist(), TOKENS[:7].tolist()]
+    got, want = (kvjax.generate(tiny, prompts, policy=p, **options) for p in (far, policy))
+    assert [(g.tokens, g.logprobs) for g in got] == [(w.tokens, w.logprobs) for w in want]
+    keys_and_values = 2 * 2 * 96 * 16 * 4  # two rows of one head with 96 slots
+    assert got[0].stats.host_cache_bytes == keys_and_values == far.host_nbytes(tiny.config, 2, 50, 8, jnp.float32)
+    assert got[0].stats.cache_bytes == want[0].stats.cache_bytes - keys_and_values
 
 
 @pytest.mark.parametrize("options", [{"outliers": False}, {"budget": 64}])
