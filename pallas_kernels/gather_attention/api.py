@@ -1,5 +1,6 @@
 """The public function, and the choice of who computes it."""
 
+from importlib import import_module
 from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
@@ -50,14 +51,18 @@ def gather_attention(
             "slots; live must have pages × page slots, and page must divide the cache"
         )
     chosen = choose(
-        "gather_attention", implementation, gpu=lambda: _gpu().refuses(q, k, index.shape[1]), interpret=interpret
+        "gather_attention",
+        implementation,
+        tpu=lambda: _body("tpu").refuses(k, index, page),
+        gpu=lambda: _body("gpu").refuses(q, k, index.shape[1]),
+        interpret=interpret,
     )
     if chosen == "xla":
         return reference.gather_attention(q, k, v, index, live, scale=scale, page=page)
-    return _gpu().gather_attention(q, k, v, index, live, scale=scale, page=page, interpret=interpret)
+    body = _body(chosen).gather_attention
+    return body(q, k, v, index, live, scale=scale, page=page, interpret=interpret)
 
 
-def _gpu() -> Any:
-    from . import gpu
-
-    return gpu
+def _body(name: str) -> Any:
+    """The module of a Pallas body, imported where it is used."""
+    return import_module(f".{name}", __package__)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import CHIPS, compile_for, temporaries
 
-from kvjax.pallas_kernels import Rotation, decode_attention, top_k
+from kvjax.pallas_kernels import Rotation, decode_attention, gather_attention, top_k
 from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 MB = 2**20
@@ -45,6 +45,17 @@ def choosing(rows: int, size: int, dtype: str) -> Compiled:
     return Compiled(top_k, (shape(dtype, rows, size), shape("int32", rows)), 4 * rows * size + MB)
 
 
+def gathering(batch: int, kv_heads: int, selecting: int, page: int, pages: int, dim: int, dtype: str) -> Compiled:
+    """Gather attention of 4 query heads a KV head over pages of a cache of 32k slots, with no copy of what it selects."""
+
+    def function(*inputs: Any) -> Any:
+        return gather_attention(*inputs, scale=0.1, page=page)
+
+    cache, selected = shape(dtype, batch, kv_heads, 32768, dim), (batch, selecting, pages)
+    shapes = (shape(dtype, batch, 4 * kv_heads, dim), cache, cache, shape("int32", *selected))
+    return Compiled(function, (*shapes, shape("bool", batch, selecting, pages * page)), MB)
+
+
 KERNELS = {
     "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
     "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
@@ -52,6 +63,9 @@ KERNELS = {
     "decode attention, float32, no groups": decode(1, 8, 1, 1024, 64, "float32", False),
     "top-k, 256 rows of 32k": choosing(256, 32768, "float32"),
     "top-k, a few uneven rows": choosing(9, 1000, "bfloat16"),
+    "gather attention, pages of 64": gathering(4, 8, 8, 64, 16, 128, "bfloat16"),
+    "gather attention, small pages for each query head": gathering(1, 8, 32, 16, 64, 128, "bfloat16"),
+    "gather attention, heads of 64, float32": gathering(1, 3, 3, 128, 20, 64, "float32"),
 }
 
 
