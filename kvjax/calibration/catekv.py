@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerSpec
 from kvjax.models import Params
-from kvjax.policies.catekv import CateKV, observation
-from kvjax.policies.profile import HeadProfile, Labels, fingerprint, rows
+from kvjax.policies.catekv import observation
+from kvjax.policies.profile import Labels, rows
 
 from .recording import record
 
@@ -159,24 +159,12 @@ def vote(adaptive: Bool[np.ndarray, "S L K"], ratio: float) -> Labels:
     return rows(labels.reshape(votes.shape).tolist())
 
 
-def profile(
+def scores_and_labels(
     params: Params,
     samples: Int[np.ndarray, "S T"],
-    data: str,
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
-) -> HeadProfile:
-    """A profile for the `catekv` policy, with mean scores and voted labels.
-
-    Args:
-        data: what the samples are, for people.
-    """
+) -> tuple[Float[np.ndarray, "L K"], Labels]:
+    """What a profile for the `catekv` policy holds: mean scores, and labels voted by the samples; arguments as for `head_scores`."""
     scores = head_scores(params, samples, settings, progress)
-    return HeadProfile(
-        method=CateKV.name,
-        model=fingerprint(params.config),
-        data=data,
-        settings=tuple(dataclasses.asdict(settings).items()),
-        scores=rows(np.round(scores.mean(axis=0).astype(float), 4).tolist()),
-        labels=vote(adaptive_by_sample(scores, settings.ratio), settings.ratio),
-    )
+    return scores.mean(axis=0), vote(adaptive_by_sample(scores, settings.ratio), settings.ratio)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import LayerSpec
 from kvjax.models import Params
 from kvjax.pallas_kernels import chunk_similarity
-from kvjax.policies.chelsea import CLUSTERED, OUTLIER, Chelsea
-from kvjax.policies.profile import HeadProfile, Labels, fingerprint, rows
+from kvjax.policies.chelsea import CLUSTERED, OUTLIER
+from kvjax.policies.profile import Labels
 
 from .recording import record
 
@@ -105,24 +105,12 @@ def outlier_heads(scores: Float[np.ndarray, "L K"], fraction: float = 0.04, firs
     return tuple(tuple(OUTLIER if head else CLUSTERED for head in row) for row in outliers.reshape(scores.shape))
 
 
-def profile(
+def scores_and_labels(
     params: Params,
     samples: Int[np.ndarray, "S T"],
-    data: str,
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
-) -> HeadProfile:
-    """A profile for the `chelsea` policy.
-
-    Args:
-        data: what the samples are, for people.
-    """
+) -> tuple[Float[np.ndarray, "L K"], Labels]:
+    """What a profile for the `chelsea` policy holds; arguments as for `outlier_scores`."""
     scores = outlier_scores(params, samples, settings, progress)
-    return HeadProfile(
-        method=Chelsea.name,
-        model=fingerprint(params.config),
-        data=data,
-        settings=tuple(dataclasses.asdict(settings).items()),
-        scores=rows(np.round(scores, 4).tolist()),
-        labels=outlier_heads(scores, settings.fraction, settings.first_layers),
-    )
+    return scores, outlier_heads(scores, settings.fraction, settings.first_layers)

@@ -1,18 +1,22 @@
-"""One way to make a profile for every method that has one: `make_profile`."""
+"""One way to make a profile for every method that has one: `make_profile` from text, `profile` from tokens."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from kvjax.models import Params
-from kvjax.policies.profile import HeadProfile
+from kvjax.policies.profile import HeadProfile, fingerprint, rows
 
 from . import catekv, chelsea
 from .recording import cut
 
 METHODS: Mapping[str, ModuleType] = {"catekv": catekv, "chelsea": chelsea}
-"""What calibrates for a policy: a module with `Settings` and `profile`."""
+"""What calibrates for a policy: a module with `Settings` and `scores_and_labels`."""
 
 
 def make_profile(
@@ -37,8 +41,32 @@ def make_profile(
         ValueError: there is no such method, or the text is too short.
         OSError: a file cannot be read.
     """
+    pieces, data = cut(params, files, samples, length)
+    return profile(params, method, pieces, data, settings, progress)
+
+
+def profile(
+    params: Params,
+    method: str,
+    samples: Int[np.ndarray, "S T"],
+    data: str,
+    settings: Any = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> HeadProfile:
+    """`make_profile` from samples that are tokens already.
+
+    Args:
+        data: what the samples are, for people.
+    """
     if method not in METHODS:
         raise ValueError(f"there is no calibration for {method!r}; there is for {', '.join(METHODS)}")
-    module = METHODS[method]
-    pieces, data = cut(params, files, samples, length)
-    return module.profile(params, pieces, data, module.Settings() if settings is None else settings, progress)
+    settings = METHODS[method].Settings() if settings is None else settings
+    scores, labels = METHODS[method].scores_and_labels(params, samples, settings, progress)
+    return HeadProfile(
+        method=method,
+        model=fingerprint(params.config),
+        data=data,
+        settings=tuple(dataclasses.asdict(settings).items()),
+        scores=rows(np.round(scores.astype(float), 4).tolist()),
+        labels=labels,
+    )

@@ -49,7 +49,8 @@ def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple
     """Samples of text to calibrate on: `count` pieces of `length` tokens that do not overlap, spread evenly over the files.
 
     Returns:
-        The pieces, and a line that says what they are.
+        The pieces, and a line that says what they are. Files are named with the folder they are in, since many data sets have
+        a `test.txt`.
 
     Raises:
         ValueError: the model has no tokenizer, there are no files, or they are too short.
@@ -70,7 +71,7 @@ def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple
             )
         stride = len(ids) // max(wanted, 1)
         pieces += [ids[j * stride : j * stride + length] for j in range(wanted)]
-    names = ", ".join(file.name for file in files)
+    names = ", ".join("/".join(file.resolve().parts[-2:]) for file in files)
     return np.stack(pieces), f"{count} samples of {length} tokens, spread evenly over {names}"
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.cache import layer_specs
-from kvjax.calibration.chelsea import Edges, Settings, outlier_heads, outlier_scores, profile
+from kvjax.calibration.chelsea import Edges, Settings, outlier_heads, outlier_scores
+from kvjax.calibration.making import profile
 from kvjax.calibration.recording import record
 from kvjax.policies import Chelsea, Full, PolicyError, offloaded
 from kvjax.policies.compose import ByHead
@@ -71,7 +72,7 @@ def test_progress_and_short_samples(tiny):
 
 
 def test_profile_is_what_the_policy_takes(tiny, tmp_path):
-    made = profile(tiny, SAMPLES, "random tokens", SETTINGS)
+    made = profile(tiny, "chelsea", SAMPLES, "random tokens", SETTINGS)
     made.save(tmp_path / "heads.json")
     assert load(tmp_path / "heads.json") == made
     scores = outlier_scores(tiny, SAMPLES, SETTINGS)

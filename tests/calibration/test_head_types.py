@@ -11,7 +11,8 @@ from policies.driver import make_case
 from policies.oracle_catekv import adaptive_heads, code_score, frequencies, observation_matrix, variation
 
 from kvjax.calibration import catekv
-from kvjax.calibration.catekv import Scores, Settings, adaptive_by_sample, head_scores, profile, vote
+from kvjax.calibration.catekv import Scores, Settings, adaptive_by_sample, head_scores, vote
+from kvjax.calibration.making import METHODS, profile
 from kvjax.calibration.recording import cut, record
 from kvjax.policies import CateKV, rotated
 from kvjax.policies.profile import fingerprint, shipped
@@ -121,7 +122,7 @@ def test_scores_of_a_model(tiny):
 
 
 def test_the_profile_of_a_model(tiny):
-    made = profile(tiny, SAMPLES, "random tokens", SETTINGS)
+    made = profile(tiny, "catekv", SAMPLES, "random tokens", SETTINGS)
     scores = head_scores(tiny, SAMPLES, SETTINGS)
     np.testing.assert_allclose(made.scores, scores.mean(axis=0), atol=5e-5)
     assert made.heads("adaptive") == sorted(adaptive_heads(list(scores), 0.25))
@@ -166,12 +167,14 @@ def reader(tiny):
 
 
 def test_samples_are_spread_over_the_files(reader, tmp_path):
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    files = [tmp_path / "one" / "text.txt", tmp_path / "two" / "text.txt"]
+    for file in files:
+        file.parent.mkdir()
     files[0].write_text("abcdefghij")
     files[1].write_text("0123456789ABCDEF")
     pieces, data = cut(reader, files, 5, 3)
     assert [bytes(piece.tolist()).decode() for piece in pieces] == ["abc", "fgh", "012", "567", "ABC"]
-    assert data == "5 samples of 3 tokens, spread evenly over a.txt, b.txt"
+    assert data == "5 samples of 3 tokens, spread evenly over one/text.txt, two/text.txt"
 
 
 def test_samples_that_cannot_be_cut(reader, tiny, tmp_path):
@@ -192,3 +195,5 @@ def test_the_default_model_has_its_profiles(smollm2, method, label, count):
     assert found is not None
     assert len(found.heads(label)) == count
     assert [len(layer) for layer in found.labels] == [3] * 30
+    settings = METHODS[method].Settings(**dict(found.settings))
+    assert tuple(dataclasses.asdict(settings).items()) == found.settings

@@ -28,7 +28,7 @@ def test_profile_and_picture(kvjax_command, checkpoint: Path, params: Params, te
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     profile = load(out)
     assert (profile.method, profile.model) == (method, fingerprint(params.config))
-    assert profile.data == "2 samples of 64 tokens, spread evenly over text.txt"
+    assert profile.data == f"2 samples of 64 tokens, spread evenly over {text.parent.name}/text.txt"
     assert len(profile.heads("adaptive" if method == "catekv" else "outlier")) == (2 if method == "catekv" else 1)
     assert f"<!-- {method}: " in picture.read_text()
 
