@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from importlib import resources
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from policies.oracle_catekv import adaptive_heads, code_score, frequencies, obse
 
 from kvjax.calibration import catekv
 from kvjax.calibration.catekv import Scores, Settings, adaptive_by_sample, head_scores, vote
+from kvjax.calibration.chelsea import outlier_heads
 from kvjax.calibration.making import METHODS, profile
 from kvjax.calibration.recording import cut, record
 from kvjax.policies import CateKV, rotated
@@ -189,11 +191,16 @@ def test_samples_that_cannot_be_cut(reader, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "label", "count"), [("catekv", "adaptive", 36), ("chelsea", "outlier", 4)])
-def test_the_default_model_has_its_profiles(smollm2, method, label, count):
-    """36 of its 90 KV heads are adaptive (40 %), 4 are outliers (4 %)."""
+def test_the_default_model_has_its_profiles(smollm2, method, label, count, tmp_path):
+    """36 of its 90 KV heads are adaptive (40 %), 4 are outliers (4 %); the files are such as `kvjax calibrate` writes."""
     found = shipped(method, smollm2.config)
     assert found is not None
     assert len(found.heads(label)) == count
     assert [len(layer) for layer in found.labels] == [3] * 30
     settings = METHODS[method].Settings(**dict(found.settings))
     assert tuple(dataclasses.asdict(settings).items()) == found.settings
+    if method == "chelsea":
+        assert outlier_heads(np.asarray(found.scores), settings.fraction, settings.first_layers) == found.labels
+    found.save(tmp_path / "profile.json")
+    file = resources.files("kvjax.policies") / "profiles" / f"{method}-{found.model}.json"
+    assert (tmp_path / "profile.json").read_text() == file.read_text()
