@@ -10,5 +10,6 @@ from .kmeans import kmeans as kmeans
 from .nearest import Nearest as Nearest
 from .nearest import nearest as nearest
 from .prefill_attention import prefill_attention as prefill_attention
+from .ragged_attention import ragged_attention as ragged_attention
 from .top_k import top_k as top_k
 from .window_scores import window_scores as window_scores

@@ -1,5 +1,6 @@
 """Cache policies: one file a method. Importing this package registers them all."""
 
+from .adakv import AdaKV as AdaKV
 from .base import Policy as Policy
 from .base import PolicyError as PolicyError
 from .base import rotated as rotated

@@ -188,7 +188,7 @@ def budget_tokens(budget: int | float, tokens: int) -> int:
     return budget if isinstance(budget, int) else tokens * _ratio(budget).numerator // _ratio(budget).denominator
 
 
-def budget_rows(budget: int | float, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+def budget_rows(budget: int | float, tokens: Int[Array, "*B"]) -> Int[Array, "*B"]:
     """`budget_tokens` for every row, in exact integer arithmetic."""
     if isinstance(budget, int):
         return jnp.full_like(tokens, budget)

@@ -12,6 +12,7 @@ from kvjax.cache import LayerSpec, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
 from kvjax.policies import (
+    AdaKV,
     ByHead,
     ByLayer,
     ClusterKV,
@@ -166,6 +167,8 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
         return length + steps
     if isinstance(policy, ScoredPrompt):  # budgets may differ by layer
         budget = policy.rows(spec, jnp.asarray([length], jnp.int32)).item()
+    if isinstance(policy, AdaKV):  # the heads of a layer share theirs
+        budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.grows else 0))
 

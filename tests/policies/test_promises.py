@@ -13,6 +13,7 @@ import kvjax
 from kvjax import decoding, host_memory
 from kvjax.cache import Slots, layer_specs
 from kvjax.policies import ByHead, ByLayer, Full, Policy
+from kvjax.policies.adakv import Ragged
 
 TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
 AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
@@ -24,6 +25,9 @@ by_name = pytest.mark.parametrize
 def names(policies: list[Policy]) -> list[str]:
     return [p.name or type(p).__name__ for p in policies]
 
+
+STORES = Slots, Ragged
+"""What keys and values are kept in."""
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
 NEW = 12
@@ -98,8 +102,8 @@ def test_steps_copy_no_cache(policy, tiny):
     """Slots are written in place. (Nothing of the size of a layer's keys is copied, on the device or on the host.)"""
     specs, args, state = start(policy, tiny)
     program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).as_text()
-    caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, Slots))
-    shapes = {",".join(map(str, slots.k.shape)) for slots in caches if isinstance(slots, Slots)}
+    caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, STORES))
+    shapes = {",".join(map(str, slots.k.shape)) for slots in caches if isinstance(slots, STORES)}
     assert shapes
     for shape in shapes:
         assert f"f32[{shape}]" in program
@@ -195,7 +199,7 @@ def test_padding_is_never_read(policy):
 
 def poison(x):
     """Slots with NaN where they are free; anything else as it is."""
-    if not isinstance(x, Slots):
+    if not isinstance(x, STORES):
         return x
     free = ~x.live[..., None]
     k, v = (jax.device_put(jnp.where(free, jnp.nan, host_memory.to_device(y)), y.sharding) for y in (x.k, x.v))
@@ -209,7 +213,7 @@ def test_free_slots_are_never_read(policy):
     states = run(policy, inputs)[2]
     rows = np.arange(len(inputs.lengths))
     for i, state in enumerate(states[:-1]):
-        other = jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, Slots))
+        other = jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, STORES))
         pos = inputs.lengths + i
         args = inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos
         np.testing.assert_array_equal(step(state, *args)[0], step(other, *args)[0])
