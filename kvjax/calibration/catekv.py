@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerSpec
 from kvjax.models import Params
-from kvjax.policies.catekv import observation
+from kvjax.pallas_kernels.masking import MASKED
 from kvjax.policies.profile import Labels, rows
 
 from .recording import record
@@ -115,6 +115,51 @@ def head_scores(
         if progress is not None:
             progress(i + 1, len(samples))
     return np.stack(scores)
+
+
+def observation(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    lengths: Int[Array, " B"],
+    *,
+    first: Int[Array, " B"],
+    middle: Int[Array, " B"],
+    window: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Float[Array, "B K w T"]:
+    """The observation matrix A (equation 1): how the last queries attend to the middle of the prompt, and to that alone.
+
+    Softmax over the middle only, causal, averaged over the query group.
+
+    Args:
+        q, k: rotated queries and keys of a right-padded prompt.
+        first, middle: where the middle begins and how many tokens it has, in each row.
+        window: L_obs, number of last queries; zeros stand for those that a row does not have.
+        scale: factor on the logits.
+        sliding_window: attention window of the layer in tokens, if it has one.
+
+    Returns:
+        Column j is the middle's token j, that is position first + j; zeros from `middle` on.
+    """
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    columns = jnp.arange(length, dtype=jnp.int32)
+    k_pos = first[:, None] + columns  # [B, T]
+    q_pos = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)  # [B, w]
+    keys = jnp.take_along_axis(k, jnp.minimum(k_pos, length - 1)[:, :, None, None], axis=1)
+    rows = jnp.take_along_axis(q, jnp.maximum(q_pos, 0)[:, :, None, None], axis=1)
+    rows = rows.reshape(batch, window, kv_heads, heads // kv_heads, dim)
+
+    distance = q_pos[:, :, None] - k_pos[:, None]
+    visible = (distance >= 0) & (q_pos >= 0)[:, :, None] & (columns < middle[:, None])[:, None]  # [B, w, T]
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    logits = jnp.einsum("bwkgh,btkh->bkgwt", rows, keys, preferred_element_type=jnp.float32) * scale
+    logits = jnp.where(visible[:, None, None], logits, MASKED)
+    weights = jnp.where(visible[:, None, None], jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.mean(weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), axis=2)
 
 
 def critical(observed: Float[Array, "*H w M"], settings: Settings) -> Bool[Array, "*H w M"]:

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import top_k
-from kvjax.pallas_kernels.masking import MASKED
+from kvjax.pallas_kernels import top_k, window_scores
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
 from .compose import by_head
@@ -91,17 +90,17 @@ class _Chunks(Policy):
         middle = jnp.maximum(lengths - sinks - recent, 0)
         chunks, tail = middle // parts.chunk, middle % parts.chunk
 
-        observed = observation(
+        scores = chunk_scores(
             rotated(spec, q),
             keys,
             lengths,
-            first=sinks,
-            middle=middle,
+            middle=(sinks, middle),
             window=parts.window,
             scale=spec.scale,
             sliding_window=spec.window,
+            chunk=parts.chunk,
+            order=parts.order,
         )
-        scores = chunk_scores(observed, parts.chunk, parts.order)
         best = top_chunks(scores, chunks, self.chosen(chunks, budget - sinks - recent - tail))
 
         pos = jnp.arange(k.shape[1], dtype=jnp.int32)
@@ -253,63 +252,27 @@ class CateKV(Policy):
         return found
 
 
-def observation(
+def chunk_scores(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     lengths: Int[Array, " B"],
     *,
-    first: Int[Array, " B"],
-    middle: Int[Array, " B"],
-    window: int,
-    scale: float,
-    sliding_window: int | None = None,
-) -> Float[Array, "B K w T"]:
-    """The observation matrix A (equation 1): how the last queries attend to the middle of the prompt, and to that alone.
-
-    Softmax over the middle only, causal, averaged over the query group.
+    chunk: int,
+    order: Order,
+    **observing: Any,
+) -> Float[Array, "B K M"]:
+    """One score for each `chunk` columns of the observation matrix, which itself is nowhere held.
 
     Args:
-        q, k: rotated queries and keys of a right-padded prompt.
-        first, middle: where the middle begins and how many tokens it has, in each row.
-        window: L_obs, number of last queries; zeros stand for those that a row does not have.
-        scale: factor on the logits.
-        sliding_window: attention window of the layer in tokens, if it has one.
-
-    Returns:
-        Column j is the middle's token j, that is position first + j; zeros from `middle` on.
-    """
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    columns = jnp.arange(length, dtype=jnp.int32)
-    k_pos = first[:, None] + columns  # [B, T]
-    q_pos = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)  # [B, w]
-    keys = jnp.take_along_axis(k, jnp.minimum(k_pos, length - 1)[:, :, None, None], axis=1)
-    rows = jnp.take_along_axis(q, jnp.maximum(q_pos, 0)[:, :, None, None], axis=1)
-    rows = rows.reshape(batch, window, kv_heads, heads // kv_heads, dim)
-
-    distance = q_pos[:, :, None] - k_pos[:, None]
-    visible = (distance >= 0) & (q_pos >= 0)[:, :, None] & (columns < middle[:, None])[:, None]  # [B, w, T]
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-    logits = jnp.einsum("bwkgh,btkh->bkgwt", rows, keys, preferred_element_type=jnp.float32) * scale
-    logits = jnp.where(visible[:, None, None], logits, MASKED)
-    weights = jnp.where(visible[:, None, None], jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return jnp.mean(weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), axis=2)
-
-
-def chunk_scores(observed: Float[Array, "B K w T"], chunk: int, order: Order) -> Float[Array, "B K M"]:
-    """One score for each `chunk` columns of an observation matrix.
-
-    Args:
+        q, k, lengths, observing: as for `window_scores`.
         order: "max_then_sum" adds up over queries what each gives to the chunk's best token; "sum_then_max" takes the token
-            that gets most from all queries together.
+            that gets most from all queries together. Either sum is divided by the number of queries.
     """
-    pad = -observed.shape[-1] % chunk
-    chunks = jnp.pad(observed, [(0, 0)] * 3 + [(0, pad)]).reshape(*observed.shape[:3], -1, chunk)
     if order == "max_then_sum":
-        return jnp.sum(jnp.max(chunks, axis=-1), axis=2)
-    return jnp.max(jnp.sum(chunks, axis=2), axis=-1)
+        return window_scores(q, k, lengths, chunk=chunk, **observing)
+    tokens = window_scores(q, k, lengths, **observing)
+    chunks = jnp.pad(tokens, [(0, 0), (0, 0), (0, -tokens.shape[-1] % chunk)])
+    return jnp.max(chunks.reshape(*tokens.shape[:2], -1, chunk), axis=-1)
 
 
 def top_chunks(

@@ -63,11 +63,17 @@ def test_equals_the_literal_algorithm(name):
 
 
 def test_order_of_max_and_sum():
-    """The note's example: two observers, chunks of two."""
+    """The note's example: two observers, chunks of two. Keys are unit vectors and queries logarithms, so attention is as written."""
     observed = np.asarray([[0.4, 0.1, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]], np.float32)
+    q, k = np.zeros((2, 1, 6, 1, 4), np.float32)
+    q[0, 4:, 0], k[0, :4, 0] = np.log(observed), np.eye(4)
+    middle = jnp.asarray([0]), jnp.asarray([4])
     for order, scores in (("max_then_sum", [0.8, 0.6]), ("sum_then_max", [0.5, 0.6])):
         np.testing.assert_allclose(plain_scores(observed, 2, order), scores, rtol=1e-6)
-        np.testing.assert_allclose(chunk_scores(jnp.asarray(observed)[None, None], 2, order)[0, 0], scores, rtol=1e-6)
+        found = chunk_scores(
+            jnp.asarray(q), jnp.asarray(k), jnp.asarray([6]), chunk=2, order=order, middle=middle, window=2, scale=1.0
+        )
+        np.testing.assert_allclose(2 * found[0, 0, :2], scores, rtol=1e-6)
 
 
 def test_equal_chunks_are_taken_from_the_left():
