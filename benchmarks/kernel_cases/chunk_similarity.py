@@ -72,7 +72,7 @@ def _error(dim: int, inputs: tuple[Any, ...], out: Any) -> float:
         key, alive = np.asarray(keys[sample, :, :dim], np.float64), np.asarray(live[sample])
         unit = key / np.linalg.norm(key, axis=-1, keepdims=True)
         cosine = np.where(alive[1::2], unit[0::2] @ unit[1::2].T, -np.inf)[alive[0::2]]
-        chosen = np.take_along_axis(cosine, np.asarray(out.index[sample])[alive[0::2], None], axis=-1)[:, 0]
+        chosen = np.take_along_axis(cosine, np.asarray(out.place[sample])[alive[0::2], None], axis=-1)[:, 0]
         best = cosine.max(axis=-1)
         score = np.asarray(out.score[sample])
         if np.isfinite(score[~alive[0::2]]).any():

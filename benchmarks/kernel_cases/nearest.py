@@ -73,10 +73,10 @@ def _inputs(groups: int, queries: int, keys: int, dim: int, biased: bool, dtype:
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
     """How far the scores are from the best ones, or those of the chosen keys are."""
-    x, y, bias = (None if given is None else np.asarray(given[:SAMPLE], np.float64) for given in inputs)
+    x, y = (np.asarray(given[:SAMPLE], np.float64) for given in inputs[:2])
     scores = x @ np.swapaxes(y, 1, 2)
-    if bias is not None:
-        scores += bias[:, None]
-    chosen = np.take_along_axis(scores, np.asarray(out.index)[:SAMPLE, :, None], axis=-1)[..., 0]
+    if inputs[2] is not None:
+        scores += np.asarray(inputs[2][:SAMPLE], np.float64)[:, None]
+    chosen = np.take_along_axis(scores, np.asarray(out.place)[:SAMPLE, :, None], axis=-1)[..., 0]
     best = scores.max(axis=-1)
     return max(relative_error(chosen, best), relative_error(out.score[:SAMPLE], best))

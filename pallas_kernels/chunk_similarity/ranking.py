@@ -17,17 +17,15 @@ _INTEGERS = 1.5 * 2.0**23
 """Added to a small float32, leaves it as an integer (ties to even) in the lowest bits."""
 
 
-def rank(
-    product: Float[Array, "A B"], a: Float[Array, "A 1"], b: Float[Array, "1 B"], target: Int[Array, "1 B"]
-) -> Int[Array, "A B"]:
+def rank(product: Array, even: Array, odd: Array, target: Array) -> Int[Array, "X Y"]:
     """Sixteen bits of cosine, in units of `RESOLUTION`, above sixteen that are the larger the earlier the target.
 
     Args:
-        product: inner products of keys.
-        a, b: one over the lengths of the keys.
-        target: where an edge leads, less than `MOST`.
+        product: inner products of keys at even and odd places, X along one axis and Y along the other.
+        even, odd: one over the lengths of these keys, to be broadcast against the products.
+        target: where an edge leads, less than `MOST`, likewise.
     """
-    rounded = product * a * (b * (1 / RESOLUTION)) + _INTEGERS
+    rounded = product * even * (odd * (1 / RESOLUTION)) + _INTEGERS
     return (jax.lax.bitcast_convert_type(rounded, jnp.int32) << 16) | (MOST - 1 - target)
 
 

@@ -36,7 +36,7 @@ def kmeans(
     """Lloyd's algorithm; see the public function."""
 
     def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
-        return nearest.nearest(x, centroids, bias, interpret=interpret).index
+        return nearest.nearest(x, centroids, bias, interpret=interpret).place
 
     total = functools.partial(cluster_sums, x, size=init.shape[2], interpret=interpret)
     return lloyd(mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance)

@@ -33,7 +33,7 @@ def kmeans(
     blocks = split(jnp.where(mask[:, None, :, None], x, jnp.zeros((), x.dtype)), 0)
 
     def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
-        labels = jax.lax.map(lambda x: reference.nearest(x, centroids, bias).index, blocks)
+        labels = jax.lax.map(lambda x: reference.nearest(x, centroids, bias).place, blocks)
         return jnp.moveaxis(labels, 0, 2).reshape(batch, heads, -1)[:, :, :tokens]
 
     def total(labels: Int[Array, "B K T"]) -> tuple[Array, Array]:

@@ -125,7 +125,7 @@ def products(queries: Float[Array, "N H"], keys: Float[Array, "M H"]) -> Float[A
     )
 
 
-def store_rows(ref: Any, start: Array | int, values: Float[Array, " N"], length: int) -> None:
+def store_rows(ref: Any, start: Array | int, values: Array, length: int) -> None:
     """Write the values that lie within the first `length` of `ref`."""
     from jax.experimental.pallas import triton as backend
 

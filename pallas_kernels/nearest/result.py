@@ -10,8 +10,8 @@ class Nearest(NamedTuple):
 
     Attributes:
         score: its score in float32, -inf where no key may be chosen.
-        index: where it stands; of equally good keys the first, and 0 where none may be chosen.
+        place: where it stands; of equally good keys the first, and 0 where none may be chosen.
     """
 
     score: Float[Array, "*B N"]
-    index: Int[Array, "*B N"]
+    place: Int[Array, "*B N"]

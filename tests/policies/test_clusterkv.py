@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from policies.driver import Case, compiled, make_case, rotate, run
 from policies.oracle_clusterkv import ClusterHead, select
-from policies.oracle_clusterkv import kmeans as lloyd
 
-from kvjax.pallas_kernels import kmeans
 from kvjax.policies import ClusterKV, Full, PolicyError
 from kvjax.policies.clusterkv import Clusters, _index
 
@@ -74,68 +72,6 @@ def test_centroids_are_means_of_raw_keys():
     assert labels.tolist() == [[[0, 0, 1, 1]]]
     case, state = state_of(policy, np.asarray(centroids[0, 0, :, :2]), labels[0, 0].tolist())
     assert chosen(policy, case, state, (1, 2)) == [0, 1]
-
-
-# k-means.
-
-
-def cluster(x, init, iterations, distance="cosine", mask=None, clusters=None):
-    batch, _, tokens, _ = x.shape
-    mask = jnp.ones((batch, tokens), bool) if mask is None else jnp.asarray(mask)
-    clusters = jnp.full((batch,), init.shape[2], jnp.int32) if clusters is None else jnp.asarray(clusters, jnp.int32)
-    work = jax.jit(functools.partial(kmeans, iterations=iterations, distance=distance))
-    return work(jnp.asarray(x), mask, jnp.asarray(init), clusters)
-
-
-@pytest.mark.parametrize("distance", ["cosine", "l2", "ip"])
-def test_kmeans_is_lloyds(distance):
-    """A ragged batch, with fewer clusters in some rows and NaN where there is no token."""
-    random = np.random.default_rng(5)
-    x = random.normal(size=(6, 3, 40, 8)).astype(np.float32)
-    init = random.normal(size=(6, 3, 7, 8)).astype(np.float32)
-    lengths, clusters = np.asarray([40, 17, 3, 1, 33, 0]), np.asarray([7, 4, 3, 1, 6, 0])
-    mask = np.arange(40) < lengths[:, None]
-    centroids, labels = cluster(np.where(mask[:, None, :, None], x, np.nan), init, 6, distance, mask, clusters)
-    for row, head in np.ndindex(6, 3):
-        n, m = lengths[row], clusters[row]
-        want, want_labels = lloyd(x[row, head, :n].astype(np.float64), init[row, head, :m], 6, distance)
-        np.testing.assert_allclose(centroids[row, head, :m], want, atol=1e-5)
-        np.testing.assert_array_equal(centroids[row, head, m:], init[row, head, m:])
-        assert labels[row, head].tolist() == [*want_labels, *[7] * (40 - n)]
-
-
-def test_kmeans_of_many_tokens_goes_block_by_block():
-    """1100 tokens are three blocks, the last one not full: the same clusters as at once."""
-    random = np.random.default_rng(6)
-    x = random.normal(size=(1, 1, 1100, 4)).astype(np.float32)
-    init = x[:, :, :5]
-    centroids, labels = cluster(x, init, 5)
-    want, want_labels = lloyd(x[0, 0].astype(np.float64), init[0, 0], 5, "cosine")
-    np.testing.assert_allclose(centroids[0, 0], want, atol=1e-5)
-    assert labels[0, 0].tolist() == want_labels
-
-
-def test_an_empty_cluster_keeps_its_mean():
-    x = jnp.asarray([[[[1.0, 0], [2, 0.1]]]])
-    init = jnp.asarray([[[[1.0, 0], [-1, -1]]]])
-    centroids, labels = cluster(x, init, 3)
-    np.testing.assert_allclose(centroids[0, 0], [[1.5, 0.05], [-1, -1]])
-    assert labels.tolist() == [[[0, 0]]]
-
-
-def test_distances_differ():
-    """The same keys and start, three ways: by direction, by place, and by length."""
-    x = jnp.asarray([[[[1.0, 0.4], [10, 0], [0, 1]]]])
-    init = jnp.asarray([[[[6.0, 0], [0.5, 1]]]])
-    assert [cluster(x, init, 1, d)[1][0, 0].tolist() for d in ("cosine", "l2", "ip")] == [
-        [0, 0, 1],
-        [1, 0, 1],
-        [0, 0, 1],
-    ]
-    x = jnp.asarray([[[[1.0, 1.2], [1, 0], [0, 1]]]])
-    init = jnp.asarray([[[[9.0, 0], [0, 1]]]])
-    labels = [cluster(x, init, 1, d)[1][0, 0, 0].item() for d in ("cosine", "ip")]
-    assert labels == [1, 0]
 
 
 # The policy against the oracle.

@@ -1,0 +1,40 @@
+"""k-means on TPUs: a Pallas body searches for the nearest centroid.
+
+Sums over clusters are left to XLA, which on TPUs makes one-hot labels only inside the product with them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..nearest import tpu as nearest
+from .lloyd import Distance, lloyd
+
+
+def refuses(x: Array) -> str | None:
+    """Why this body does not serve a case, or None if it does."""
+    return nearest.refuses(x, x)
+
+
+def kmeans(
+    x: Float[Array, "B K T H"],
+    mask: Bool[Array, "B T"],
+    init: Float[Array, "B K M H"],
+    clusters: Int[Array, " B"],
+    *,
+    iterations: int,
+    distance: Distance,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
+    """Lloyd's algorithm; see the public function."""
+    x = jnp.where(mask[:, None, :, None], x, jnp.zeros((), x.dtype))
+
+    def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
+        return nearest.nearest(x, centroids, bias, interpret=interpret).place
+
+    def total(labels: Int[Array, "B K T"]) -> tuple[Array, Array]:
+        member = jax.nn.one_hot(labels, init.shape[2], dtype=x.dtype)  # zeros for what takes no part
+        sums = jnp.einsum("bktm,bkth->bkmh", member, x, precision="highest", preferred_element_type=jnp.float32)
+        return sums, jnp.sum(member, axis=2, dtype=jnp.float32)
+
+    return lloyd(mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance)

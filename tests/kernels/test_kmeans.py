@@ -1,0 +1,119 @@
+"""k-means against Lloyd's algorithm in float64, whoever computes it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.interpreter import races_found
+from policies.oracle_clusterkv import kmeans as lloyd
+
+from kvjax.pallas_kernels import kmeans
+from kvjax.pallas_kernels.dispatch import Unsupported
+
+IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
+
+
+def cluster(implementation, x, init, iterations, distance="cosine", mask=None, clusters=None):
+    batch, _, tokens, _ = x.shape
+    mask = jnp.ones((batch, tokens), bool) if mask is None else jnp.asarray(mask)
+    clusters = jnp.full((batch,), init.shape[2], jnp.int32) if clusters is None else jnp.asarray(clusters, jnp.int32)
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    work = jax.jit(functools.partial(kmeans, iterations=iterations, distance=distance, **options))
+    out = jax.block_until_ready(work(jnp.asarray(x), mask, jnp.asarray(init), clusters))
+    assert implementation != "tpu" or not races_found()
+    return out
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+class TestKmeans:
+    @pytest.mark.parametrize("distance", ["cosine", "l2", "ip"])
+    def test_is_lloyds(self, distance, implementation):
+        """A ragged batch, with fewer clusters in some rows and NaN where there is no token."""
+        random = np.random.default_rng(5)
+        x = random.normal(size=(6, 2, 40, 16)).astype(np.float32)
+        init = random.normal(size=(6, 2, 7, 16)).astype(np.float32)
+        lengths, clusters = np.asarray([40, 17, 3, 1, 33, 0]), np.asarray([7, 4, 3, 1, 6, 0])
+        mask = np.arange(40) < lengths[:, None]
+        poisoned = np.where(mask[:, None, :, None], x, np.nan)
+        centroids, labels = cluster(implementation, poisoned, init, 2, distance, mask, clusters)
+        for row, head in np.ndindex(6, 2):
+            n, m = lengths[row], clusters[row]
+            want, want_labels = lloyd(x[row, head, :n].astype(np.float64), init[row, head, :m], 2, distance)
+            np.testing.assert_allclose(centroids[row, head, :m], want, atol=1e-5)
+            np.testing.assert_array_equal(centroids[row, head, m:], init[row, head, m:])
+            assert labels[row, head].tolist() == [*want_labels, *[7] * (40 - n)]
+
+    def test_many_tokens_and_clusters_go_block_by_block(self, implementation):
+        """Neither is a whole number of blocks: the same clusters as at once."""
+        random = np.random.default_rng(6)
+        x = random.normal(size=(1, 1, 700, 64)).astype(np.float32)
+        init = x[:, :, :150]
+        centroids, labels = cluster(implementation, x, init, 2)
+        want, want_labels = lloyd(x[0, 0].astype(np.float64), init[0, 0], 2, "cosine")
+        np.testing.assert_allclose(centroids[0, 0], want, atol=1e-5)
+        assert labels[0, 0].tolist() == want_labels
+
+    def test_sixteen_bits(self, implementation):
+        """Tokens are compared with rounded centroids, and added up exactly."""
+        random = np.random.default_rng(7)
+        x, init = (jnp.asarray(random.normal(size=(1, 2, n, 128)), jnp.bfloat16) for n in (90, 20))
+        centroids, labels = cluster(implementation, x, init, 1)
+        for head in range(2):
+            points = np.asarray(x[0, head], np.float64)
+            for given, found in ((init[0, head], None), (centroids[0, head], labels[0, head])):
+                direction = np.asarray(given, np.float32)
+                direction = direction / np.linalg.norm(direction, axis=-1, keepdims=True)
+                scores = points @ np.asarray(jnp.asarray(direction, jnp.bfloat16), np.float64).T
+                if found is None:
+                    nearest = scores.argmax(axis=-1)
+                else:
+                    chosen = np.take_along_axis(scores, np.asarray(found)[:, None], axis=-1)[:, 0]
+                    np.testing.assert_allclose(chosen, scores.max(axis=-1), atol=1e-4)
+            for c in range(20):
+                mean = points[nearest == c].mean(axis=0) if (nearest == c).any() else np.asarray(init[0, head, c])
+                np.testing.assert_allclose(centroids[0, head, c], mean, atol=1e-5)
+
+    def test_an_empty_cluster_keeps_its_mean(self, implementation):
+        x, init = np.zeros((1, 1, 2, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32)
+        x[0, 0, :, :2], init[0, 0, :, :2] = [[1, 0], [2, 0.1]], [[1, 0], [-1, -1]]
+        centroids, labels = cluster(implementation, x, init, 1)
+        np.testing.assert_allclose(centroids[0, 0, :, :2], [[1.5, 0.05], [-1, -1]])
+        assert labels.tolist() == [[[0, 0]]]
+
+    def test_equal_inputs_give_equal_clusters(self, implementation):
+        random = np.random.default_rng(8)
+        x = random.normal(size=(1, 1, 200, 16)).astype(np.float32)
+        first, second = (cluster(implementation, x, x[:, :, :9], 1) for _ in range(2))
+        assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_distances_differ():
+    """The same keys and start, three ways: by direction, by place, and by length."""
+    x = jnp.asarray([[[[1.0, 0.4], [10, 0], [0, 1]]]])
+    init = jnp.asarray([[[[6.0, 0], [0.5, 1]]]])
+    assert [cluster("xla", x, init, 1, d)[1][0, 0].tolist() for d in ("cosine", "l2", "ip")] == [
+        [0, 0, 1],
+        [1, 0, 1],
+        [0, 0, 1],
+    ]
+    x = jnp.asarray([[[[1.0, 1.2], [1, 0], [0, 1]]]])
+    init = jnp.asarray([[[[9.0, 0], [0, 1]]]])
+    labels = [cluster("xla", x, init, 1, d)[1][0, 0, 0].item() for d in ("cosine", "ip")]
+    assert labels == [1, 0]
+
+
+def test_auto_is_xla_on_a_cpu():
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(1, 1, 30, 8)), jnp.float32)
+    work = functools.partial(kmeans, mask=jnp.ones((1, 30), bool), init=x[:, :, :3], clusters=jnp.full(1, 3, jnp.int32))
+    auto, xla = (work(x, iterations=3, implementation=name) for name in ("auto", "xla"))
+    assert all((a == b).all() for a, b in zip(auto, xla, strict=True))
+
+
+def test_refusals():
+    x, mask, one = jnp.zeros((1, 1, 4, 48)), jnp.ones((1, 4), bool), jnp.ones(1, jnp.int32)
+    with pytest.raises(Unsupported, match="head dim 48 is not a power of two"):
+        kmeans(x, mask, x, one, iterations=1, implementation="gpu", interpret=True)
+    with pytest.raises(Unsupported, match="queries are float16"):
+        kmeans(x.astype(jnp.float16), mask, x, one, iterations=1, implementation="tpu", interpret=True)

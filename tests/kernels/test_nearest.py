@@ -1,0 +1,102 @@
+"""The nearest key against float64, whoever computes it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.interpreter import races_found
+
+from kvjax.pallas_kernels import nearest
+from kvjax.pallas_kernels.dispatch import Unsupported
+
+IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
+
+
+def compute(implementation, *args):
+    out = nearest(*args, implementation=implementation, interpret=implementation != "xla")
+    assert implementation != "tpu" or not races_found()
+    return out
+
+
+def draw(seed, dtype, groups, queries, keys, dim, grid=False):
+    """Queries, keys and biases; on a grid so coarse that many scores are equal, and exact in any order of summing."""
+    random = np.random.default_rng(seed)
+    x, y, bias = (random.normal(size=shape) for shape in ((groups, queries, dim), (groups, keys, dim), (groups, keys)))
+    if grid:
+        x, y, bias = (np.round(2 * part) / 2 for part in (x * (random.random(x.shape) < 0.05), y, bias))
+    return jnp.asarray(x, dtype), jnp.asarray(y, dtype), jnp.asarray(bias, jnp.float32)
+
+
+def check(out, x, y, bias=None, exact=False):
+    """The best score, from the first key that has it; where scores are not exact, from one as good up to rounding."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    forbidden = np.zeros(y.shape[:-1], bool) if bias is None else np.asarray(bias) == -np.inf
+    for group in np.ndindex(x.shape[:-2]):
+        scores = x[group] @ np.where(forbidden[group][:, None], 0, y[group]).T
+        if bias is not None:
+            scores += np.asarray(bias[group], np.float64)
+        best, index = scores.max(axis=-1), np.asarray(out.place[group])
+        if forbidden[group].all():
+            assert set(index.tolist()) == {0}
+            assert set(np.asarray(out.score[group]).tolist()) == {-np.inf}
+            continue
+        chosen = np.take_along_axis(scores, index[:, None], axis=-1)[:, 0]
+        np.testing.assert_allclose(out.score[group], best, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(chosen, best, rtol=1e-5, atol=1e-5)
+        if exact:
+            assert index.tolist() == scores.argmax(axis=-1).tolist()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+class TestNearest:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize(("queries", "keys", "dim"), [(40, 70, 64), (150, 5, 128), (1, 300, 64)])
+    def test_scores_and_places(self, implementation, queries, keys, dim, dtype):
+        """Blocks that are not full; fewer keys than a block; one query."""
+        x, y, bias = draw(queries, dtype, 3, queries, keys, dim)
+        bias = bias if queries == 40 else None
+        check(compute(implementation, x, y, bias), x, y, bias)
+
+    def test_the_first_of_equals(self, implementation):
+        for seed in range(2):
+            x, y, bias = draw(seed, "float32", 4, 100, 140, 64, grid=True)
+            check(compute(implementation, x, y, bias), x, y, bias, exact=True)
+
+    def test_what_is_forbidden_is_not_even_seen(self, implementation):
+        """NaN in keys that may not be chosen: some of a group, most of them, all but the last, all."""
+        x, y, bias = draw(3, "bfloat16", 4, 24, 140, 64)
+        open_ = np.random.default_rng(3).random((4, 140)) < np.asarray([0.5, 0.05, 0, 0])[:, None]
+        open_[2, -1] = True
+        y, bias = jnp.where(open_[..., None], y, jnp.nan), jnp.where(open_, bias, -jnp.inf)
+        check(compute(implementation, x, y, bias), x, y, bias)
+
+    def test_leading_axes(self, implementation):
+        x, y, bias = (part.reshape(2, 3, *part.shape[1:]) for part in draw(4, "float32", 6, 24, 40, 64))
+        check(compute(implementation, x, y, bias), x, y, bias)
+
+
+def test_auto_is_xla_on_a_cpu():
+    x, y, bias = draw(5, "float32", 2, 24, 40, 48)
+    auto, xla = jax.jit(nearest)(x, y, bias), jax.jit(lambda *args: nearest(*args, implementation="xla"))(x, y, bias)
+    assert all((a == b).all() for a, b in zip(auto, xla, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dim", "implementation", "reason"),
+    [
+        (("float32", "float32"), 48, "gpu", "head dim 48 is not a power of two"),
+        (("float32", "bfloat16"), 64, "gpu", "queries are float32 and keys bfloat16"),
+        (("float32", "bfloat16"), 64, "tpu", "queries are float32 and keys bfloat16"),
+    ],
+)
+def test_refusals(dtypes, dim, implementation, reason):
+    x, y = (jnp.zeros((1, 16, dim), dtype) for dtype in dtypes)
+    with pytest.raises(Unsupported, match=reason):
+        nearest(x, y, implementation=implementation, interpret=True)
+
+
+@pytest.mark.parametrize("implementation", ["gpu", "tpu"])
+def test_not_on_this_device(implementation):
+    x = jnp.zeros((1, 16, 64))
+    with pytest.raises(Unsupported, match=f"for cpu, not for a {implementation}"):
+        nearest(x, x, implementation=implementation)
