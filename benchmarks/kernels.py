@@ -116,16 +116,16 @@ def _time(function: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
 def _verdicts(rows: list[dict[str, Any]]) -> None:
     """Per shape: how much faster than XLA `auto` and the best variant are."""
     print(
-        f"\n{'operation':22s} {'shape':44s} {'xla us':>9s} {'auto us':>9s} {'x':>6s} {'best':>28s} {'us':>9s} {'x':>6s}"
+        f"\n{'operation, shape, dtype':76s} {'xla us':>9s} {'auto us':>9s} {'x':>6s} {'best':>38s} {'us':>9s} {'x':>6s}"
     )
-    for operation, shape in dict.fromkeys((row["operation"], row["shape"]) for row in rows):
-        here = [row for row in rows if (row["operation"], row["shape"]) == (operation, shape)]
+    for case in dict.fromkeys((row["operation"], row["shape"], row["dtype"]) for row in rows):
+        here = [row for row in rows if (row["operation"], row["shape"], row["dtype"]) == case]
         times = {row["implementation"]: row["microseconds"] for row in here if row.get("right")}
         xla, auto = times.get("xla", float("nan")), times.get("auto", float("nan"))
         best = min(times, key=times.__getitem__, default="none")
         fastest = times.get(best, float("nan"))
         print(
-            f"{operation:22s} {shape:44s} {xla:9.1f} {auto:9.1f} {xla / auto:6.2f} {best:>28s} {fastest:9.1f} {xla / fastest:6.2f}"
+            f"{', '.join(case):76s} {xla:9.1f} {auto:9.1f} {xla / auto:6.2f} {best:>38s} {fastest:9.1f} {xla / fastest:6.2f}"
         )
 
 

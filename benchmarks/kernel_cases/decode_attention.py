@@ -92,14 +92,13 @@ def _case(
     if not rotated and not probs:
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
         variants["dense"] = functools.partial(_dense, scale=scale)
-    for block in (32, 64, 128):
+    for block, stages in ((64, 3), (64, 4), (128, 2)):
         for programs in (128, 256, 512, 1024):
-            splits = max(1, programs // (batch * kv_heads))
-            if splits * block > slots or f"gpu b{block} s{splits} w4 n3" in variants:
-                continue
-            for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 3), (2, 3)):
-                sizes = {"block": block, "splits": splits, "warps": warps, "stages": stages}
-                variants[f"gpu b{block} s{splits} w{warps} n{stages}"] = variant(gpu.decode_attention, sizes=sizes)
+            splits = programs // (batch * kv_heads)
+            if 1 <= splits <= slots // block:
+                sizes = {"block": block, "splits": splits, "warps": 4, "stages": stages}
+                name = "gpu " + " ".join(f"{key}={size}" for key, size in sizes.items())
+                variants[name] = variant(gpu.decode_attention, sizes=sizes)
     live = batch * kv_heads * slots // (2 if ragged else 1)
     words = (
         f"B{batch} K{kv_heads} G{group} C{slots} H{dim}"
