@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import CHIPS, compile_for, temporaries
 
-from kvjax.pallas_kernels import Rotation, decode_attention, gather_attention, top_k
+from kvjax.pallas_kernels import (
+    Rotation,
+    chunk_similarity,
+    decode_attention,
+    gather_attention,
+    kmeans,
+    nearest,
+    top_k,
+    window_scores,
+)
 from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
 MB = 2**20
@@ -56,6 +65,46 @@ def gathering(batch: int, kv_heads: int, selecting: int, page: int, pages: int, 
     return Compiled(function, (*shapes, shape("bool", batch, selecting, pages * page)), MB)
 
 
+def observing(
+    batch: int, tokens: int, window: int, heads: int, kv_heads: int, dim: int, chunk: int, dtype: str
+) -> Compiled:
+    """Window scores, which need room for the keys in another order, and none for a score of each query with each token."""
+
+    def function(*inputs: Any) -> Any:
+        return window_scores(*inputs, window=window, scale=0.1, chunk=chunk)
+
+    keys = shape(dtype, batch, tokens, kv_heads, dim)
+    size = 2 * keys.size * keys.dtype.itemsize
+    return Compiled(function, (shape(dtype, batch, tokens, heads, dim), keys, shape("int32", batch)), size + 8 * MB)
+
+
+def searching(groups: int, queries: int, keys: int, dim: int, dtype: str) -> Compiled:
+    """The nearest keys, with biases; heads narrower than 128 channels are first spread to so many."""
+    shapes = shape(dtype, groups, queries, dim), shape(dtype, groups, keys, dim), shape("float32", groups, keys)
+    spread = 0 if dim % 128 == 0 else 128 * groups * (queries + keys) * jnp.dtype(dtype).itemsize
+    return Compiled(nearest, shapes, spread + 8 * groups * queries + MB)
+
+
+def matching(chunks: int, chunk: int, width: int, dim: int, dtype: str) -> Compiled:
+    """Similarity inside chunks, with no copy of the keys."""
+
+    def function(keys: Any, live: Any) -> Any:
+        return chunk_similarity(keys, live, head_dim=dim)
+
+    return Compiled(function, (shape(dtype, chunks, chunk, width), shape("bool", chunks, chunk)), MB)
+
+
+def clustering(batch: int, kv_heads: int, tokens: int, clusters: int, dim: int, dtype: str) -> Compiled:
+    """k-means, which needs room for the tokens with zeros where there are none, and not for tokens × clusters."""
+
+    def function(*inputs: Any) -> Any:
+        return kmeans(*inputs, iterations=20)
+
+    keys = shape(dtype, batch, kv_heads, tokens, dim)
+    others = shape("bool", batch, tokens), shape("float32", batch, kv_heads, clusters, dim), shape("int32", batch)
+    return Compiled(function, (keys, *others), 128 // dim * keys.size * keys.dtype.itemsize + 8 * MB)
+
+
 KERNELS = {
     "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
     "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
@@ -66,6 +115,15 @@ KERNELS = {
     "gather attention, pages of 64": gathering(4, 8, 8, 64, 16, 128, "bfloat16"),
     "gather attention, small pages for each query head": gathering(1, 8, 32, 16, 64, 128, "bfloat16"),
     "gather attention, heads of 64, float32": gathering(1, 3, 3, 128, 20, 64, "float32"),
+    "window scores, 32k": observing(1, 32768, 32, 32, 8, 128, 1, "bfloat16"),
+    "window scores, chunks, heads of 64, uneven": observing(2, 4000, 64, 32, 8, 64, 8, "float32"),
+    "nearest, 256 centroids": searching(64, 8192, 256, 128, "bfloat16"),
+    "nearest, heads of 64, float32, uneven": searching(3, 1000, 70, 64, "float32"),
+    "similarity in chunks of 256, float32 beside values": matching(1024, 256, 256, 128, "float32"),
+    "similarity in a chunk of 2048": matching(8, 2048, 128, 128, "bfloat16"),
+    "similarity in chunks of 256, heads of 64 beside values": matching(1024, 256, 128, 64, "float32"),
+    "k-means, 8192 tokens": clustering(2, 8, 8192, 102, 128, "bfloat16"),
+    "k-means, heads of 64, float32": clustering(1, 3, 4000, 50, 64, "float32"),
 }
 
 
