@@ -4,6 +4,7 @@ from .adakv import AdaKV as AdaKV
 from .base import Policy as Policy
 from .base import PolicyError as PolicyError
 from .base import rotated as rotated
+from .cam import CaM as CaM
 from .catekv import CateKV as CateKV
 from .chelsea import Chelsea as Chelsea
 from .chunkkv import ChunkKV as ChunkKV

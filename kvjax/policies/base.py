@@ -59,6 +59,7 @@ class Policy:
         stage: when it compresses: the "prompt" once it is read, while "decoding", "both", or "none".
         grows: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
         merges: whether a slot may hold the mean of several tokens (it then counts as often, and weights sum to all tokens seen).
+        adds: whether values of tokens that go are added to those of tokens that stay.
         positions: "original" (a token stays where it stood in the text) or "cache" (its place among the kept ones, which keeps
             any sequence inside the trained window).
     """
@@ -70,6 +71,7 @@ class Policy:
     stage: ClassVar[Stage] = "none"
     grows: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+    adds: ClassVar[bool] = False
     positions: ClassVar[Literal["original", "cache"]] = "original"
 
     def bind(self, config: ModelConfig) -> "Policy":

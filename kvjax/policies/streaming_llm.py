@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
@@ -91,17 +91,24 @@ class StreamingLLM(Policy):
     def attend(
         self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Stream, Carry]:
-        slots = state.slots
+        out, _ = self.read(spec, state.slots, q, pos)
+        return out, state, carry
+
+    def read(
+        self, spec: LayerSpec, slots: Slots, q: Float[Array, "B N H"], pos: Int[Array, " B"], probs: bool = False
+    ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
+        """Attention of the newest token with keys and query rotated to their places in the cache; see `cache.attend`."""
         evicted = slots.seen[:, None] - slots.count  # of the tokens between sinks and window
         place = jnp.where(slots.pos < self.sinks, slots.pos, slots.pos - evicted[..., None])
         q = spec.rope.rotate(q, pos[:, None] - jnp.repeat(evicted, spec.num_heads // spec.num_kv_heads, axis=1))
-        out, _ = cache.attend(spec, slots, q, pos, place=jnp.maximum(place, 0))
-        return out, state, carry
+        return cache.attend(spec, slots, q, pos, place=jnp.maximum(place, 0), probs=probs)
 
     def compress(self, spec: LayerSpec, state: Stream) -> Stream:
+        return dataclasses.replace(state, slots=cache.evict(state.slots, *self.evicted(state)))
+
+    def evicted(self, state: Stream) -> tuple[Int[Array, "B K"], Bool[Array, "B K"]]:
+        """The slot of the oldest token after the sinks, and whether it has to go."""
         slots = state.slots
-        oldest = jnp.argmin(
-            jnp.where(slots.live & (slots.pos >= self.sinks), slots.pos, jnp.iinfo(jnp.int32).max), axis=-1
-        )
-        full = slots.count > state.budget[:, None]
-        return dataclasses.replace(state, slots=cache.evict(slots, oldest.astype(jnp.int32), full))
+        window = slots.live & (slots.pos >= self.sinks)
+        oldest = jnp.argmin(jnp.where(window, slots.pos, jnp.iinfo(jnp.int32).max), axis=-1)
+        return oldest.astype(jnp.int32), slots.count > state.budget[:, None]
