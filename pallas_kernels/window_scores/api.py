@@ -1,5 +1,6 @@
 """The public function: who observes, and the choice of who computes it."""
 
+from importlib import import_module
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -52,23 +53,30 @@ def window_scores(
     """
     if kind == "logits" and (middle is not None or chunk != 1):
         raise ValueError(f"window_scores: kind='logits' with chunk={chunk} or a middle; these are for 'softmax'")
-    batch, length = k.shape[:2]
     observers = Observers.of(q, lengths, window, k.shape[2])
     if kind == "logits":
         choose("window_scores of kind 'logits'", implementation, interpret=interpret)
         return reference.mean_products(observers, k, lengths, scale=scale)
     first, count = (jnp.zeros_like(lengths), lengths) if middle is None else middle
     stop = jnp.minimum(first + count, lengths)
-    chosen = choose("window_scores", implementation, gpu=lambda: _gpu().refuses(k, chunk), interpret=interpret)
+    chosen = choose(
+        "window_scores",
+        implementation,
+        tpu=lambda: _body("tpu").refuses(observers, k, chunk),
+        gpu=lambda: _body("gpu").refuses(k, chunk),
+        interpret=interpret,
+    )
     options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "chunk": chunk}
+    if middle is not None and chosen != "gpu":  # which begins to read anywhere
+        source = jnp.minimum(first[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[1] - 1)
+        k = jnp.take_along_axis(k, source[:, :, None, None], axis=1)
     if chosen == "xla":
-        total = reference.window_scores(observers, k, first, stop, shifted=middle is not None, **options)
+        total = reference.window_scores(observers, k, first, stop, **options)
     else:
-        total = _gpu().window_scores(observers, k, first, stop, interpret=interpret, **options)
+        total = _body(chosen).window_scores(observers, k, first, stop, interpret=interpret, **options)
     return total / jnp.maximum(observers.size, 1).astype(jnp.float32)[:, None, None]
 
 
-def _gpu() -> Any:
-    from . import gpu
-
-    return gpu
+def _body(name: str) -> Any:
+    """The module of a Pallas body, imported where it is used."""
+    return import_module(f".{name}", __package__)

@@ -24,17 +24,13 @@ def window_scores(
     scale: float,
     sliding_window: int | None,
     chunk: int,
-    shifted: bool,
 ) -> Float[Array, "B K M"]:
     """What all observers together give to each chunk of the tokens from `first` to `stop`.
 
     Args:
-        shifted: whether any `first` may differ from 0.
+        k: keys, token `first` of each row before all others.
     """
     batch, length, kv_heads, _ = k.shape
-    if shifted:
-        source = jnp.minimum(first[:, None] + jnp.arange(length, dtype=jnp.int32), length - 1)
-        k = jnp.take_along_axis(k, source[:, :, None, None], axis=1)
     block = -(-min(BLOCK, length) // chunk) * chunk
     k = jnp.pad(k, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
 

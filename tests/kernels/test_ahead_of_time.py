@@ -68,14 +68,14 @@ def gathering(batch: int, kv_heads: int, selecting: int, page: int, pages: int, 
 def observing(
     batch: int, tokens: int, window: int, heads: int, kv_heads: int, dim: int, chunk: int, dtype: str
 ) -> Compiled:
-    """Window scores, which need room for the keys in another order, and none for a score of each query with each token."""
+    """Window scores, which need room for keys (and queries of 64 channels) in another order, not for a score of each pair."""
 
     def function(*inputs: Any) -> Any:
         return window_scores(*inputs, window=window, scale=0.1, chunk=chunk)
 
-    keys = shape(dtype, batch, tokens, kv_heads, dim)
-    size = 2 * keys.size * keys.dtype.itemsize
-    return Compiled(function, (shape(dtype, batch, tokens, heads, dim), keys, shape("int32", batch)), size + 8 * MB)
+    q, k = (shape(dtype, batch, tokens, n, dim) for n in (heads, kv_heads))
+    room = 2 * k.size * k.dtype.itemsize + (4 * q.size * q.dtype.itemsize if dim < 128 else 0)
+    return Compiled(function, (q, k, shape("int32", batch)), room + 8 * MB)
 
 
 def searching(groups: int, queries: int, keys: int, dim: int, dtype: str) -> Compiled:
@@ -116,7 +116,7 @@ KERNELS = {
     "gather attention, small pages for each query head": gathering(1, 8, 32, 16, 64, 128, "bfloat16"),
     "gather attention, heads of 64, float32": gathering(1, 3, 3, 128, 20, 64, "float32"),
     "window scores, 32k": observing(1, 32768, 32, 32, 8, 128, 1, "bfloat16"),
-    "window scores, chunks, heads of 64, uneven": observing(2, 4000, 64, 32, 8, 64, 8, "float32"),
+    "window scores, chunks, heads of 64, uneven": observing(2, 4000, 256, 32, 8, 64, 8, "bfloat16"),
     "nearest, 256 centroids": searching(64, 8192, 256, 128, "bfloat16"),
     "nearest, heads of 64, float32, uneven": searching(3, 1000, 70, 64, "float32"),
     "similarity in chunks of 256, float32 beside values": matching(1024, 256, 256, 128, "float32"),

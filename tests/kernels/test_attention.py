@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import prefill_attention, window_scores
+from kvjax.pallas_kernels import prefill_attention
 from kvjax.pallas_kernels.prefill_attention import reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -62,50 +62,3 @@ def test_cudnn_says_what_it_cannot_do():
     x = jnp.zeros((1, 4, 1, 64))
     with pytest.raises(ValueError, match=r"got float32 with head dim 64"):
         prefill_attention(x, x, x, scale=1.0, implementation="cudnn")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sliding", [None, 6])
-def test_window_scores(sliding, dtype):
-    """Rows longer than the window, as long, shorter, and of one token; NaN in the padding."""
-    lengths, window, size = np.asarray([30, 8, 3, 1]), 8, 32
-    (q, k), (q64, k64) = draw(5, dtype, (4, size, 4, 16), (4, size, 2, 16))
-    padding = (np.arange(size) >= lengths[:, None])[..., None, None]
-    scores = window_scores(
-        jnp.where(padding, jnp.nan, q),
-        jnp.where(padding, jnp.nan, k),
-        jnp.asarray(lengths, jnp.int32),
-        window=window,
-        scale=0.25,
-        sliding_window=sliding,
-    )
-    for b, head in np.ndindex(4, 2):
-        n, total = lengths[b], np.zeros(size)
-        observers = range(max(0, n - window), n)
-        for pos in observers:
-            first = 0 if sliding is None else max(0, pos - sliding + 1)
-            for g in range(2):
-                logits = k64[b, first : pos + 1, head] @ q64[b, pos, 2 * head + g] * 0.25
-                total[first : pos + 1] += softmax(logits) / (2 * len(observers))
-        np.testing.assert_allclose(scores[b, head], total, atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_window_scores_as_bare_products(dtype):
-    """No mask and no softmax: every observer with every token of its prompt; NaN in the padding."""
-    lengths, window, size = np.asarray([30, 8, 3, 1]), 8, 32
-    (q, k), (q64, k64) = draw(6, dtype, (4, size, 4, 16), (4, size, 2, 16))
-    padding = (np.arange(size) >= lengths[:, None])[..., None, None]
-    scores = window_scores(
-        jnp.where(padding, jnp.nan, q),
-        jnp.where(padding, jnp.nan, k),
-        jnp.asarray(lengths, jnp.int32),
-        window=window,
-        scale=0.25,
-        kind="logits",
-    )
-    for b, head in np.ndindex(4, 2):
-        n = lengths[b]
-        queries = q64[b, max(0, n - window) : n, 2 * head : 2 * head + 2].reshape(-1, 16)
-        products = (queries @ k64[b, :n, head].T).mean(axis=0) * 0.25
-        np.testing.assert_allclose(scores[b, head], np.pad(products, (0, size - n)), atol=TOLERANCE[dtype])
