@@ -64,6 +64,7 @@ def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             compiled = jax.jit(function).lower(*sets[0]).compile()
             error = case.error(sets[0], jax.block_until_ready(compiled(*sets[0])))
+            memory = compiled.memory_analysis()
             seconds = _time(function, sets, args.seconds)
         except Exception as problem:
             row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
@@ -72,7 +73,7 @@ def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
                 traceback.print_exc(limit=3)
         else:
             row |= {"error": error, "right": error <= case.tolerance, "microseconds": seconds * 1e6}
-            row |= {"fraction_of_floor": floor / seconds, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+            row |= {"fraction_of_floor": floor / seconds, "temp_bytes": memory.temp_size_in_bytes if memory else None}
             print(
                 f"  {name:28s} {seconds * 1e6:9.1f} us  {case.bytes / seconds / 1e12:5.2f} TB/s  "
                 f"{case.flops / seconds / 1e12:6.1f} TFLOP/s  {floor / seconds:4.0%} of floor  error {error:.1e}"

@@ -76,7 +76,7 @@ def _case(
             share /= np.maximum(share.sum(axis=-1, keepdims=True), 1e-300)
             outs.append(np.asarray(got.out[b, rows], np.float64))
             expected.append(share @ v64)
-            if probs:  # at the outputs' scale
+            if got.probs is not None:  # at the outputs' scale
                 outs.append(np.asarray(got.probs[b, h], np.float64)[None, :dim] * slots)
                 expected.append(share.mean(axis=0)[None, :dim] * slots)
         return relative_error(np.concatenate(outs), np.concatenate(expected))

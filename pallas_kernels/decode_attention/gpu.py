@@ -105,7 +105,6 @@ def decode_attention(
         part=part,
         slots=slots,
         turned=rotation is not None,
-        guard=sizes.get("guard", 0),
     )
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
     with warnings.catch_warnings():
@@ -198,16 +197,22 @@ def _body(
     slots: int,
     turned: bool,
 ) -> None:
+    """One part of one head: unnormalised values, the largest logit, and the sum of exponentials."""
     from jax.experimental.pallas import triton as backend
 
-    place_ref, cos_ref, sin_ref, *refs = refs if turned else (None, None, None, *refs)
-    out_ref, top_ref, total_ref, *logit_refs = refs
+    turn_refs, rest = (refs[:3], refs[3:]) if turned else ((), refs)
+    out_ref, top_ref, total_ref, *logit_refs = rest
+    group, dim = q_ref.shape
     begin = pl.program_id(1) * part
     end = jnp.minimum(begin + part, slots)
-    exact = slots % block == 0
-    q = q_ref[...]
-    group, dim = q.shape
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    even = slots % block == 0
+
+    def load(ref: Any, inside: Array, *index: Any) -> Array:
+        """The entries of a block that exist."""
+        if even:
+            return backend.load(ref.at[*index])
+        mask = inside if len(index) == 1 else jnp.broadcast_to(inside[:, None], (block, index[1].size))
+        return backend.load(ref.at[*index], mask=mask, other=jnp.zeros((), ref.dtype))
 
     def look(i: Array, last: Array) -> Array:
         at = begin + i * LOOK + jnp.arange(LOOK, dtype=jnp.int32)
@@ -218,51 +223,49 @@ def _body(
 
     def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
-        start = begin + i * block
-        at = start + jnp.arange(block, dtype=jnp.int32)
-        inside = None if exact else at < slots
-        span = pl.ds(start, block)
-        weight = backend.load(weight_ref.at[span], mask=inside, other=None if exact else 0.0)
+        at = begin + i * block + jnp.arange(block, dtype=jnp.int32)
+        span, inside = pl.ds(begin + i * block, block), at < slots
+        weight = load(weight_ref, inside, span)
         live = weight > 0
-
-        def dot(a: Array, b: Array, contract: int) -> Array:
-            return jax.lax.dot_general(
-                a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        if turn_refs:
+            place_ref, cos_ref, sin_ref = turn_refs
+            angle = (
+                jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
+                jnp.arange(dim // 2, dtype=jnp.int32)[None],
             )
-
-        rows = None if exact else inside[:, None]
-        fill = None if exact else 0.0
-        if turned:
-            half = dim // 2
-            place = backend.load(place_ref.at[span], mask=inside, other=None if exact else 0)
-            angle = jnp.clip(place, 0, cos_ref.shape[0] - 1)[:, None], jnp.arange(half, dtype=jnp.int32)[None]
             cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
-            a = backend.load(k_ref.at[span, pl.ds(0, half)], mask=rows, other=fill).astype(jnp.float32)
-            b = backend.load(k_ref.at[span, pl.ds(half, half)], mask=rows, other=fill).astype(jnp.float32)
-            qa = q_ref[:, pl.ds(0, half)]
-            qb = q_ref[:, pl.ds(half, half)]
-            logits = dot(qa, (a * cos - b * sin).astype(k_ref.dtype), 1) + dot(
-                qb, (b * cos + a * sin).astype(k_ref.dtype), 1
+            halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+            a, b = (load(k_ref, inside, span, half).astype(jnp.float32) for half in halves)
+            turned_keys = a * cos - b * sin, b * cos + a * sin
+            logits = sum(
+                _dot(q_ref[:, half], keys.astype(k_ref.dtype), 1)
+                for half, keys in zip(halves, turned_keys, strict=True)
             )
         else:
-            logits = dot(q, backend.load(k_ref.at[span, :], mask=rows, other=fill), 1)
+            logits = _dot(q_ref[...], load(k_ref, inside, span, pl.ds(0, dim)), 1)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
-            backend.store(logit_ref.at[:, span], logits, mask=None if exact else jnp.broadcast_to(inside, logits.shape))
+            backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
         peak = jnp.maximum(top, jnp.max(logits, axis=1))
         shrink = jnp.exp(top - peak)
         probs = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
         # What a dead slot holds, NaN included, is not even read.
-        values = backend.load(v_ref.at[span, :], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=0.0)
-        acc = acc * shrink[:, None] + dot(probs.astype(values.dtype), values, 0)
+        values = backend.load(
+            v_ref.at[span], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=jnp.zeros((), v_ref.dtype)
+        )
+        acc = acc * shrink[:, None] + _dot(probs.astype(values.dtype), values, 0)
         return acc, peak, total * shrink + jnp.sum(probs, axis=1)
 
-    start = (
+    nothing = (
         jnp.zeros((group, dim), jnp.float32),
         jnp.full((group,), MASKED, jnp.float32),
         jnp.zeros((group,), jnp.float32),
     )
-    acc, top, total = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, start)
-    out_ref[...] = acc
-    top_ref[...] = top
-    total_ref[...] = total
+    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
+
+
+def _dot(a: Array, b: Array, contract: int) -> Array:
+    """Products summed in float32 over the last dimension of `a` and dimension `contract` of `b`; float32 ones exactly."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dimensions = (((1,), (contract,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

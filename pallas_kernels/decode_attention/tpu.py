@@ -138,9 +138,9 @@ def _body(
     lying: bool,
     amplitude: float | None,
 ) -> None:
-    place_ref, frequency_ref, *refs = refs if amplitude is not None else (None, None, *refs)
-    out_ref, lse_ref, *logit_refs = refs[:-3]
-    acc_ref, top_ref, total_ref = refs[-3:]
+    turn_refs, rest = (refs[:2], refs[2:]) if amplitude is not None else (refs[:0], refs)
+    out_ref, lse_ref, *logit_refs = rest[:-3]
+    acc_ref, top_ref, total_ref = rest[-3:]
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block = weight_ref.shape[-1]
     precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -166,7 +166,7 @@ def _body(
         else:
             half = q_ref.shape[-1] // 2
             keys = k_ref[...] if lying else k_ref[...].T
-            angle = frequency_ref[...] * place_ref[...].astype(jnp.float32)
+            angle = turn_refs[1][...] * turn_refs[0][...].astype(jnp.float32)
             cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
             a, b = keys[:half].astype(jnp.float32), keys[half:].astype(jnp.float32)
             turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=0).astype(k_ref.dtype)
