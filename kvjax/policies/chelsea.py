@@ -129,6 +129,10 @@ class Chelsea(Policy):
         full = offloaded(Full()) if self.offload_outliers else Full()
         return by_head({OUTLIER: full, CLUSTERED: clustered}, profile.labels).bind(config)
 
+    def check(self, tokens: int) -> None:
+        if budget_tokens(self.budget, tokens) < 1:
+            raise PolicyError(f"{self.name}: a budget of {self.budget} gives 0 slots for {tokens} tokens; raise budget")
+
     @property
     def _ratios(self) -> tuple[int, ...]:
         """r at steps 0, 1, … until it no longer changes, in parts of `_UNIT`."""

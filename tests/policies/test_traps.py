@@ -1,0 +1,101 @@
+"""What other implementations of these methods get wrong, over all policies."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import TINY, Case, every_policy, kept, make_case, run
+
+import kvjax
+from kvjax.cache import layer_specs
+from kvjax.policies import AdaKV, Full, KNorm, PolicyError, PyramidKV, SnapKV, TreeKV, get_policy, policies, pyramid
+
+TIGHT = [p for p in every_policy(budget=16) if p.memory == "freed"]
+SEES = [p for p in TIGHT if p.name not in ("streaming_llm", "cam", "random")]
+"""Those whose choice depends on what they read, and not on positions alone."""
+
+by_name = pytest.mark.parametrize
+NEW = 12
+LENGTHS = [50, 3, 16, 17]
+"""As in test_promises, so that one process compiles nothing twice."""
+
+
+def names(policies):
+    return [p.name for p in policies]
+
+
+@by_name("policy", SEES, ids=names(SEES))
+def test_rows_choose_for_themselves(policy):
+    """Rows of equal length and different text keep different tokens; of equal text, the same."""
+    case = make_case(41, [50, 50, 50, 50], NEW)
+    same = np.asarray([0, 1, 2, 0])
+    case = Case(case.q[same], case.k[same], case.v[same], case.lengths, NEW)
+    _, _, states = run(policy, case)
+    for state in (states[0], states[-1]):
+        rows = kept(policy, case, state)
+        assert rows[0] == rows[3]
+        assert rows[0] != rows[1]
+        assert rows[1] != rows[2]
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_padding_is_never_kept(policy):
+    """No position beyond what a row has read, however much padding the batch has; and no slot that stands for none."""
+    case = make_case(42, LENGTHS, NEW)
+    for i, state in enumerate(run(policy, case)[2]):
+        for length, heads in zip(LENGTHS, kept(policy, case, state), strict=True):
+            assert all(held and min(held) >= 0 and max(held) < length + i for held in heads)
+
+
+@by_name("policy", TIGHT, ids=names(TIGHT))
+def test_nothing_leaks_into_the_next_prompt(policy):
+    """A prompt read after another gives what it gave before."""
+    before = run(policy, make_case(44, LENGTHS, NEW))[1]
+    run(policy, make_case(43, LENGTHS, NEW))
+    np.testing.assert_array_equal(run(policy, make_case(44, LENGTHS, NEW))[1], before)
+
+
+@by_name("name", [name for name, cls in policies().items() if "budget" in {f.name for f in dataclasses.fields(cls)}])
+def test_a_share_that_rounds_to_nothing_is_an_error(name, tiny):
+    """In a batch, too, in which it is nothing for the shortest row alone."""
+    kinds = getattr(policies()[name], "labels", ())
+    profile = {"profile": ((kinds[0], kinds[0]),) * 2} if kinds else {}
+    policy = get_policy(name, budget=0.001, **profile)
+    with pytest.raises(PolicyError, match=r"budget of 0.001 gives [01] (slots|tokens)"):
+        kvjax.generate(tiny, [[1, 2, 3] * 500, [1, 2, 3]], policy=policy, max_new_tokens=4)
+
+
+def test_pyramid_has_layers_of_its_own_at_4k(tiny):
+    """At half of a prompt of 4096 tokens, with all at its defaults, layers differ, in slots and in what they hold."""
+    for policy, prompt_len in (
+        (PyramidKV(budget=2048), 4096),
+        (PyramidKV(budget=0.45), 4096),
+        (pyramid(SnapKV(budget=2048)), 4096),
+    ):
+        bound = policy.bind(tiny.config)
+        slots = [bound.capacity(spec) for spec in layer_specs(tiny.config, 1, prompt_len, 16, jnp.float32)]
+        assert slots[0] > 1.5 * slots[1]
+
+
+HEADWISE = {
+    "adakv": AdaKV(budget=100),
+    "catekv": get_policy("catekv", budget=128, profile=(("consistent", "adaptive"),) * 2),
+    "chelsea": get_policy("chelsea", budget=100, outliers=False),
+    "knorm": KNorm(budget=100, exempt=1),
+    "pyramidkv": PyramidKV(budget=0.05),
+    "tree": TreeKV(budget=100),
+}
+
+
+@by_name("name", HEADWISE)
+def test_what_is_dropped_is_freed_and_not_masked(name):
+    """Bytes held: those of the kept slots, in every head and layer, and not of the prompt's length."""
+    policy = HEADWISE[name].bind(TINY)
+    state = [jax.eval_shape(partial(policy.init, spec)) for spec in layer_specs(TINY, 2, 6000, 16, jnp.bfloat16)]
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    full = Full().nbytes(TINY, 2, 6000, 16, jnp.bfloat16)
+    share = {"catekv": 0.52, "knorm": 0.55, "pyramidkv": 0.1}.get(name, 0.05)
+    assert held == policy.nbytes(TINY, 2, 6000, 16, jnp.bfloat16) < share * full
