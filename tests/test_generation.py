@@ -49,6 +49,7 @@ def test_stats(tiny):
         stats.cache_bytes == kvjax.TreeKV(budget=8).nbytes(tiny.config, 2, 8, 6, jnp.float32) < stats.full_cache_bytes
     )
     assert stats.full_cache_bytes == kvjax.Full().nbytes(tiny.config, 2, 8, 6, jnp.float32)
+    assert (stats.host_cache_bytes, stats.step_bytes_read, stats.hit_rate) == (0, stats.cache_bytes, None)
     assert stats.prefill_seconds > 0
     assert stats.decode_seconds > 0
     assert stats.prefill_tokens_per_second == pytest.approx(11 / stats.prefill_seconds)

@@ -257,25 +257,27 @@ class Offloaded(Policy):
 def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"] = "selected") -> Offloaded:
     """Keep a policy's keys and values in host memory (JAX's memory kind `pinned_host`), and all else on the device.
 
-    The policy gives what it gives otherwise. A new token is written to the host's store in place. What attention reads
-    comes to the device, one layer at a time:
+    The policy gives what it gives otherwise. A new token is written into the host's store in place. What attention reads comes to
+    the device one layer at a time:
 
-    - Of a policy that reads all it holds, that is the layer's whole cache: the device then holds the keys and values of one layer,
-      and each step moves all layers' once. A policy that merges (`chelsea`) gets its cache back on the host after every step.
-    - Of one that recalls (`Recalling`, such as `clusterkv`), it is what a query selects and none of the last `steps` queries of
-      its head selected too: those selections stay on the device, as do the first tokens and the tail that every query
-      reads (ClusterKV, section IV-D). Tokens travel `BLOCK` of each head at a time, as many blocks as the head that misses
-      most needs; which is why a step moves more than its misses, and up to a block a head more.
+    - Of a policy that reads all it holds, that is the layer's whole cache: the device holds the keys and values of one layer, and a
+      step moves those of all layers. If `compress` looks at keys or values (`chelsea`), they come once more for it, and what
+      it has changed goes back, after every step.
+    - Of one that recalls (a `Recalling`, such as `clusterkv`), it is what a query selects and none of its head's last `steps` queries
+      did: their selections stay on the device (ClusterKV, section IV-D), and so do the first tokens and the tail, which every
+      query reads. This goes by tokens: of a cluster that was cut to fit the budget, those left out are not at hand. What is
+      missing travels in rounds of `BLOCK` slots for each head of each row, as many rounds as the head that misses most needs;
+      so a step moves more than its misses, though nothing if there are none.
 
-    Bytes of the two memories are told by `nbytes` and `host_nbytes`; the share of tokens that were at hand by `hit_rate`
-    and by what `kvjax.generate` returns.
+    `nbytes` and `host_nbytes` tell the bytes in the two memories; `hit_rate`, and the stats of `kvjax.generate`, the share of
+    tokens that were at hand.
 
     Args:
-        policy: any, compositions included. It has to store keys and values by the verbs of `kvjax.cache`.
+        policy: any, compositions included. Keys and values are those of the `Slots` in its state, and are written by `kvjax.cache`.
         steps, fetch: see `Offloaded`.
 
     Raises:
-        PolicyError: `steps` is less than 1, or (once a model is known) the device has no such memory.
+        PolicyError: `steps` is less than 1, or (once a model is known) the default device has no such memory.
     """
     return Offloaded(policy, steps, fetch)
 

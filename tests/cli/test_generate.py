@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import kvjax
+from kvjax.cli.generate import _summary
 from kvjax.models import Params
+from kvjax.policies import ClusterKV, offloaded
 
 PROMPT = "hello there, hell"
 
@@ -40,8 +43,16 @@ def test_json_is_the_whole_result(generate, params: Params, checkpoint: Path) ->
     assert found["stop_reason"] == wanted.stop_reason == "length"
     assert found["policy"] == {"name": "treekv", **dataclasses.asdict(policy)}
     assert found["model"] == {"source": str(checkpoint), "family": "llama", "dtype": "float32"}
-    for field in ("prompt_tokens", "new_tokens", "cache_bytes", "full_cache_bytes"):
+    for field in (
+        "prompt_tokens",
+        "new_tokens",
+        "cache_bytes",
+        "full_cache_bytes",
+        "host_cache_bytes",
+        "step_bytes_read",
+    ):
         assert found["stats"][field] == getattr(wanted.stats, field)
+    assert found["stats"]["hit_rate"] is None
     assert found["stats"].keys() >= {"decode_seconds", "compile_seconds", "decode_tokens_per_second"}
 
 
@@ -100,6 +111,15 @@ def test_verbose_adds_one_line_on_standard_error(generate, params: Params) -> No
     assert result.stderr.count("\n") == 1
     assert f"{stats.prompt_tokens} + 12 tokens" in result.stderr
     assert "ended by length" in result.stderr
+    assert " a step" in result.stderr
+
+
+def test_the_summary_tells_what_lies_on_the_host_and_how_often_it_is_needed(params: Params) -> None:
+    clusters = ClusterKV(budget=8, sinks=2, exempt=0, n_clusters=3, iterations=1, cluster_decode=False)
+    result = expected(params, "hello there " * 4, policy=offloaded(clusters))
+    assert re.search(
+        r"cache \d.* and \d.* on the host, full .* · \d+ % of recalled tokens at hand · ", _summary(result)
+    )
 
 
 def test_dtype(generate) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 import kvjax
-from kvjax.policies import PolicyError, StreamingLLM, TreeKV, by_head, by_layer
+from kvjax.policies import ClusterKV, Full, PolicyError, StreamingLLM, TreeKV, by_head, by_layer, offloaded
 
 TREE, STREAM = TreeKV(budget=16, sinks=2), StreamingLLM(budget=16, sinks=2)
 PROMPT = [1, 2, 3, 4] * 10
@@ -37,3 +37,16 @@ def test_by_head_holds_fewer_bytes(tiny):
     half = by_head({"tight": tight, "ample": ample}, [["tight", "ample"], ["ample", "tight"]])
     sizes = [policy.nbytes(tiny.config, 1, 2000, 100) for policy in (tight, half, ample)]
     assert sizes[1] == pytest.approx((sizes[0] + sizes[2]) / 2, rel=0.01)
+
+
+def test_bytes_read_are_those_of_the_parts(tiny):
+    """Of two layers with two heads each, one head of each kind in every layer."""
+    full, clusters = Full(), ClusterKV(budget=32, exempt=0)
+    shapes = tiny.config, 1, 2000, 100
+    reads = {policy.name: policy.bytes_read(*shapes) for policy in (full, clusters)}
+    assert reads["clusterkv"] < reads["full"] == full.nbytes(*shapes)
+    layers = by_layer([full, clusters]).bytes_read(*shapes)
+    heads = by_head({"full": full, "clusters": clusters}, [["full", "clusters"], ["clusters", "full"]])
+    assert layers == sum(reads.values()) / 2
+    assert heads.bytes_read(*shapes) == pytest.approx(sum(reads.values()) / 2, rel=0.01)
+    assert offloaded(heads).bytes_read(*shapes) == heads.bytes_read(*shapes)
