@@ -56,7 +56,8 @@ def window_scores(
     shape = observers.q.shape[:-1]
     blocks = k.shape[1] // block
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
-    top, total = jax.lax.fori_loop(0, blocks, fold, start)
+    only = jnp.zeros((), jnp.int32)  # a loop of one block would compile slowly, and compute its logits twice
+    top, total = fold(only, start) if blocks == 1 else jax.lax.fori_loop(0, blocks, fold, start)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
     def scores(i: Array) -> Float[Array, "B K C"]:
@@ -65,8 +66,11 @@ def window_scores(
         given = jnp.mean(probs, axis=3).reshape(*shape[:3], -1, chunk)
         return jnp.sum(jnp.max(given, axis=-1), axis=2)
 
-    found = jax.lax.map(scores, jnp.arange(blocks, dtype=jnp.int32))  # [T / block, B, K, block / chunk]
-    return jnp.moveaxis(found, 0, 2).reshape(batch, kv_heads, -1)[..., : -(-length // chunk)]
+    if blocks == 1:
+        found = scores(only)
+    else:
+        found = jnp.moveaxis(jax.lax.map(scores, jnp.arange(blocks, dtype=jnp.int32)), 0, 2)
+    return found.reshape(batch, kv_heads, -1)[..., : -(-length // chunk)]
 
 
 def mean_products(
