@@ -29,7 +29,7 @@ def cases() -> Iterator[Case]:
                 "lax.top_k": lambda scores, counts, count=count: jax.lax.top_k(scores, count)[1],
                 "xla": partial(top_k, implementation="xla"),
                 "auto": top_k,
-                **{f"gpu {warps} warps": partial(gpu.top_k, warps=warps) for warps in (4, 8, 16, 32)},
+                **{f"gpu warps={warps}": partial(gpu.top_k, warps=warps) for warps in (4, 8, 16, 32)},
             },
             error=_error,
             tolerance=0.0,
