@@ -57,6 +57,10 @@ def cases() -> Iterator[Case]:
 
 
 def _sizes(dtype: str, keys: int) -> Iterator[dict[str, int]]:
+    if dtype == "bfloat16":
+        for queries, block, stages in product((64, 128), (64, 128, 256), (2, 3, 4)):
+            if block <= keys and queries * block <= 16384:
+                yield {"wgmma": 1, "queries": queries, "keys": block, "stages": stages}
     wide = dtype == "float32"
     rows, columns = ((32, 64, 128), (32, 64, 128)) if wide else ((64, 128, 256), (32, 64, 128, 256))
     for queries, block, warps, stages in product(rows, columns, (4, 8), (1, 2) if wide else (2, 3, 4)):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from ..dispatch import triton
 from ..nearest import gpu as nearest
 from ..nearest.gpu import LEAST, load_rows
 from ..tuning import tuned
@@ -20,7 +21,7 @@ PROGRAMS = 528
 
 def refuses(x: Array) -> str | None:
     """Why these bodies do not serve a case, or None if they do."""
-    return nearest.refuses(x, x)
+    return triton() or nearest.refuses(x, x)
 
 
 def kmeans(

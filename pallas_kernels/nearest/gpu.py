@@ -1,4 +1,4 @@
-"""Search for the nearest key on GPUs, as a Triton body.
+"""Search for the nearest key on GPUs, as a Triton body; on Hopper GPUs another one (`hopper`) may be the faster.
 
 A program holds a block of queries and walks the keys with a running best: a block of scores lives in registers, between the
 tensor cores and the comparison, and nowhere else.
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from ..dispatch import triton
 from ..tuning import tuned
+from . import hopper
 from .result import Nearest
 
 LEAST = 16
@@ -26,7 +27,7 @@ def refuses(queries: Array, keys: Array) -> str | None:
     """Why this body does not serve a case, or None if it does."""
     dim = keys.shape[-1]
     if reason := triton():
-        return reason
+        return hopper.refuses(queries, keys) and reason
     if dim & (dim - 1) or not 16 <= dim <= 256:
         return f"head dim {dim} is not a power of two from 16 to 256"
     if queries.dtype != keys.dtype or keys.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -45,11 +46,14 @@ def nearest(
     """The key with the largest inner product plus bias; see the public function.
 
     Args:
-        sizes: `queries` a program holds, `keys` it compares them with at a time, its `warps` and `stages`, not the tuned ones.
+        sizes: `queries` a program holds, `keys` it compares them with at a time, its `warps` and `stages`, not the tuned ones;
+            with `wgmma`, those of the Hopper body.
     """
     *batch, count, dim = queries.shape
     groups, size = math.prod(batch), keys.shape[-2]
-    sizes = sizes or _sizes(groups, count, size, dim, keys.dtype)
+    sizes = sizes or _sizes(queries, keys)
+    if "wgmma" in sizes:
+        return hopper.nearest(queries, keys, bias, sizes=sizes)
     rows, columns = sizes["queries"], sizes["keys"]
     inputs = [queries.reshape(groups, count, dim), keys.reshape(groups, size, dim)]
     specs = [
@@ -63,7 +67,7 @@ def nearest(
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton as backend
 
-        score, index = pl.pallas_call(
+        score, place = pl.pallas_call(
             functools.partial(_body, rows=rows, columns=columns),
             grid=(groups, pl.cdiv(count, rows)),
             in_specs=specs,
@@ -76,20 +80,24 @@ def nearest(
             interpret=interpret,
             name="nearest",
         )(*inputs)
-    return Nearest(score.reshape(*batch, count), index.reshape(*batch, count))
+    return Nearest(score.reshape(*batch, count), place.reshape(*batch, count))
 
 
-def _sizes(groups: int, queries: int, keys: int, dim: int, dtype: Any) -> dict[str, int]:
+def _sizes(queries: Float[Array, "*B N H"], keys: Float[Array, "*B M H"]) -> dict[str, int]:
     """Block sizes: large enough that loading keys is a small part of the work, and small enough for the registers."""
-    wide = jnp.dtype(dtype).itemsize * dim > 256
+    if triton():
+        return dict(hopper.SIZES)
+    *batch, count, dim = queries.shape
+    size, wide = keys.shape[-2], queries.dtype.itemsize * dim > 256
     default = {
-        "queries": min(128 if wide else 256, block_within(queries)),
-        "keys": min(64, block_within(keys)),
+        "queries": min(128 if wide else 256, block_within(count)),
+        "keys": min(64, block_within(size)),
         "warps": 8,
         "stages": 2 if wide else 3,
     }
-    case = {"groups": groups, "queries": queries, "keys": keys, "head_dim": dim, "dtype": jnp.dtype(dtype).name}
-    return tuned("nearest", case, default)
+    case = {"groups": math.prod(batch), "queries": count, "keys": size, "head_dim": dim, "dtype": queries.dtype.name}
+    sizes = tuned("nearest", case, default)
+    return default if "wgmma" in sizes and hopper.refuses(queries, keys, sizes) else sizes
 
 
 def block_within(length: int) -> int:

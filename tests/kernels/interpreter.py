@@ -1,6 +1,7 @@
-"""What the interpreter of TPU kernels saw."""
+"""What the interpreters of TPU and Mosaic GPU kernels saw."""
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 
 def races_found() -> bool:
@@ -8,3 +9,8 @@ def races_found() -> bool:
     races = interpret_pallas_call.races
     assert races is not None, "no TPU kernel was interpreted"
     return races.races_found
+
+
+def gpu_races_found() -> bool:
+    """The same of the last Mosaic GPU kernel."""
+    return gpu_callbacks.get_races().races_found

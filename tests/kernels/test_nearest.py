@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import races_found
+from jax.experimental.pallas import mosaic_gpu
+from kernels.interpreter import gpu_races_found, races_found
 
 from kvjax.pallas_kernels import nearest
 from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.nearest import hopper
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
@@ -100,3 +102,33 @@ def test_not_on_this_device(implementation):
     x = jnp.zeros((1, 16, 64))
     with pytest.raises(Unsupported, match=f"for cpu, not for a {implementation}"):
         nearest(x, x, implementation=implementation)
+
+
+@pytest.mark.skipif(
+    not hasattr(mosaic_gpu, "force_gpu_interpret_mode"), reason="this JAX does not interpret Mosaic GPU"
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_hopper(biased):
+    """Its body, interpreted: several blocks of queries and of keys, more of them than are under way at once; NaN where forbidden."""
+    x, y, bias = draw(6, "bfloat16", 2, 128, 256, 64)
+    allowed = np.random.default_rng(6).random((2, 256)) < np.asarray([0.7, 0])[:, None]
+    if biased:
+        y, bias = jnp.where(allowed[..., None], y, jnp.nan), jnp.where(allowed, bias, -jnp.inf)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    interpreted = mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
+    with interpreted, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        given = (x, y, bias) if biased else (x, y)
+        out = jax.block_until_ready(hopper.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
+    assert not gpu_races_found()
+    check(out, *given)
+
+
+def test_hopper_refuses():
+    x = jnp.zeros((1, 128, 64), jnp.bfloat16)
+    assert hopper.refuses(x, x) == "this program is not for a Hopper GPU"
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert hopper.refuses(x, x) is None
+        assert str(hopper.refuses(x[:, :100], x)).startswith("100 queries and 128 keys are not whole blocks")
+        assert str(hopper.refuses(x[..., :32], x[..., :32])).startswith("head dim 32")
+        assert str(hopper.refuses(x.astype(jnp.float32), x)).startswith("queries are float32")
