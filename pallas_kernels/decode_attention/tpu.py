@@ -138,7 +138,8 @@ def _body(
     lying: bool,
     amplitude: float | None,
 ) -> None:
-    turn_refs, rest = (refs[:2], refs[2:]) if amplitude is not None else (refs[:0], refs)
+    turn_refs: Any = refs[:2] if amplitude is not None else ()
+    rest = refs[len(turn_refs) :]
     out_ref, lse_ref, *logit_refs = rest[:-3]
     acc_ref, top_ref, total_ref = rest[-3:]
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)

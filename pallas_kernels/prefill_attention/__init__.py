@@ -1,3 +1,3 @@
-"""Exact causal attention over a prompt: cuDNN's flash attention where it serves, plain XLA elsewhere."""
+"""Exact causal attention over a prompt: the flash attention of cuDNN or of JAX for TPUs where they serve, plain XLA elsewhere."""
 
 from .api import prefill_attention as prefill_attention

@@ -15,10 +15,13 @@ from kvjax.pallas_kernels import (
     gather_attention,
     kmeans,
     nearest,
+    prefill_attention,
     top_k,
     window_scores,
 )
 from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
+
+pytestmark = pytest.mark.slow
 
 MB = 2**20
 
@@ -105,7 +108,19 @@ def clustering(batch: int, kv_heads: int, tokens: int, clusters: int, dim: int, 
     return Compiled(function, (keys, *others), 128 // dim * keys.size * keys.dtype.itemsize + 8 * MB)
 
 
+def prefilling(batch: int, tokens: int, heads: int, kv_heads: int, dim: int, window: int | None) -> Compiled:
+    """Prefill attention, which needs room for its inputs and output in another order, not for tokens × tokens."""
+
+    def function(*inputs: Any) -> Any:
+        return prefill_attention(*inputs, scale=0.1, window=window)
+
+    q, k = (shape("bfloat16", batch, tokens, n, dim) for n in (heads, kv_heads))
+    return Compiled(function, (q, k, k), 2 * 128 // dim * (q.size + 2 * k.size) * 2 + 8 * MB)
+
+
 KERNELS = {
+    "prefill attention, 32k": prefilling(1, 32768, 32, 8, 128, None),
+    "prefill attention, sliding window, heads of 64": prefilling(2, 4096, 9, 3, 64, 1024),
     "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
     "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
     "decode attention, heads of 64, uneven": decode(2, 3, 3, 4000, 64, "bfloat16", True),

@@ -1,10 +1,11 @@
-"""Attention operations against float64 NumPy, written out."""
+"""Prefill attention against float64 NumPy, written out."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import prefill_attention
+from kvjax.pallas_kernels.dispatch import Unsupported
 from kvjax.pallas_kernels.prefill_attention import reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -58,7 +59,20 @@ def test_prefill_attention_has_no_square_buffer():
     assert compiled.memory_analysis().temp_size_in_bytes < length * length
 
 
-def test_cudnn_says_what_it_cannot_do():
-    x = jnp.zeros((1, 4, 1, 64))
-    with pytest.raises(ValueError, match=r"got float32 with head dim 64"):
-        prefill_attention(x, x, x, scale=1.0, implementation="cudnn")
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("bfloat16", 100)])
+def test_prefill_attention_of_tpus(dtype, window):
+    (q, k, v), numbers = draw(1, dtype, (2, 256, 4, 64), *[(2, 256, 2, 64)] * 2)
+    out = prefill_attention(q, k, v, scale=0.25, window=window, implementation="tpu", interpret=True)
+    assert out.dtype == q.dtype
+    expected = causal(*numbers, scale=0.25, window=window)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "length", "says"),
+    [("gpu", 128, "got float32 with head dim 64"), ("tpu", 75, "75 tokens are not a multiple of 128")],
+)
+def test_who_cannot_serve_says_why(implementation, length, says):
+    x = jnp.zeros((1, length, 1, 64))
+    with pytest.raises(Unsupported, match=says):
+        prefill_attention(x, x, x, scale=1.0, implementation=implementation, interpret=True)
