@@ -89,9 +89,9 @@ def nearest(
                 plgpu.wgmma(scores_ref, queries_smem, keys_smem.at[slot].T)
                 return scores_ref[...]
 
-            scores = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
+            scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
             for _ in bias_refs:
-                added = plgpu.load(bias_smem, (step,), layout=plgpu.Layout.WGMMA.reduce(0))
+                added = plgpu.layout_cast(bias_smem[step], plgpu.Layout.WGMMA.reduce(0))
                 added = jax.lax.broadcast_in_dim(added, (rows, columns), [1])
                 scores = jnp.where(added > -jnp.inf, scores + added, -jnp.inf)
 
