@@ -228,9 +228,9 @@ def attention_mass(
     """
 
     def add(i: Int[Array, ""], mass: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        end = lengths - i * BLOCK
+        end = jnp.maximum(lengths - i * BLOCK, 0)
         mean = window_scores(q, k, end, window=BLOCK, scale=scale, sliding_window=sliding_window)
-        return mass + mean * jnp.clip(end, 0, BLOCK).astype(jnp.float32)[:, None, None]
+        return mass + mean * jnp.minimum(end, BLOCK).astype(jnp.float32)[:, None, None]
 
     batch, length, kv_heads, _ = k.shape
     start = jnp.zeros((batch, kv_heads, length), jnp.float32)

@@ -7,11 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import TINY, Case, every_policy, kept, make_case, run
+from policies.driver import ROPE, TINY, Case, every_policy, kept, make_case, rotate, run, softmax
 
 import kvjax
 from kvjax.cache import layer_specs
-from kvjax.policies import AdaKV, Full, KNorm, PolicyError, PyramidKV, SnapKV, TreeKV, get_policy, policies, pyramid
+from kvjax.policies import (
+    H2O,
+    AdaKV,
+    CaM,
+    Full,
+    KNorm,
+    PolicyError,
+    PyramidKV,
+    SnapKV,
+    TreeKV,
+    get_policy,
+    policies,
+    pyramid,
+)
 
 TIGHT = [p for p in every_policy(budget=16) if p.memory == "freed"]
 SEES = [p for p in TIGHT if p.name not in ("streaming_llm", "cam", "random")]
@@ -99,3 +112,26 @@ def test_what_is_dropped_is_freed_and_not_masked(name):
     full = Full().nbytes(TINY, 2, 6000, 16, jnp.bfloat16)
     share = {"catekv": 0.52, "knorm": 0.55, "pyramidkv": 0.1}.get(name, 0.05)
     assert held == policy.nbytes(TINY, 2, 6000, 16, jnp.bfloat16) < share * full
+
+
+@dataclasses.dataclass(frozen=True)
+class Windowed(Case):
+    """A layer with a sliding window of 10 tokens, as Mistral's."""
+
+    @property
+    def spec(self):
+        return dataclasses.replace(super().spec, window=10)
+
+
+@by_name("policy", [Full(), AdaKV(), H2O(), CaM()], ids=lambda policy: policy.name)
+def test_a_sliding_window_ends_the_view(policy):
+    """A query sees its own token and the nine before, whatever the policy keeps besides."""
+    case = Windowed(**vars(make_case(45, LENGTHS, 4)))
+    _, outputs, _ = run(policy, case)
+    for row, length in enumerate(LENGTHS):
+        pos = length + 3
+        seen = range(max(0, pos - 9), pos + 1)
+        for n in range(4):
+            keys = np.stack([rotate(ROPE, case.k[row, p, n // 2], p) for p in seen])
+            probs = softmax(keys @ rotate(ROPE, case.q[row, pos, n], pos) / np.sqrt(8))
+            np.testing.assert_allclose(outputs[3, row, n], probs @ case.v[row, list(seen), n // 2], atol=2e-5)
