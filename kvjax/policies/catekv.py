@@ -13,7 +13,7 @@ from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import top_k, window_scores
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
 from .compose import by_head
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
@@ -206,19 +206,13 @@ class CateKV(Policy):
     adaptive: Policy | None = None
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.budget)
-        for field, least in (("sinks", 0), ("recent", 0), ("chunk", 1), ("window", 1)):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise PolicyError(f"{self.name}: {field}={value}; give {least} or more")
+        check_fields(self, sinks=0, recent=0, chunk=1, window=1)
         if not 0 <= self.eta <= 1:
             raise PolicyError(f"{self.name}: eta={self.eta}; give a share of the chunks, 0 to 1")
         if self.adaptive is not None and self.eta != 1:
             raise PolicyError(
                 f"{self.name}: eta={self.eta} and a policy for adaptive heads; give one of them, since that policy gets all tokens"
             )
-        if self.order not in ("max_then_sum", "sum_then_max"):
-            raise PolicyError(f"{self.name}: order={self.order!r}; give one of 'max_then_sum', 'sum_then_max'")
         if not isinstance(self.profile, tuple | HeadProfile | str | None):
             raise PolicyError(
                 f"{self.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"

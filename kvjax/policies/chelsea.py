@@ -14,7 +14,7 @@ from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 
 from . import soft_matching
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
 from .compose import by_head
 from .full import Full
 from .offload import offloaded
@@ -98,12 +98,7 @@ class Chelsea(Policy):
     profile: HeadProfile | str | None = None
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.budget)
-        least = {"sinks": 0, "recent": 0, "chunk": 2, "every": 1, "alpha": 0, "steps": 0, "r_min": 0}
-        for field, bound in least.items():
-            value = getattr(self, field)
-            if value is not None and value < bound:
-                raise PolicyError(f"{self.name}: {field}={value}; give {bound} or more")
+        check_fields(self, sinks=0, recent=0, chunk=2, every=1, alpha=0, steps=0, r_min=0)
         if self.schedule not in SCHEDULES:
             raise PolicyError(f"{self.name}: schedule={self.schedule!r}; give one of {', '.join(map(repr, SCHEDULES))}")
         if min(self._ratios) <= 0 or max(self._ratios) > _UNIT // 2:

@@ -10,7 +10,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.pallas_kernels import top_k, window_scores
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
 from .compose import ByLayer, by_layer
 from .registry import register
 from .scoring import pool
@@ -69,16 +69,7 @@ class ChunkKV(Policy):
     rule: Literal["paper", "kvpress"] = "paper"
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.budget)
-        for field in ("chunk", "window", "reuse"):
-            if getattr(self, field) < 1:
-                raise PolicyError(f"{self.name}: {field}={getattr(self, field)}; give 1 or more")
-        choices = ("score", ("softmax", "raw")), ("agg", ("sum", "mean")), ("rule", ("paper", "kvpress"))
-        for field, allowed in choices:
-            if getattr(self, field) not in allowed:
-                raise PolicyError(
-                    f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}"
-                )
+        check_fields(self, chunk=1, window=1, reuse=1)
         if self.pool is not None and (self.pool < 1 or self.pool % 2 == 0):
             raise PolicyError(f"{self.name}: pool={self.pool}; give an odd width (5), or None for no pooling")
         if self.strict and self.rule == "kvpress":

@@ -13,7 +13,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.pallas_kernels import kmeans
 
-from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_budget
+from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields
 from .recalling import Recalling
 from .registry import register
 
@@ -91,17 +91,16 @@ class ClusterKV(Recalling):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.budget)
-        least = {"sinks": 0, "exempt": 0, "tokens_per_cluster": 1, "n_clusters": 1, "iterations": 1}
-        for field, lowest in (least | {"window": 1, "new_clusters": 1}).items():
-            value = getattr(self, field)
-            if value is not None and value < lowest:
-                raise PolicyError(f"{self.name}: {field}={value}; give {lowest} or more")
-        for field, allowed in (("gqa", ("query_head", "mean")), ("distance", ("cosine", "l2", "ip"))):
-            if getattr(self, field) not in allowed:
-                raise PolicyError(
-                    f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}"
-                )
+        check_fields(
+            self,
+            sinks=0,
+            exempt=0,
+            tokens_per_cluster=1,
+            n_clusters=1,
+            iterations=1,
+            window=1,
+            new_clusters=1,
+        )
         if isinstance(self.budget, int):
             self.check(0)
 

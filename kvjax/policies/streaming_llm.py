@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields
 from .registry import register
 
 
@@ -46,9 +46,7 @@ class StreamingLLM(Policy):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.budget)
-        if self.sinks < 0:
-            raise PolicyError(f"{self.name}: sinks={self.sinks}; give 0 or more")
+        check_fields(self, sinks=0)
         if isinstance(self.budget, int):
             self.check(0)
 

@@ -13,7 +13,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.pallas_kernels import window_scores
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_budget, rotated
+from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
 from .registry import register
 
 
@@ -79,16 +79,7 @@ class TreeKV(Policy):
     cycle: Literal["text", "printed"] = "text"
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.budget)
-        for field, least in (("sinks", 0), ("recent", 0), ("block", 1)):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise PolicyError(f"{self.name}: {field}={value}; give {least} or more")
-        for field, allowed in (("keep", ("score", "left")), ("cycle", ("text", "printed"))):
-            if getattr(self, field) not in allowed:
-                raise PolicyError(
-                    f"{self.name}: {field}={getattr(self, field)!r}; give one of {', '.join(map(repr, allowed))}"
-                )
+        check_fields(self, sinks=0, recent=0, block=1)
         if isinstance(self.budget, int):
             self.check(0)
 
