@@ -19,44 +19,18 @@ from benchmarks import report
 from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, Params, init
-from kvjax.models.rope import Llama3, RopeConfig
+from kvjax.models.presets import PRESETS
+from kvjax.models.rope import RopeConfig
 from kvjax.policies import get_policy
 from kvjax.sampling import Greedy
 
-SHAPES = {
-    "llama-3.1-8b": ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=131072,
-        rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
-    ),
-    "smollm2-135m": ModelConfig(
-        family="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_position=8192,
-        rope=RopeConfig(theta=100000.0, dim=64),
-        tied=True,
-    ),
-}
 NEW_TOKENS = 96
 
 
 def main() -> None:
     """Check, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--shape", choices=sorted(PRESETS), default="llama-3.1-8b")
     parser.add_argument("--context", type=int, nargs="+", default=[16384])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument(
@@ -68,7 +42,7 @@ def main() -> None:
 
     error = check()
     print(f"largest difference from the CPU, in log-probability: {error:.1e}", flush=True)
-    params = init(SHAPES[args.shape], jax.random.key(0), jnp.bfloat16)
+    params = init(PRESETS[args.shape], jax.random.key(0), jnp.bfloat16)
     jax.block_until_ready(params)
     header = report.header(shape=args.shape, weights="random, bfloat16", bandwidth=args.bandwidth, error_vs_cpu=error)
     rows = []

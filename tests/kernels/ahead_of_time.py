@@ -33,14 +33,17 @@ def chip(generation: str) -> Any:
         pytest.skip(f"no TPU compiler here ({error}): pip install 'kvjax[tpu]'")
 
 
-def compile_for(generation: str, function: Any, *args: Any) -> Any:
-    """`function` of arrays like `args` (arrays or `jax.ShapeDtypeStruct`, in any pytree), compiled for that chip."""
+def compile_for(generation: str, function: Any, *args: Any, **options: Any) -> Any:
+    """`function` of arrays like `args` (arrays or `jax.ShapeDtypeStruct`, in any pytree), compiled for that chip.
+
+    `options` are those of `jax.jit`.
+    """
     device = chip(generation)
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(device.device_kind, 1, "tpu"))
     sharding = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).lower(*shapes).compile()
+        return jax.jit(function, **options).lower(*shapes).compile()
 
 
 def temporaries(compiled: Any) -> int:
