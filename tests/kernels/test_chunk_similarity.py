@@ -1,5 +1,7 @@
 """Similarity inside chunks against float64, whoever computes it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,8 @@ IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
 
 def compute(implementation, *args, **options):
-    out = chunk_similarity(*args, **options, implementation=implementation, interpret=implementation != "xla")
+    options |= {"implementation": implementation, "interpret": implementation != "xla"}
+    out = jax.block_until_ready(jax.jit(functools.partial(chunk_similarity, **options))(*args))
     assert implementation != "tpu" or not races_found()
     return out
 
@@ -23,22 +26,17 @@ def check(out, keys, live, exact=False):
     """Each edge's cosine, to the resolution, and where it leads: to the first of equals, or to one as similar up to rounding."""
     for chunk in np.ndindex(keys.shape[:-2]):
         key, alive = np.asarray(keys[chunk], np.float64), np.asarray(live[chunk])
-        for a in range(0, len(key), 2):
-            score, index = float(out.score[chunk][a // 2]), int(out.place[chunk][a // 2])
-            cosines = {
-                b // 2: key[a] @ key[b] / max(np.linalg.norm(key[a]) * np.linalg.norm(key[b]), 1e-300)
-                for b in range(1, len(key), 2)
-                if alive[a] and alive[b]
-            }
-            if not cosines:
-                assert (score, index) == (-np.inf, 0)
-                continue
-            assert score % RESOLUTION == 0
-            assert abs(score - max(cosines.values())) <= 0.5 * RESOLUTION + 1e-6
-            assert cosines[index] >= max(cosines.values()) - (RESOLUTION + 1e-6)
-            if exact:
-                rounded = {b: round(cosine / RESOLUTION) for b, cosine in cosines.items()}
-                assert index == min(b for b in rounded if rounded[b] == max(rounded.values()))
+        unit = key / np.maximum(np.linalg.norm(key, axis=-1, keepdims=True), 1e-300)
+        cosine = np.where(alive[0::2, None] & alive[1::2], unit[0::2] @ unit[1::2].T, -np.inf)
+        best, exists = cosine.max(axis=-1), np.isfinite(cosine).any(axis=-1)
+        score, place = np.asarray(out.score[chunk], np.float64), np.asarray(out.place[chunk])
+        assert set(zip(score[~exists], place[~exists], strict=True)) <= {(-np.inf, 0)}
+        assert not (score[exists] % RESOLUTION).any()
+        np.testing.assert_allclose(score[exists], best[exists], atol=0.5 * RESOLUTION + 1e-6)
+        chosen = np.take_along_axis(cosine, place[:, None], axis=-1)[:, 0]
+        assert (chosen[exists] >= best[exists] - (RESOLUTION + 1e-6)).all()
+        if exact:
+            assert place.tolist() == np.round(cosine / RESOLUTION).argmax(axis=-1).tolist()
 
 
 def draw(seed, dtype, chunks, chunk, width):
@@ -50,10 +48,10 @@ def draw(seed, dtype, chunks, chunk, width):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestChunkSimilarity:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize(("chunk", "dim"), [(32, 128), (64, 128), (1024, 128)])
+    @pytest.mark.parametrize(("chunk", "dim"), [(64, 128), (1024, 128)])
     def test_edges(self, implementation, chunk, dim, dtype):
         """From chunks with nothing in them to full ones, NaN where there is nothing."""
-        keys, live = draw(chunk, dtype, 2 if chunk == 1024 else 6, chunk, dim)
+        keys, live = draw(chunk, dtype, 2 if chunk == 1024 else 5, chunk, dim)
         out = compute(implementation, jnp.where(live[..., None], keys, jnp.nan), live)
         check(out, keys, live)
 
@@ -68,10 +66,10 @@ class TestChunkSimilarity:
 
     def test_keys_beside_values(self, implementation):
         """Values, NaN here, play no part; leading axes are as they please."""
-        keys, _ = draw(8, "float32", 6, 32, 128)
-        beside = jnp.concatenate([keys, jnp.full_like(keys, jnp.nan)], axis=-1).reshape(2, 3, 32, 256)
+        keys, _ = draw(8, "float32", 6, 32, 64)
+        beside = jnp.concatenate([keys, jnp.full_like(keys, jnp.nan)], axis=-1).reshape(2, 3, 32, 128)
         live = jnp.ones((2, 3, 32), bool)
-        check(compute(implementation, beside, live, head_dim=128), keys.reshape(2, 3, 32, 128), live)
+        check(compute(implementation, beside, live, head_dim=64), keys.reshape(2, 3, 32, 64), live)
 
 
 def test_worked_example():
