@@ -43,8 +43,14 @@ def gather_attention(
 
     Raises:
         Unsupported: an implementation was named that cannot compute this.
-        ValueError: `index`, `live` and `page` do not fit together.
+        ValueError: heads, or `index`, `live` and `page`, do not fit together.
     """
+    heads, selecting, kv_heads = q.shape[1], index.shape[1], k.shape[1]
+    if heads % selecting or selecting % kv_heads:
+        raise ValueError(
+            f"gather_attention: {selecting} selecting heads for {heads} query heads and {kv_heads} KV heads; give a multiple of "
+            "the KV heads that divides the query heads"
+        )
     if live.shape[-1] != index.shape[-1] * page or k.shape[2] % page:
         raise ValueError(
             f"gather_attention: {index.shape[-1]} pages of {page} slots, live for {live.shape[-1]} slots, and a cache of {k.shape[2]} "
@@ -54,7 +60,7 @@ def gather_attention(
         "gather_attention",
         implementation,
         tpu=lambda: _body("tpu").refuses(k, index, page),
-        gpu=lambda: _body("gpu").refuses(q, k, index.shape[1]),
+        gpu=lambda: _body("gpu").refuses(q, k, selecting),
         interpret=interpret,
     )
     if chosen == "xla":

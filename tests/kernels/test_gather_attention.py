@@ -104,6 +104,13 @@ def test_what_does_not_fit_together():
             gather_attention(q, k, v, index, live, scale=SCALE, page=page)
 
 
+def test_heads_that_do_not_fit_together():
+    q, k, v, index, live = draw(0, *TOKENS["each query head"])
+    for heads in (1, 3):
+        with pytest.raises(ValueError, match=rf"{heads} selecting heads for 4 query heads and 2 KV heads"):
+            gather_attention(q, k, v, index[:, :heads], live[:, :heads], scale=SCALE)
+
+
 def refused(implementation, interpret=True, dim=128, page=16, heads=2, dtype="float32"):
     inputs = draw(0, 1, heads, 1, 1, dim, page, 2, 64, dtype)
     with pytest.raises(Unsupported) as error:
