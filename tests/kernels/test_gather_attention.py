@@ -85,15 +85,14 @@ class TestGatherAttention:
         def compute(*inputs):
             return gather_attention(*inputs, scale=SCALE, page=page, implementation=implementation, interpret=interpret)
 
-        for seed in range(2 if implementation == "tpu" else 6):
+        for seed in range(1 if implementation == "tpu" else 4):
             inputs = draw(seed, *shape)
             check(compute(*inputs), inputs, page)
         assert implementation != "tpu" or not races_found()
 
-    @pytest.mark.parametrize("splits", [1, 2, 3])
-    def test_programs_share_a_head(self, splits):
-        inputs = draw(splits, *TOKENS["each query head"])
-        sizes = {"block": 16, "splits": splits, "warps": 4, "stages": 1}
+    def test_programs_share_a_head(self):
+        inputs = draw(3, *TOKENS["each query head"])
+        sizes = {"block": 16, "splits": 3, "warps": 4, "stages": 1}
         check(gpu.gather_attention(*inputs, scale=SCALE, sizes=sizes, interpret=True), inputs, 1)
 
 

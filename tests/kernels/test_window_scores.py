@@ -47,8 +47,7 @@ def expected(q, k, lengths, first, count, window, sliding, chunk):
 
 SHAPES = {
     # size, heads, KV heads, dim, window, sliding window, chunk, a middle, dtype
-    "groups": (40, 8, 2, 64, 8, None, 1, False, "float32"),
-    "sliding window, three heads a group": (130, 6, 2, 64, 5, 40, 1, False, "bfloat16"),
+    "three heads a group": (130, 6, 2, 64, 5, None, 1, False, "bfloat16"),
     "chunks of a middle": (70, 4, 4, 128, 16, None, 4, True, "float32"),
     "blocks, chunks of a sliding window": (300, 4, 1, 128, 4, 150, 8, True, "bfloat16"),
 }
