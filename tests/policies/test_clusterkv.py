@@ -10,6 +10,7 @@ import pytest
 from policies.driver import Case, compiled, make_case, rotate, run
 from policies.oracle_clusterkv import ClusterHead, select
 
+from kvjax.pallas_kernels import kmeans
 from kvjax.policies import ClusterKV, Full, PolicyError
 from kvjax.policies.clusterkv import Clusters, _index
 
@@ -67,7 +68,8 @@ def test_centroids_are_means_of_raw_keys():
     """a = {(10, 0), (8, 0)}, b = {(1, 1), (1, 1)}, q = (1, 2): 9 > 3, though b's direction is nearer to q's."""
     policy = ClusterKV(budget=2, sinks=0, exempt=0, n_clusters=2)
     keys = jnp.zeros((1, 1, 4, 8)).at[0, 0, :, :2].set(jnp.asarray([[10.0, 0], [8, 0], [1, 1], [1, 1]]))
-    centroids, labels = cluster(keys, keys[:, :, 1:3], 20)
+    two = jnp.full(1, 2, jnp.int32)
+    centroids, labels = kmeans(keys, jnp.ones((1, 4), bool), keys[:, :, 1:3], two, iterations=20)
     np.testing.assert_allclose(centroids[0, 0, :, :2], [[9, 0], [1, 1]])
     assert labels.tolist() == [[[0, 0, 1, 1]]]
     case, state = state_of(policy, np.asarray(centroids[0, 0, :, :2]), labels[0, 0].tolist())
