@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 LAYERS = 4
 """Enough for policies that treat the first two differently; every further layer is the same program again."""
 
-WORKSPACE = {"chelsea": 4}
+WORKSPACE = {"chelsea": 6}
 """Layers' caches that a step may need room for, where not one: Chelsea clusters a layer at a time, in float32, beside what it merges into."""
 
 CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=LAYERS, windows=())
