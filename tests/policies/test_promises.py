@@ -51,11 +51,6 @@ def test_ample_budget_is_the_full_cache(policy, tiny):
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-5)
 
 
-@by_name("policy", AMPLE, ids=names(AMPLE))
-def test_ample_budget_attends_like_the_full_cache(policy):
-    np.testing.assert_allclose(run(policy, case(11))[1], run(Full(), case(11))[1], atol=2e-5)
-
-
 # 2. Leaves never change shape or type, equal policies share one program, the cache is donated.
 
 
