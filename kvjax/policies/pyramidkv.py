@@ -56,7 +56,7 @@ class PyramidKV(SnapKV):
         first = 2 * beside - last
         first, last = jnp.where(first >= before, before, first), jnp.where(first >= before, 2 * beside - before, last)
         layer = first - spec.layer * ((first - last) // max(spec.num_layers - 1, 1)) + self.window
-        return jnp.where(lengths < 2 * beside, average, jnp.where(lengths <= average, average, layer))
+        return jnp.where((lengths <= average) | (lengths < 2 * beside), average, layer)
 
     def most(self, spec: LayerSpec) -> int:
         if spec.prompt_len == 0:
@@ -95,6 +95,11 @@ class Pyramid(Policy):
         policy: Any = self.policy
         budgets = layer_budgets(policy.budget, config.num_layers, self.beta, getattr(policy, "window", 0))
         return by_layer([dataclasses.replace(policy, budget=budget) for budget in budgets]).bind(config)
+
+    def capacity(self, spec: LayerSpec) -> int:
+        raise PolicyError(
+            f"{self.name}: layers differ by the model's number of them; bind(config) gives a model's policy"
+        )
 
 
 def pyramid(policy: Policy, beta: int = 20) -> Pyramid:

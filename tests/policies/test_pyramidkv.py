@@ -116,6 +116,8 @@ def test_what_cannot_be_divided(tiny):
         pyramid(Full())
     with pytest.raises(PolicyError, match="beta=0"):
         pyramid(H2O(), beta=0)
+    with pytest.raises(PolicyError, match="bind"):
+        pyramid(H2O()).capacity(SPEC)
     with pytest.raises(PolicyError, match="beta=0"):
         PyramidKV(beta=0)
     with pytest.raises(PolicyError, match="sinks"):  # the last layer's 2 slots
