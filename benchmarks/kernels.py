@@ -11,7 +11,7 @@ import argparse
 import importlib
 import pkgutil
 import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,58 +34,64 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second (H200: 4.8e12)")
     parser.add_argument("--flops", type=float, default=989e12, help="operations a second (H200, bfloat16: 989e12)")
     parser.add_argument("--seconds", type=float, default=0.05, help="of device time for each of 5 measurements")
+    parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
+    if jax.default_backend() == "cpu":  # where the compiler would take what is timed out of its loop
+        parser.error("there is nothing to time on a CPU: run it where JAX finds a GPU or TPU")
     rows = []
+    slug = "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
+    out = args.out or Path(f"benchmarks/results/kernels-{slug}.json")
+    header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
     for module in sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case"):
         if args.operations and module not in args.operations:
             continue
         for case in importlib.import_module(f"benchmarks.kernel_cases.{module}").cases():
             if args.shape in case.shape:
                 rows += _rows(case, args)
-    slug = "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
-    out = args.out or Path(f"benchmarks/results/kernels-{slug}.json")
-    settings = {"bandwidth": args.bandwidth, "flops": args.flops, "tune": args.tune}
-    report.write(out, report.header(**settings), rows)
+                report.write(out, header, rows)
     _verdicts(rows)
 
 
 def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a variant, slowest part of the work first: making inputs."""
+    """One row a variant."""
     print(f"\n{case.operation}: {case.shape}, {case.dtype}", flush=True)
     sets = [jax.block_until_ready(case.inputs(seed)) for seed in range(INPUTS)]
     floor = max(case.bytes / args.bandwidth, case.flops / args.flops)
+    variants = {name: function for name, function in case.variants.items() if args.tune or " " not in name}
     rows = []
-    for name, function in case.variants.items():
-        if " " in name and not args.tune:
-            continue
-        row = {"operation": case.operation, "shape": case.shape, "dtype": case.dtype, "implementation": name}
-        row |= {"bytes": case.bytes, "flops": case.flops, "floor_us": floor * 1e6}
-        try:
-            compiled = jax.jit(function).lower(*sets[0]).compile()
-            error = case.error(sets[0], jax.block_until_ready(compiled(*sets[0])))
-            memory = compiled.memory_analysis()
-            seconds = _time(function, sets, args.seconds)
-        except Exception as problem:
-            row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
-            print(f"  {name:28s} {row['failed'][:120]}", flush=True)
-            if not args.tune:
-                traceback.print_exc(limit=3)
-        else:
-            row |= {"error": error, "right": error <= case.tolerance, "microseconds": seconds * 1e6}
-            row |= {"fraction_of_floor": floor / seconds, "temp_bytes": memory.temp_size_in_bytes if memory else None}
-            print(
-                f"  {name:28s} {seconds * 1e6:9.1f} us  {case.bytes / seconds / 1e12:5.2f} TB/s  "
-                f"{case.flops / seconds / 1e12:6.1f} TFLOP/s  {floor / seconds:4.0%} of floor  error {error:.1e}"
-                + ("" if row["right"] else "  WRONG"),
-                flush=True,
-            )
-        rows.append(row)
+    with ThreadPoolExecutor(args.threads) as pool:
+        compiling = {name: pool.submit(_compile, function, sets) for name, function in variants.items()}
+        for name, programs in compiling.items():
+            row = {"operation": case.operation, "shape": case.shape, "dtype": case.dtype, "implementation": name}
+            row |= {"bytes": case.bytes, "flops": case.flops, "floor_us": floor * 1e6}
+            try:
+                once, loop = programs.result()
+                wait(compiling.values())  # nothing compiles while something is timed
+                error = case.error(sets[0], jax.block_until_ready(once(*sets[0])))
+                seconds = _time(loop, sets, args.seconds)
+            except Exception as problem:
+                row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+                print(f"  {name:38s} {row['failed'][:120]}", flush=True)
+            else:
+                memory = once.memory_analysis()
+                row |= {"error": error, "right": error <= case.tolerance, "microseconds": seconds * 1e6}
+                row |= {
+                    "fraction_of_floor": floor / seconds,
+                    "temp_bytes": memory.temp_size_in_bytes if memory else None,
+                }
+                print(
+                    f"  {name:38s} {seconds * 1e6:9.1f} us  {case.bytes / seconds / 1e12:5.2f} TB/s  "
+                    f"{case.flops / seconds / 1e12:6.1f} TFLOP/s  {floor / seconds:4.0%} of floor  error {error:.1e}"
+                    + ("" if row["right"] else "  WRONG"),
+                    flush=True,
+                )
+            rows.append(row)
     return rows
 
 
-def _time(function: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
-    """Seconds a call: the median of 5 measurements of a loop of calls on the device, each waiting for the one before it.
+def _compile(function: Any, sets: list[tuple[Any, ...]]) -> tuple[Any, Any]:
+    """The function once, and a loop of calls on the device, each waiting for the one before it.
 
     Launched one by one from the host, calls of less than some 80 us would measure the host.
     """
@@ -100,16 +106,21 @@ def _time(function: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
 
         return jax.lax.fori_loop(0, times, body, [function(*given) for given in sets])
 
-    compiled = jax.jit(calls).lower(jax.ShapeDtypeStruct((), "int32"), sets).compile()
+    once = jax.jit(function).lower(*sets[0]).compile()
+    return once, jax.jit(calls).lower(jax.ShapeDtypeStruct((), "int32"), sets).compile()
+
+
+def _time(loop: Any, sets: list[tuple[Any, ...]], seconds: float) -> float:
+    """Seconds a call: the median of 5 measurements, the loop's start taken off."""
 
     def measure(times: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(compiled(np.int32(times), sets))
+        jax.block_until_ready(loop(np.int32(times), sets))
         return time.perf_counter() - start
 
     measure(1)
-    times = int(np.clip(seconds / max(measure(5) - measure(1), 1e-6) * 4, 5, 2000))
-    first = min(measure(1) for _ in range(3))  # start-up, taken off
+    first = min(measure(1) for _ in range(3))
+    times = int(np.clip(seconds / max((measure(3) - first) / 2, 1e-6), 2, 2000))
     spans = [measure(times + 1) - first for _ in range(5)]
     return float(np.median(spans)) / (times * len(sets))
 

@@ -1,7 +1,7 @@
 """One row of the kernel benchmark: an operation at one shape, its implementations, and how to tell that they are right."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ class Case:
         tolerance: the largest error that is right.
         bytes: fewest bytes that must be moved through device memory: each input that counts read once, each output written once.
         flops: floating-point operations that must be done.
-        heavy: variants too slow for many repetitions.
     """
 
     operation: str
@@ -35,7 +34,6 @@ class Case:
     tolerance: float
     bytes: int
     flops: int
-    heavy: frozenset[str] = field(default_factory=frozenset)
 
 
 def relative_error(out: Any, expected: np.ndarray) -> float:

@@ -38,7 +38,6 @@ def cases() -> Iterator[Case]:
             tolerance=1e-3,
             bytes=(ITERATIONS + 1) * groups * tokens * dim * size + groups * (8 * clusters * dim + 4 * tokens),
             flops=(ITERATIONS + 1) * 2 * groups * tokens * clusters * dim,
-            heavy=frozenset({"xla"}),
         )
         yield Case(
             operation="cluster_sums",
