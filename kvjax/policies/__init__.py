@@ -24,6 +24,7 @@ from .offload import offloaded as offloaded
 from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV
 from .pyramidkv import pyramid as pyramid
+from .quest import Quest as Quest
 from .random_eviction import Random as Random
 from .recalling import Recalling as Recalling
 from .registry import get_policy as get_policy

@@ -48,6 +48,10 @@ class Recalling(Policy):
             else cache.round_slots(self.selects(spec)[1] + sum(self.ends(spec)))
         )
 
+    def run_of(self, spec: LayerSpec) -> int:
+        """All that is read comes in runs of so many slots, each beginning at a multiple of it: pages that are read as one."""
+        return 1
+
     def selected(
         self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"]
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
@@ -84,7 +88,9 @@ class Recalling(Policy):
         index, live = self.recall(spec, state, q)
         if spec.window is not None:
             live &= index > pos[:, None, None] - spec.window
-        attended = gather_attention(q, state.slots.k, state.slots.v, index, live, scale=spec.scale)
+        page = self.run_of(spec)
+        pages = index[..., ::page] // page
+        attended = gather_attention(q, state.slots.k, state.slots.v, pages, live, scale=spec.scale, page=page)
         return attended.out, state, carry
 
     def recall(
@@ -94,6 +100,7 @@ class Recalling(Policy):
         index, live = self.selected(spec, state, q)
         rest, held = (jnp.broadcast_to(x[:, None], (*index.shape[:2], x.shape[-1])) for x in self.resident(spec, state))
         index, live = jnp.concatenate([index, rest], axis=-1), jnp.concatenate([live, held], axis=-1)
+        index = jnp.minimum(index, self.capacity(spec) - 1)
         unused = ((0, 0), (0, 0), (0, self.reads(spec) - index.shape[-1]))
         return jnp.pad(index, unused), jnp.pad(live, unused)
 

@@ -127,7 +127,17 @@ def every_policy(budget: int | float) -> list[Policy]:
 
     Methods with kinds of heads, which they name in `labels`, have their heads labelled in turn.
     """
-    small = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None, "every": 4, "exempt": 0, "n_clusters": 5}
+    small = {
+        "sinks": 2,
+        "block": 4,
+        "window": 4,
+        "chunk": 4,
+        "recent": None,
+        "every": 4,
+        "exempt": 0,
+        "n_clusters": 5,
+        "page": 4,
+    }
     made = []
     for name, cls in policies().items():
         fields = {f.name for f in dataclasses.fields(cls)}

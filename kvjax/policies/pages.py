@@ -1,0 +1,46 @@
+"""Pages: a cache divided into runs of neighbouring slots, each with a statistic of its keys that a query can judge it by."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+
+
+def paged(
+    keys: Float[Array, "B T K H"], lengths: Int[Array, " B"], page: int, pages: int
+) -> tuple[Float[Array, "B K P page H"], Bool[Array, "B 1 P page 1"]]:
+    """A right-padded prompt's keys in `pages` pages of `page` tokens, and which of these are tokens of the prompt.
+
+    Args:
+        lengths: tokens in each row.
+        pages: how many, at least as many as there are keys for.
+    """
+    batch, size, heads, dim = keys.shape
+    room = [(0, 0), (0, pages * page - size), (0, 0), (0, 0)]
+    rows = jnp.pad(keys, room).reshape(batch, pages, page, heads, dim)
+    inside = cache.in_prompt(lengths, pages * page).reshape(batch, 1, pages, page, 1)
+    return jnp.moveaxis(rows, 3, 1), inside
+
+
+def best_pages(
+    scores: Float[Array, "B R P"], candidates: Bool[Array, "B R P"], count: Int[Array, " B"], size: int
+) -> tuple[Int[Array, "B R M"], Bool[Array, "B R M"]]:
+    """The pages that score highest, best first and of equal ones the first, and which of them are meant.
+
+    Args:
+        candidates: pages that may be taken.
+        count: how many of each row are, at most.
+        size: M, no less than any count, and no more than there are pages.
+    """
+    top, index = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), size)
+    live = (top > -jnp.inf) & (jnp.arange(size, dtype=jnp.int32) < count[:, None])[:, None]
+    return jnp.where(live, index, 0).astype(jnp.int32), live
+
+
+def tokens_of(
+    index: Int[Array, "B R M"], live: Bool[Array, "B R M"], page: int
+) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+    """The slots of pages, `page` for each in order, and which of them are meant."""
+    slots = index[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    return slots.reshape(*index.shape[:2], -1), jnp.repeat(live, page, axis=-1)

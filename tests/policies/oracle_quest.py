@@ -1,0 +1,52 @@
+"""Quest, literally: Algorithm 1 of the paper in NumPy and loops, for one KV head. Written for reading."""
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+def bound(query: np.ndarray, keys: np.ndarray) -> float:
+    """The most that a query [H] can have as product with anything between the least and greatest of keys [n, H]."""
+    return sum(max(q * low, q * high) for q, low, high in zip(query, keys.min(axis=0), keys.max(axis=0), strict=True))
+
+
+class QuestHead:
+    """One KV head: all its keys and values."""
+
+    def __init__(self, budget: int, page: int, recent: int = 0, gqa: str = "query_head") -> None:
+        self.budget, self.page, self.recent, self.gqa = budget, page, recent, gqa
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+
+    def append(self, k: np.ndarray, v: np.ndarray) -> None:
+        """One more token."""
+        self.keys.append(rotate(ROPE, k, len(self.keys)))
+        self.values.append(v.astype(np.float64))
+
+    def bounds(self, query: np.ndarray) -> list[float]:
+        """Of every page, the bound for a rotated query."""
+        return [bound(query, np.stack(self.keys[i : i + self.page])) for i in range(0, len(self.keys), self.page)]
+
+    def chosen(self, scores: np.ndarray) -> list[int]:
+        """Tokens that are read, given a score for each page."""
+        n = len(self.keys)
+        always = [i for i in range(len(scores)) if self.recent and (i + 1) * self.page > n - self.recent]
+        most = (
+            -(-(self.recent + self.page - 1) // self.page) if self.recent else 0
+        )  # pages that `recent` tokens can lie in
+        others = sorted((i for i in range(len(scores)) if i not in always), key=lambda i: -scores[i])
+        pages = [*others[: self.budget // self.page - most], *always]
+        return [t for i in pages for t in range(i * self.page, min((i + 1) * self.page, n))]
+
+    def attend(self, queries: np.ndarray) -> tuple[np.ndarray, list[list[int]]]:
+        """What a group's queries [G, H] at the last position get [G, H], and the tokens that each reads."""
+        turned = [rotate(ROPE, q, len(self.keys) - 1) for q in queries]
+        scores = np.asarray([self.bounds(q) for q in turned])
+        if self.gqa != "query_head":
+            scores = np.broadcast_to(scores.sum(axis=0) if self.gqa == "sum" else scores.max(axis=0), scores.shape)
+        reads = [self.chosen(row) for row in scores]
+        outputs = [
+            softmax(np.stack([self.keys[t] for t in read]) @ q / np.sqrt(len(q)))
+            @ np.stack([self.values[t] for t in read])
+            for q, read in zip(turned, reads, strict=True)
+        ]
+        return np.stack(outputs), reads

@@ -1,0 +1,186 @@
+"""Quest against the literal algorithm."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import TINY, Case, compiled, make_case, rotate, run
+from policies.oracle_quest import QuestHead, bound
+
+import kvjax
+from kvjax import cache
+from kvjax.cache import layer_specs
+from kvjax.policies import CateKV, Full, Offloaded, PolicyError, Quest, by_head, offloaded
+
+SMALL = {"budget": 16, "page": 4, "exempt": 0}
+CONFIGURATIONS = {
+    "gqa": (SMALL, 4, 2),
+    "mha, the last page always": (SMALL | {"recent": 1}, 3, 3),
+    "catekv, sum": ({"budget": 32, "page": 8, "recent": 9, "exempt": 0, "gqa": "sum"}, 4, 2),
+    "max, pages that do not divide the cache": ({"budget": 17, "page": 5, "exempt": 0, "gqa": "max"}, 4, 1),
+}
+STEPS = 7
+
+
+def inputs(heads: int = 4, kv_heads: int = 2) -> Case:
+    lengths = np.random.default_rng(7).integers(1, 60, size=32)
+    lengths[:4] = 1, 15, 16, 60
+    return make_case(3, lengths, STEPS, heads, kv_heads)
+
+
+@functools.cache
+def reader(policy: Quest, spec):
+    """What a query at `pos` reads, compiled."""
+    return jax.jit(lambda state, q, pos: policy.recall(spec, state, spec.rope.rotate(q, pos[:, None])))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts shorter and longer than the budget: bounds, tokens read, outputs at every step."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy, case = Quest(**options), inputs(heads, kv_heads)
+    group, oracle = heads // kv_heads, {k: v for k, v in options.items() if k != "exempt"}
+    _, outputs, states = run(policy, case)
+    recall, recalled = reader(policy, case.spec), []
+    for i, state in enumerate(states[1:]):
+        pos = case.lengths + i
+        recalled.append(jax.device_get(recall(state, jnp.asarray(case.q[np.arange(32), pos]), jnp.asarray(pos))))
+    for row, head in np.ndindex(32, kv_heads):
+        literal, length = QuestHead(**oracle), case.lengths[row]
+        queries = case.q[row, :, head * group : (head + 1) * group]
+        for pos in range(length + STEPS):
+            literal.append(case.k[row, pos, head], case.v[row, pos, head])
+            i = pos - length
+            if i < 0:
+                continue
+            out, reads = literal.attend(queries[pos])
+            np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=2e-5)
+            index, live = (x.reshape(32, kv_heads, -1, x.shape[-1])[row, head] for x in recalled[i])
+            got = [sorted(x[m].tolist()) for x, m in zip(index, live, strict=True)]
+            assert got == [sorted(read) for read in reads][: len(got)]
+        for bounds, of in ((states[-1].low, np.min), (states[-1].high, np.max)):
+            for page in range(-(-len(literal.keys) // policy.page)):
+                keys = literal.keys[page * policy.page : (page + 1) * policy.page]
+                np.testing.assert_allclose(bounds[row, head, page], of(keys, axis=0), atol=1e-5)
+
+
+def test_the_bound_by_hand():
+    """Keys (1, -1) and (-1, 2) lie between (-1, -1) and (1, 2): (1, -1) could have 1 + 1 with them, though it has 2 and -3."""
+    keys, query = np.asarray([[1.0, -1], [-1, 2]]), np.asarray([1.0, -1])
+    assert bound(query, keys) == 2
+    policy, case = Quest(**SMALL), make_case(0, [2], 1, heads=1, kv_heads=1)
+    state = policy.init(case.spec)
+    low, high = (x.at[0, 0, 0, :2].set(jnp.asarray(v)) for x, v in ((state.low, [-1.0, -1]), (state.high, [1.0, 2])))
+    q = jnp.zeros((1, 1, 8)).at[0, 0, :2].set(jnp.asarray(query, jnp.float32))
+    assert policy.scores(case.spec, state.replace(low=low, high=high), q)[0, 0, 0].item() == 2
+
+
+def test_no_key_is_above_its_pages_bound():
+    policy, case = Quest(**SMALL), inputs()
+    state = run(policy, case)[2][-1]
+    pos = case.lengths + STEPS - 1
+    q = np.stack([case.q[row, p] for row, p in enumerate(pos)])
+    scores = np.asarray(policy.scores(case.spec, state, jnp.asarray(q)))
+    keys = np.asarray(state.slots.k)
+    for row, head in np.ndindex(32, 4):
+        products = keys[row, head // 2, : pos[row] + 1] @ q[row, head]
+        for page in range(0, len(products), 4):
+            assert products[page : page + 4].max() <= scores[row, head, page // 4] + 1e-4
+
+
+def test_a_page_a_token_reads_the_best_tokens():
+    """Where pages are single tokens the bound is the product itself: recall 1 at any budget."""
+    policy, case = Quest(budget=9, page=1, exempt=0), inputs()
+    state = run(policy, case)[2][-1]
+    pos = case.lengths + STEPS - 1
+    q = np.stack([case.q[row, p] for row, p in enumerate(pos)])
+    turned = case.spec.rope.rotate(jnp.asarray(q), jnp.asarray(pos)[:, None])
+    index, live = map(np.asarray, policy.selected(case.spec, state, turned))
+    for row, head in np.ndindex(32, 4):
+        keys = np.stack([rotate(case.spec.rope, case.k[row, p, head // 2], p) for p in range(pos[row] + 1)])
+        true = np.argsort(-(keys @ np.asarray(turned[row, head])), kind="stable")[:9]
+        assert set(index[row, head][live[row, head]].tolist()) == set(true.tolist())
+
+
+def test_only_the_selection_is_read():
+    """NaN in every token that is not recalled changes nothing, and pages are gathered whole."""
+    policy, case = Quest(**SMALL), inputs()
+    spec = case.spec
+    assert policy.run_of(spec) == 4
+    assert Quest(budget=17, page=5, exempt=0).run_of(spec) == 1
+    _, step = compiled(policy, spec)
+    state = run(policy, case)[2][-2]
+    pos = case.lengths + STEPS - 1
+    args = tuple(jnp.asarray(x) for x in (*(y[np.arange(32), pos] for y in (case.q, case.k, case.v)), pos))
+    index, live = map(np.asarray, reader(policy, spec)(policy.append(spec, state, *args[1:]), args[0], args[3]))
+    read = np.zeros(state.slots.pos.shape, bool)
+    for row, head in np.ndindex(32, 4):
+        read[row, head // 2, index[row, head][live[row, head]]] = True
+    assert read.sum() < 0.8 * np.asarray(state.slots.live).sum()
+    k, v = (jnp.where(read[..., None], x, jnp.nan) for x in (state.slots.k, state.slots.v))
+    poisoned = state.replace(slots=state.slots.replace(k=k, v=v))
+    np.testing.assert_array_equal(step(state, *args)[0], step(poisoned, *args)[0])
+
+
+def test_first_layers_are_exempt():
+    case = inputs()
+    policy = Quest(**SMALL | {"exempt": 1})
+    assert not policy.recalls(case.spec)
+    assert policy.recalls(dataclasses.replace(case.spec, layer=1))
+    np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
+    assert Quest().exempt == 2
+
+
+@pytest.mark.parametrize("recent", [0, 5])
+def test_from_host_memory(recent):
+    """Offloaded it gives the same; of what queries select, most is at hand."""
+    policy, case = Quest(**SMALL | {"budget": 24, "recent": recent}), inputs()
+    state, outputs, _ = run(offloaded(policy), case)
+    np.testing.assert_allclose(outputs, run(policy, case)[1], atol=1e-6)
+    assert 0 < state.found.sum() < state.chosen.sum()
+
+
+def test_adaptive_heads_of_catekv(tiny):
+    """CateKV × Quest: consistent heads keep a budget, adaptive heads recall pages; offloaded, too."""
+    quest = Quest(budget=16, page=8, recent=1, exempt=0, gqa="sum")
+    labels = (("consistent", "adaptive"), ("adaptive", "consistent"))
+    policy = CateKV(budget=16, sinks=2, recent=4, chunk=4, window=4, adaptive=quest, profile=labels)
+    bound_policy = policy.bind(TINY)
+    assert bound_policy == by_head({"c": bound_policy.groups[0], "a": quest}, [["c", "a"], ["a", "c"]])
+    prompts, options = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4]], {"max_new_tokens": 12, "ignore_eos": True}
+    results = [kvjax.generate(tiny, prompts, policy=p, **options) for p in (policy, offloaded(policy))]
+    for got, far in zip(*results, strict=True):
+        assert got.tokens == far.tokens
+        np.testing.assert_allclose(got.logprobs, far.logprobs, atol=2e-5)
+    stats = results[0][0].stats
+    assert stats.cache_bytes < stats.full_cache_bytes
+    assert stats.step_bytes_read == bound_policy.bytes_read(tiny.config, 2, 54, 12, jnp.float32)
+    assert isinstance(offloaded(policy).bind(TINY).groups[1], Offloaded)
+
+
+def test_bytes_read_are_fewer_than_held():
+    """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, and 66 pages have bounds in 2 heads."""
+    policy = Quest(budget=64, exempt=1)
+    read = policy.bytes_read(TINY, 1, 1000, 32, jnp.float32)
+    spec = layer_specs(TINY, 1, 1000, 32, jnp.float32)[0]
+    pages = cache.round_slots(spec.max_tokens) // 16
+    full = Full().bytes_read(TINY, 1, 1000, 32, jnp.float32) // 2
+    assert read == (4 * 64 + 2 * pages) * 2 * 16 * 4 + full < policy.nbytes(TINY, 1, 1000, 32, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 15}, "need 16"),
+        ({"budget": 47, "recent": 2}, "2 are always read"),
+        ({"gqa": "mean"}, "'query_head', 'sum', 'max'"),
+        ({"page": 0}, "page=0"),
+        ({"recent": -1}, "recent=-1"),
+    ],
+)
+def test_bad_hyperparameters(options, says):
+    with pytest.raises(PolicyError, match=says):
+        Quest(**options)
