@@ -4,6 +4,7 @@ The loop appends, attends, compresses, samples and stops rows without the host. 
 its memory does not depend on how many tokens are decoded in all.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,6 +117,47 @@ def _decode(
     return state, tokens, logprobs
 
 
+def _answer(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    state: Decoding,
+    given: Int[Array, "B G"],
+    lengths: Int[Array, " B"],
+    count: Int[Array, ""],
+    sampler: Sampler,
+    ends: Int[Array, " E"],
+) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
+    rows, size = given.shape
+    buffers = jnp.zeros((rows, size + CHUNK), jnp.int32), jnp.zeros((rows, size + CHUNK), jnp.float32)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
+
+    def proceed(carry: tuple[Any, ...]) -> Array:
+        i, state, _, _ = carry
+        return (i < jnp.max(lengths) + count - 1) & ~jnp.all(state.done)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, state, tokens, logprobs = carry
+        read = jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token)
+        logits, caches = step(policy, specs, params, state.caches, read, state.pos)
+        token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
+        drawn = i + 1 - lengths  # of what each row draws after its last given token, this is the how-manyth
+        column = jnp.where(drawn < 0, size + CHUNK, drawn)  # out of range, hence dropped, while a row still reads
+        state = state.replace(
+            caches=caches,
+            token=token,
+            pos=state.pos + 1,
+            steps=state.steps + 1,
+            done=state.done | ((drawn >= 0) & jnp.isin(token, ends)),
+        )
+        tokens = tokens.at[row, column].set(token, mode="drop")
+        return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
+
+    _, state, tokens, logprobs = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state, *buffers))
+    return state, tokens, logprobs
+
+
 def _draw(
     logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
@@ -136,4 +178,14 @@ decode = Program(_decode, static=2, donate=(3,))
 
 Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
 tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
+"""
+
+answer = Program(_answer, static=2, donate=(3,))
+"""`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then draw.
+
+Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's drawn token;
+whatever is kept of the past was chosen before they came. Then it draws: rows with fewer given tokens begin sooner and draw
+more, until the one with the most has drawn `count` <= `CHUNK`, or all are done. Returns the new state (the old one's buffers
+are reused), and tokens and log-probabilities, each row's draws from column 0; row b has drawn as many as `state.steps` grew by,
+less `lengths[b] - 1`.
 """

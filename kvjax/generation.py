@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decoding, host_memory
-from kvjax.cache import layer_specs
+from kvjax.cache import bucket, layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.offload import hits
-from kvjax.prompts import Prompt, token_ids
+from kvjax.prompts import Prompt, Question, question_ids, token_ids
 from kvjax.sampling import Greedy, Sample, make_sampler
 
 StopReason = Literal["eos", "length", "stop"]
@@ -39,6 +39,7 @@ class Stats:
         step_bytes_read: bytes of it that attention reads in a decoding step; see `Policy.bytes_read`.
         hit_rate: share of the tokens that queries recalled which were on the device already; None if none was looked for on
             the host. Rows that are done count until all are.
+        question_tokens: tokens read one by one after the prompts had been compressed.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class Stats:
     host_cache_bytes: int
     step_bytes_read: int
     hit_rate: float | None
+    question_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -60,8 +62,8 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens drawn a second, not counting the first of each row, which the prefill draws."""
-        return (self.new_tokens - self.rows) / max(self.decode_seconds, 1e-9)
+        """Tokens read a second while decoding: of questions, and those drawn, but for the last of each row."""
+        return (self.question_tokens + self.new_tokens - self.rows) / max(self.decode_seconds, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,7 @@ def generate(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    question: Question | Sequence[Question] | None = None,
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
@@ -118,6 +121,8 @@ def generate(
         seed: with the same seed a prompt draws the same tokens; row i of a list draws as it would alone with `seed + i`.
         stop: strings that end the text where they appear (they are not part of it).
         ignore_eos: go on past end tokens.
+        question: text or token ids that follow the prompt (one for each prompt of a list), read only once the prompt has been
+            compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones.
 
     Returns:
         A `Generation`; for a list of prompts a list of them.
@@ -126,9 +131,8 @@ def generate(
         ValueError: the prompt is empty or not of a known kind, or an option is out of range.
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
-    run = _Run(
-        params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos
-    )
+    sampling = temperature, top_k, top_p, min_p
+    run = _Run(params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question)
     for _ in run.chunks(decoding.CHUNK):
         pass
     generations = run.generations()
@@ -149,6 +153,7 @@ def stream(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    question: Question | None = None,
 ) -> Iterator[str]:
     """Continue one prompt and yield its text as it comes.
 
@@ -158,9 +163,8 @@ def stream(
 
     Args and errors: as for `generate`.
     """
-    run = _Run(
-        params, prompt, policy, budget, max_new_tokens, (temperature, top_k, top_p, min_p), seed, stop, ignore_eos
-    )
+    sampling = temperature, top_k, top_p, min_p
+    run = _Run(params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question)
     if not run.single:
         raise ValueError("stream continues one prompt; call generate for a list")
     if params.tokenizer is None:
@@ -191,6 +195,7 @@ class _Row:
     """What one row has drawn so far."""
 
     prompt: list[int]
+    question: list[int]
     decode: Callable[[list[int]], str] | None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -202,7 +207,8 @@ class _Row:
         if self.stopped_text is not None:
             return self.stopped_text
         assert self.decode is not None
-        before, whole = self.decode(self.prompt), self.decode(self.prompt + self.tokens)
+        given = self.prompt + self.question
+        before, whole = self.decode(given), self.decode(given + self.tokens)
         return whole[len(before) :] if whole.startswith(before) else self.decode(self.tokens)
 
     def extend(
@@ -237,6 +243,7 @@ class _Run:
         seed: int,
         stop: str | Sequence[str],
         ignore_eos: bool,
+        question: Any,
     ) -> None:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}; give a whole number, 1 or more")
@@ -251,7 +258,10 @@ class _Run:
         self.ends = () if ignore_eos else params.config.eos
         prompts, self.single = token_ids(params, prompt)
         decode = None if params.tokenizer is None else params.tokenizer.decode
-        self.rows = [_Row(ids, decode) for ids in prompts]
+        questions = [[] for _ in prompts]
+        if question is not None:
+            questions = question_ids(params, question, None if self.single else len(prompts))
+        self.rows = [_Row(*ids, decode) for ids in zip(prompts, questions, strict=True)]
         self._check_lengths()
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
@@ -278,6 +288,7 @@ class _Run:
             host_cache_bytes=self.host_cache_bytes,
             step_bytes_read=self.step_bytes_read,
             hit_rate=self.found / self.recalled if self.recalled else None,
+            question_tokens=sum(len(row.question) for row in self.rows),
         )
         return [
             Generation(None if r.decode is None else r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats)
@@ -287,9 +298,10 @@ class _Run:
     def _check_lengths(self) -> None:
         window = self.params.config.max_position
         for row in self.rows:
-            self.policy.check(len(row.prompt) + self.max_new_tokens)
+            self.policy.check(len(row.prompt) + self._new_tokens(row))
         longest = max(len(row.prompt) for row in self.rows)
-        reach = longest if self.policy.positions == "cache" else longest + self.max_new_tokens
+        whole = max(len(row.prompt) + len(row.question) for row in self.rows) + self.max_new_tokens
+        reach = longest if self.policy.positions == "cache" else whole
         if reach > window:
             warnings.warn(
                 f"positions up to {reach} are beyond the {window} this model was trained on, where its text degrades"
@@ -301,18 +313,26 @@ class _Run:
                 stacklevel=4,
             )
 
+    def _new_tokens(self, row: _Row) -> int:
+        """Tokens that may come after the prompt; a question is counted with its padding, so that few programs serve all."""
+        return bucket(len(row.question)) + self.max_new_tokens
+
     def _groups(self) -> list[list[int]]:
-        """Rows that can run in one batch: those whose length asks for the same rotation (only LongRoPE has two)."""
+        """Rows that can run in one batch: those that leave room for as many new tokens, which fractional budgets count, and
+        whose length asks for the same rotation (only LongRoPE has two).
+        """
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
-            groups.setdefault(self.params.config.rope.resolve(len(row.prompt) + self.max_new_tokens), []).append(i)
+            new = self._new_tokens(row)
+            groups.setdefault((new, self.params.config.rope.resolve(len(row.prompt) + new)), []).append(i)
         return list(groups.values())
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[bool]:
         rows = [self.rows[i] for i in group]
         longest = max(len(row.prompt) for row in rows)
         dtype = self.params.dtype
-        specs = layer_specs(self.params.config, len(rows), longest, self.max_new_tokens, dtype)
+        new_tokens = self._new_tokens(rows[0])
+        specs = layer_specs(self.params.config, len(rows), longest, new_tokens, dtype)
         tokens, lengths = decoding.padded([row.prompt for row in rows])
         seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
         ends = jnp.asarray(self.ends, jnp.int32)
@@ -325,34 +345,40 @@ class _Run:
         self.prefill_seconds += time.perf_counter() - start
         leaves = jax.tree.leaves(state.caches)
         on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
-        shapes = self.params.config, len(rows), longest, self.max_new_tokens, dtype
+        shapes = self.params.config, len(rows), longest, new_tokens, dtype
         self.host_cache_bytes += on_host
         self.cache_bytes += sum(leaf.nbytes for leaf in leaves) - on_host
         self.full_cache_bytes += Full().nbytes(*shapes)
         self.step_bytes_read += self.policy.bytes_read(*shapes)
-        self._collect(rows, first[:, None], np.asarray(logprobs)[:, None])
+        given = decoding.padded([row.question for row in rows]) if rows[0].question else ()
+        if not given:
+            self._collect(rows, first[:, None], np.asarray(logprobs)[:, None], [1] * len(rows))
 
-        drawn = 1
-        while drawn < self.max_new_tokens and any(row.stop_reason is None for row in rows):
+        steps, before = 0, [len(row.question) - 1 for row in rows]  # a row's first draw comes after so many steps
+        while (drawn := steps - max(before)) < self.max_new_tokens and any(row.stop_reason is None for row in rows):
             yield False
             if self.stop:
                 state = state.replace(done=jnp.asarray([row.stop_reason is not None for row in rows]))
-            count = min(size, self.max_new_tokens - drawn)
-            args = (self.policy, specs, self.params, state, jnp.asarray(count, jnp.int32), self.sampler, ends)
-            self._compile(decoding.decode, args)
+            program = decoding.answer if given else decoding.decode
+            count = min(size, self.max_new_tokens - max(drawn, 0))
+            args = (self.policy, specs, self.params, state, *given, jnp.asarray(count, jnp.int32), self.sampler, ends)
+            self._compile(program, args)
             start = time.perf_counter()
-            state, new, logprobs = decoding.decode(*args)
-            filled = int(state.steps) - (drawn - 1)
+            state, new, logprobs = program(*args)
+            done, steps = steps, int(state.steps)
             self.decode_seconds += time.perf_counter() - start
-            self._collect(rows, np.asarray(new)[:, :filled], np.asarray(logprobs)[:, :filled])
-            drawn += filled
+            counts = [steps - done - (ahead if given else 0) for ahead in before]
+            self._collect(rows, np.asarray(new), np.asarray(logprobs), counts)
+            given = ()
         recalled, found = hits(state.caches)
         self.recalled, self.found = self.recalled + recalled, self.found + found
         yield True
 
-    def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        for row, row_tokens, row_logprobs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.extend(row_tokens, row_logprobs, self.ends, self.stop)
+    def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
+        """Take each row's next `counts` draws, as far as it was asked for them."""
+        for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
+            count = min(count, self.max_new_tokens - len(row.tokens))
+            row.extend(row_tokens[:count], row_logprobs[:count], self.ends, self.stop)
 
     def _compile(self, program: Any, args: tuple[Any, ...]) -> None:
         before = program.compile_seconds

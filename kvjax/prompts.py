@@ -14,6 +14,9 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Text to continue, token ids, or a chat (put through the model's own template)."""
 
+Question: TypeAlias = str | Sequence[int]
+"""What follows a prompt that has been read and compressed: text or token ids."""
+
 
 def token_ids(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
     """Every prompt as token ids, and whether one prompt was given rather than a list of them.
@@ -31,6 +34,22 @@ def token_ids(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
     return [_ids(params, p) for p in prompts], one is not None
 
 
+def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
+    """The questions that follow prompts, as token ids without a start token.
+
+    Args:
+        prompts: how many prompts there are; None where one was given by itself, which takes one question.
+
+    Raises:
+        ValueError: as `token_ids`, or there is not one question for each prompt.
+    """
+    questions = [question] if prompts is None else question
+    listed = isinstance(questions, Sequence) and not isinstance(questions, str | bytes)
+    if not listed or len(questions) != (1 if prompts is None else prompts):
+        raise ValueError(f"question is {_shown(question)}; give a list of {prompts}, one for each prompt")
+    return [_ids(params, q, follows=True) for q in questions]
+
+
 def _kind(prompt: Any) -> Literal["text", "ids", "chat"] | None:
     if isinstance(prompt, str):
         return "text"
@@ -44,8 +63,10 @@ def _kind(prompt: Any) -> Literal["text", "ids", "chat"] | None:
     return None
 
 
-def _ids(params: Params, prompt: Any) -> list[int]:
+def _ids(params: Params, prompt: Any, follows: bool = False) -> list[int]:
     kind = _kind(prompt)
+    if follows and (kind is None or kind == "chat"):
+        raise ValueError(f"a question is {_shown(prompt)}; give text or token ids")
     if kind is None:
         raise ValueError(f"a prompt is {_shown(prompt)}; give text, token ids or chat messages")
     if kind == "ids":
@@ -55,9 +76,9 @@ def _ids(params: Params, prompt: Any) -> list[int]:
     elif kind == "chat":
         ids = params.tokenizer.chat(cast(Sequence[Message], prompt))
     else:
-        ids = params.tokenizer.encode(prompt)
+        ids = params.tokenizer.encode(prompt, add_special=not follows)
     if not ids:
-        raise ValueError("a prompt is empty; give at least one token")
+        raise ValueError(f"a {'question' if follows else 'prompt'} is empty; give at least one token")
     bad = [i for i in ids if not 0 <= i < params.config.vocab_size]
     if bad:
         raise ValueError(f"token id {bad[0]} is outside this model's vocabulary of {params.config.vocab_size}")
