@@ -1,6 +1,7 @@
 """Check and time every kernel beside XLA and cuDNN on the device at hand, and write one table.
 
 python -m benchmarks.kernels                        # every row; writes benchmarks/results/kernels-<device>.json
+python -m benchmarks.kernels --update nearest       # these rows again, the others as they are
 python -m benchmarks.kernels --tune decode_attention   # time all block sizes too, and print the best ones
 
 Every variant is first compared with float64 NumPy on fresh random inputs. The floor of a row is the larger of its bytes over
@@ -9,8 +10,10 @@ memory bandwidth and its operations over the matrix units' rate (`--bandwidth`, 
 
 import argparse
 import importlib
+import json
 import pkgutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", help="all by default")
     parser.add_argument("--tune", action="store_true", help="time the variants with block sizes in their names as well")
+    parser.add_argument(
+        "--update", action="store_true", help="keep the other rows of a result file of this device and versions"
+    )
     parser.add_argument("--shape", default="", help="only shapes that contain this")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second (H200: 4.8e12)")
     parser.add_argument("--flops", type=float, default=989e12, help="operations a second (H200, bfloat16: 989e12)")
@@ -43,14 +49,33 @@ def main() -> None:
     slug = "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
     out = args.out or Path(f"benchmarks/results/kernels-{slug}.json")
     header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
-    for module in sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case"):
-        if args.operations and module not in args.operations:
-            continue
-        for case in importlib.import_module(f"benchmarks.kernel_cases.{module}").cases():
-            if args.shape in case.shape:
-                rows += _rows(case, args)
-                report.write(out, header, rows)
+    modules = sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case")
+    cases = [
+        (module, case)
+        for module in modules
+        for case in importlib.import_module(f"benchmarks.kernel_cases.{module}").cases()
+        if args.tune or not case.part
+    ]
+    rows = _earlier(out, header, [case for _, case in cases]) if args.update else []
+    for module, case in cases:
+        if args.shape in case.shape and (not args.operations or module in args.operations):
+            rows = [row for row in rows if _key(row) != _key(vars(case))] + _rows(case, args)
+            report.write(out, header, rows)
     _verdicts(rows)
+
+
+def _earlier(path: Path, header: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
+    """Rows of a result file of the same device and versions, of cases that there still are."""
+    earlier = json.loads(path.read_text())
+    for key in ("device", "versions", "settings"):
+        if earlier["header"][key] != header[key]:
+            raise SystemExit(f"{path} was measured with other {key} ({earlier['header'][key]}): run all of it again")
+    kept = {_key(vars(case)) for case in cases}
+    return [{"date": earlier["header"]["date"], **row} for row in earlier["rows"] if _key(row) in kept]
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["operation"], row["shape"], row["dtype"]
 
 
 def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -130,8 +155,8 @@ def _verdicts(rows: list[dict[str, Any]]) -> None:
     print(
         f"\n{'operation, shape, dtype':76s} {'xla us':>9s} {'auto us':>9s} {'x':>6s} {'best':>38s} {'us':>9s} {'x':>6s}"
     )
-    for case in dict.fromkeys((row["operation"], row["shape"], row["dtype"]) for row in rows):
-        here = [row for row in rows if (row["operation"], row["shape"], row["dtype"]) == case]
+    for case in dict.fromkeys(map(_key, rows)):
+        here = [row for row in rows if _key(row) == case]
         times = {row["implementation"]: row["microseconds"] for row in here if row.get("right")}
         xla, auto = times.get("xla", float("nan")), times.get("auto", float("nan"))
         best = min(times, key=times.__getitem__, default="none")

@@ -23,21 +23,21 @@ import numpy as np
 
 import kvjax
 from benchmarks import report
-from benchmarks.decode_step import SHAPES
 from kvjax import decoding
 from kvjax.models import ModelConfig, init
+from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy, Recalling, get_policy, offloaded
 
 TINY = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
-CHECKED = {"tiny": TINY, "smollm2-like": dataclasses.replace(SHAPES["smollm2-135m"], num_layers=4, windows=())}
+CHECKED = {"tiny": TINY, "smollm2-like": dataclasses.replace(PRESETS["smollm2-135m"], num_layers=4, windows=())}
 MODES = ("plain", "selected", "layer")
 
 
 def main() -> None:
     """Run each policy in each mode, and write what was seen after every one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2-135m")
+    parser.add_argument("--shape", choices=sorted(PRESETS), default="smollm2-135m")
     parser.add_argument("--model", default=None, help="with --text: any source that kvjax.load takes")
     parser.add_argument("--text", type=Path, default=None, help="a plain text file to read the beginning of")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt")
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace, name: str, mode: str) -> dict[str, Any]:
     """Check the mode, then generate twice: the first run compiles, the second is timed."""
     worst = {shape: check(config, name.partition(":")[0], mode, args.steps) for shape, config in CHECKED.items()}
     if args.text is None:
-        params = init(SHAPES[args.shape], jax.random.key(0), args.dtype)
+        params = init(PRESETS[args.shape], jax.random.key(0), args.dtype)
         prompt = np.random.default_rng(2).integers(0, params.config.vocab_size, args.context).tolist()
     else:
         params = kvjax.load(args.model, dtype=args.dtype)

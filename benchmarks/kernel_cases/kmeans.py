@@ -45,8 +45,8 @@ def cases() -> Iterator[Case]:
             dtype=dtype,
             inputs=partial(_labelled, batch, heads, tokens, clusters, dim, dtype),
             variants={
-                "xla": partial(_segment_sums, clusters),
-                "auto": partial(gpu.cluster_sums, size=clusters),
+                "segment_sum": partial(_segment_sums, clusters),
+                "gpu": partial(gpu.cluster_sums, size=clusters),
                 **{
                     "gpu " + " ".join(f"{name}={value}" for name, value in sizes.items()): partial(
                         gpu.cluster_sums, size=clusters, sizes=sizes
@@ -58,6 +58,7 @@ def cases() -> Iterator[Case]:
             tolerance=1e-5,
             bytes=groups * (tokens * (dim * size + 4) + clusters * (dim + 1) * 4),
             flops=groups * tokens * dim,
+            part=True,
         )
 
 

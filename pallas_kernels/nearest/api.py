@@ -1,5 +1,6 @@
 """The public function, and the choice of who computes it."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..dispatch import Implementation, choose
@@ -40,7 +41,11 @@ def nearest(
 
         return tpu.refuses(queries, keys)
 
-    chosen = choose("nearest", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
+    def slower() -> str | None:
+        few = keys.dtype == jnp.float32 and keys.shape[-2] <= 64
+        return "few float32 keys are as fast in XLA" if few else None
+
+    chosen = choose("nearest", implementation, tpu=tpu, gpu=gpu, slower=slower, interpret=interpret)
     if chosen == "xla":
         return reference.nearest(queries, keys, bias)
     if chosen == "gpu":
