@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvjax import pallas_kernels
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -62,5 +64,28 @@ def measured_quality() -> list[dict[str, Any]]:
     return list({(row["policy"], row["budget"]): row for row in found}.values())
 
 
+def kernels() -> str:
+    """Times of every public kernel beside XLA and the best other one, and how near it is to its floor."""
+    measured = [row for row in rows("kernels-h200.json") if hasattr(pallas_kernels, row["operation"])]
+    lines = [
+        "| operation | shape | dtype | kvjax | XLA | other | of floor |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for case in dict.fromkeys((row["operation"], row["shape"], row["dtype"]) for row in measured):
+        here = {
+            row["implementation"]: row
+            for row in measured
+            if (row["operation"], row["shape"], row["dtype"]) == case and "microseconds" in row
+        }
+        ours, xla = here.pop("auto"), here.pop("xla")
+        other = min(here.values(), key=lambda row: row["microseconds"], default=None)
+        best = f"{other['microseconds']:.0f} ({other['implementation']})" if other else ""
+        times = (
+            f"{ours['microseconds']:.0f} | {xla['microseconds']:.0f} | {best} | {100 * ours['fraction_of_floor']:.0f} %"
+        )
+        lines.append(f"| `{case[0]}` | {case[1]} | {case[2]} | {times} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(perplexity(), memory(), quality(measured_quality()), sep="\n\n")
+    print(perplexity(), memory(), quality(measured_quality()), kernels(), sep="\n\n")
