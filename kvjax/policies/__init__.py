@@ -24,6 +24,9 @@ from .offload import offloaded as offloaded
 from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV
 from .pyramidkv import pyramid as pyramid
+from .quantized import KIVI as KIVI
+from .quantized import Quantized as Quantized
+from .quantized import quantized as quantized
 from .quest import Quest as Quest
 from .random_eviction import Random as Random
 from .recalling import Recalling as Recalling

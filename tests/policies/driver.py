@@ -144,6 +144,8 @@ def every_policy(budget: int | float) -> list[Policy]:
         options = {k: v for k, v in small.items() if k in fields}
         if "budget" in fields:
             options["budget"] = budget
+        if "residual" in fields:  # of what is quantised, as much stays exact
+            options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
         if kinds := getattr(cls, "labels", ()):
             options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
         made.append(get_policy(name, **options).bind(TINY))

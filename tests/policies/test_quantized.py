@@ -1,0 +1,237 @@
+"""KIVI against the literal algorithm; packed numbers; other policies in few bits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import TINY, compiled, kept, make_case, run
+from policies.oracle_kivi import KiviHead, rounded
+
+import kvjax
+from kvjax import packing
+from kvjax.cache import layer_specs
+from kvjax.policies import (
+    KIVI,
+    AdaKV,
+    CateKV,
+    ChunkKV,
+    ClusterKV,
+    Full,
+    PolicyError,
+    Quantized,
+    Quest,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    by_head,
+    by_layer,
+    pyramid,
+    quantized,
+)
+from kvjax.policies.quantized import PackedSlots, _blocks
+
+STEPS = 7
+CONFIGURATIONS = {
+    "2 bits, gqa": ({"bits": 2, "group": 4, "residual": 8}, 4, 2),
+    "4 bits, mha": ({"bits": 4, "group": 8, "residual": 8}, 2, 2),
+    "8 bits, mqa, groups that do not divide the cache": ({"bits": 8, "group": 6, "residual": 6}, 4, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts that fill groups and such that do not: what is held, and outputs, at every step."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy = KIVI(**options).bind(TINY)
+    lengths = np.random.default_rng(7).integers(1, 50, size=16)
+    lengths[:4] = 1, 8, 7, 48
+    case = make_case(3, lengths, STEPS, heads, kv_heads)
+    _, outputs, states = run(policy, case)
+    last = policy.slots(case.spec, states[-1])
+    group = heads // kv_heads
+    for row, head in np.ndindex(16, kv_heads):
+        literal = KiviHead(policy.bits, policy.group, np.gcd(policy.group, 8), policy.residual)
+        for pos in range(lengths[row] + STEPS):
+            literal.append(case.k[row, pos, head], case.v[row, pos, head], pos)
+            i = pos - lengths[row]
+            if i >= 0:
+                out = literal.attend(case.q[row, pos, head * group : (head + 1) * group], pos)
+                np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=1e-4)
+        for got, want in zip((last.k, last.v), literal.held(), strict=True):
+            np.testing.assert_allclose(got[row, head, : len(want)], want, atol=1e-4)
+            assert not np.asarray(got[row, head, len(want) :]).any()
+
+
+# Packed numbers.
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("group", [(4, 1), (1, 5), (2, 5)])
+def test_no_number_is_off_by_more_than_half_a_step(bits, group):
+    x = np.random.default_rng(bits).normal(size=(2, 3, 8, 10)).astype(np.float32) ** 3
+    packed = packing.pack(jnp.asarray(x), bits, group, jnp.float32)
+    assert packed.codes.dtype == jnp.uint8
+    assert packed.codes.shape == (2, 3, 8, -(-10 * bits // 8))
+    back = np.asarray(packing.unpack(packed, bits, 10))
+    half = np.repeat(np.repeat(packed.scale, group[0], axis=2), group[1], axis=3) / 2
+    assert (np.abs(back - x) <= half * (1 + 1e-4)).all()
+    for i in range(0, 8, group[0]):
+        for j in range(0, 10, group[1]):
+            at = (1, 2, slice(i, i + group[0]), slice(j, j + group[1]))
+            np.testing.assert_allclose(back[at], rounded(x[at].astype(np.float64), bits), atol=1e-4)
+
+
+def test_codes_by_hand():
+    """0, 1, 2, 3 in 2 bits fill one byte, the first in the lowest bits: 0b11100100; equal numbers come back exactly."""
+    x = jnp.asarray([[[[0.0, 1, 2, 3], [7, 7, 7, 7]]]])
+    packed = packing.pack(x, 2, (1, 4), jnp.float32)
+    assert packed.codes.tolist() == [[[[0b11100100], [0]]]]
+    assert packed.scale.tolist() == [[[[1.0], [1.0]]]]
+    assert packed.zero.tolist() == [[[[0.0], [7.0]]]]
+    np.testing.assert_array_equal(packing.unpack(packed, 2, 4), x)
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "blocks"), [(2048, 32, (4, 512)), (96, 32, (1, 96)), (13056, 128, (34, 384)), (10, 2, (1, 10))]
+)
+def test_blocks_divide_the_cache(size, group, blocks):
+    assert _blocks(size, group) == blocks
+
+
+def test_blocks_together_are_the_whole():
+    """Attention over a cache of several blocks, against the same cache unpacked."""
+    policy = quantized(Full(), bits=4, group=32, residual=32).bind(TINY)
+    case = make_case(5, [1100, 700], 1)
+    out, state = run(policy, case)[1][0], run(policy, case)[0]
+    assert _blocks(state.pos.shape[-1], 32)[0] > 1
+    slots = policy.slots(case.spec, state)
+    pos = jnp.asarray(case.lengths)
+    want, _, _ = Full().attend(case.spec, slots, jnp.asarray(case.q[[0, 1], case.lengths]), pos, None)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(("bits", "share"), [(2, 0.26), (4, 0.38), (8, 0.6)])
+def test_bytes_are_those_of_packed_numbers(bits, share):
+    """By hand, for one head: codes, a scale and a zero in bfloat16 for 32 numbers (a head has 16), positions, the residual."""
+    policy = KIVI(bits=bits)
+    spec = layer_specs(TINY, 1, 6000, 144, jnp.bfloat16)[0]
+    slots = policy.capacity(spec)
+    numbers = slots * 16
+    keys, values = numbers * bits // 8 + 4 * numbers // 32, numbers * bits // 8 + 4 * numbers // 16
+    head = keys + values + 4 * slots + 2 * 32 * 16 * 2 + 4
+    held = policy.nbytes(TINY, 1, 6000, 144)
+    assert held == 2 * (2 * head + 4)
+    assert held < (share + 0.05) * Full().nbytes(TINY, 1, 6000, 144)
+
+
+def test_attention_unpacks_a_block_at_a_time():
+    """What a step needs besides the cache is far less than the cache would be in full precision."""
+    policy = KIVI().bind(TINY)
+    spec = dataclasses.replace(make_case(0, [1], 1).spec, head_dim=64, prompt_len=16384, new_tokens=16)
+    state = jax.eval_shape(lambda: policy.init(spec))
+    row, pos = (jax.ShapeDtypeStruct(s, d) for s, d in (((1, 4, 64), jnp.float32), ((1,), jnp.int32)))
+    spec = dataclasses.replace(spec, rope=TINY.rope.resolve(1))
+    program = (
+        jax.jit(lambda state, q, pos: policy.attend(spec, state, q, pos, None)[0]).lower(state, row, pos).compile()
+    )
+    full = 2 * 2 * 16384 * 64 * 4
+    assert program.memory_analysis().temp_size_in_bytes < full / 4
+
+
+# Other policies in few bits.
+
+EVICTING = {
+    "chunkkv": ChunkKV(budget=16, window=4, chunk=4),
+    "pyramid": pyramid(ChunkKV(budget=16, window=4, chunk=4), beta=4),
+    "catekv": CateKV(
+        budget=16, sinks=2, recent=4, chunk=4, window=4, eta=0.5, profile=(("consistent", "adaptive"),) * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_the_same_tokens_are_kept(name):
+    """What a policy keeps, half a step away at most; every head packs when its own residual is full."""
+    policy, case = EVICTING[name].bind(TINY), make_case(6, [50, 3, 16, 33], 12)
+    packed = quantized(EVICTING[name], bits=8, group=4, residual=4).bind(TINY)
+    (plain_end, plain_out, plain_states), (end, out, states) = run(policy, case), run(packed, case)
+    for plain, state in zip(plain_states, states, strict=True):
+        assert kept(policy, case, plain) == kept(packed, case, state)
+    plain, got = policy.slots(case.spec, plain_end), packed.slots(case.spec, end)
+    size = plain.pos.shape[-1]
+    for x, y in ((plain.k, got.k), (plain.v, got.v)):
+        np.testing.assert_allclose(np.asarray(y)[:, :, :size], np.asarray(x), atol=0.5 * np.ptp(case.k) / 250)
+    np.testing.assert_allclose(out, plain_out, atol=0.05)
+
+
+def test_chunkkv_in_4_bits(tiny):
+    """ChunkKV × KIVI: freed by the one and packed by the other, through the compiled loop, and in a residual exact."""
+    chunks = ChunkKV(budget=32, window=4, chunk=4)
+    prompts, options = [[5, 9, 2, 7, 7, 1] * 30, [3, 1, 4]], {"max_new_tokens": 12, "ignore_eos": True}
+    policies = chunks, quantized(chunks, bits=4), quantized(chunks, bits=4, residual=96)
+    plain, packed, exact = (kvjax.generate(tiny, prompts, policy=p, **options) for p in policies)
+    stats = packed[0].stats
+    assert stats.cache_bytes == policies[1].nbytes(tiny.config, 2, 180, 12, jnp.float32)
+    assert [g.tokens for g in exact] == [g.tokens for g in plain]
+    np.testing.assert_allclose(packed[0].logprobs[:6], plain[0].logprobs[:6], atol=0.05)  # before they take other words
+    long = [p.nbytes(tiny.config, 1, 8192, 64) for p in (ChunkKV(budget=2048), quantized(ChunkKV(budget=2048), bits=4))]
+    assert long[1] < 0.45 * long[0]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [TreeKV(budget=64), StreamingLLM(budget=64), AdaKV(budget=64), Quest(budget=64), ClusterKV(budget=64)],
+    ids=lambda policy: policy.name,
+)
+def test_policies_that_change_their_slots_are_refused(policy):
+    with pytest.raises(PolicyError, match=rf"quantized\({policy.name}\): .* neither moved, merged nor evicted"):
+        quantized(policy).bind(TINY)
+
+
+def test_compositions_are_quantised_part_by_part():
+    inner = by_head({"a": Full(), "b": SnapKV()}, [["a", "b"], ["b", "a"]])
+    bound = quantized(by_layer([inner, Full()]), bits=4).bind(TINY)
+    assert bound.layers[0].groups == (quantized(Full(), 4), quantized(SnapKV(), 4))
+    assert bound.bind(TINY) == bound
+    mixed = by_head({"a": KIVI(), "b": TreeKV(budget=16, sinks=2)}, [["a", "b"], ["b", "a"]]).bind(TINY)
+    assert mixed.groups[0] == quantized(Full())
+
+
+def test_nothing_free_is_read():
+    """NaN in scales, zeros and residual places that stand for nothing changes nothing."""
+    policy, case = KIVI(bits=4, group=4, residual=8).bind(TINY), make_case(8, [21, 3, 8], 2)
+    state = run(policy, case)[2][0]
+    assert isinstance(state, PackedSlots)
+    slots = np.arange(state.pos.shape[-1])
+    groups = slots[::4]
+    k_free = (groups >= np.asarray(state.k_packed)[..., None])[..., None]
+    v_free = (slots >= np.asarray(state.next)[..., None])[..., None]
+
+    def poisoned(x, free):
+        return x.replace(scale=jnp.where(free, jnp.nan, x.scale), zero=jnp.where(free, jnp.nan, x.zero))
+
+    bad = state.replace(k=poisoned(state.k, k_free), v=poisoned(state.v, v_free))
+    rows, pos = np.arange(3), case.lengths
+    args = case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos
+    _, step = compiled(policy, case.spec)
+    np.testing.assert_array_equal(step(state, *args)[0], step(bad, *args)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bits": 3}, "bits=3; give one of 2, 4, 8"),
+        ({"group": 0}, "group=0"),
+        ({"group": 32, "residual": 48}, "multiple of group"),
+    ],
+)
+def test_bad_hyperparameters(options, says):
+    with pytest.raises(PolicyError, match=f"kivi: .*{says}"):
+        KIVI(**options)
+    with pytest.raises(PolicyError, match=says):
+        Quantized(Full(), **options)
