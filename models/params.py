@@ -128,17 +128,14 @@ def abstract(config: ModelConfig, dtype: Any = jnp.float32, tokenizer: Any = Non
 def init(config: ModelConfig, key: PRNGKeyArray, dtype: Any = jnp.float32, tokenizer: Any = None) -> Params:
     """Random parameters: matrices normal with variance 1/fan-in, norm gains one, biases zero.
 
-    Meant for tests and for benchmarks at a real model's shape; compiled as one program, so weights are made on the device.
+    Meant for tests and for benchmarks at a real model's shape. Weights are made on the device, by one small program for each
+    shape that occurs (one program for all of them takes minutes to compile).
     """
-    shapes = abstract(config, dtype, tokenizer)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-
-    @jax.jit
-    def make(key: PRNGKeyArray) -> list[Array]:
-        keys = jax.random.split(key, len(paths))
-        return [_initial(path, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
-
-    return jax.tree_util.tree_unflatten(treedef, make(key))
+    paths, treedef = jax.tree_util.tree_flatten_with_path(abstract(config, dtype, tokenizer))
+    keys = jax.random.split(key, len(paths))
+    return jax.tree_util.tree_unflatten(
+        treedef, [_initial(path, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
+    )
 
 
 def count(params: Params) -> int:
@@ -162,7 +159,10 @@ def _struct(*shape: int, dtype: Any) -> Any:
 
 def _initial(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, key: PRNGKeyArray) -> Array:
     if len(leaf.shape) == 2:
-        scale = 1.0 if name_of(path) == "embed" else leaf.shape[1] ** -0.5
-        return (jax.random.normal(key, leaf.shape, jnp.float32) * scale).astype(leaf.dtype)
-    fill = 0.0 if name_of(path).endswith("bias") else 1.0
-    return jnp.full(leaf.shape, fill, leaf.dtype)
+        return _normal(key, 1.0 if name_of(path) == "embed" else leaf.shape[1] ** -0.5, leaf.shape, leaf.dtype)
+    return jnp.full(leaf.shape, 0.0 if name_of(path).endswith("bias") else 1.0, leaf.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any) -> Array:
+    return (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype)
