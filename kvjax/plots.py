@@ -97,6 +97,39 @@ def head_map(profile: HeadProfile) -> "Figure":
     return figure
 
 
+def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a haystack") -> "Figure":
+    """Accuracy by depth × length, from a needle task's result rows.
+
+    Args:
+        rows: each with a `score` and `labels` that have `length` and `depth`; scores of one cell are averaged.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no rows.
+    """
+    figures, _ = _matplotlib()
+    if not rows:
+        raise ValueError("no results to draw; give the rows of a needle task")
+    lengths, depths = (sorted({row["labels"][name] for row in rows}) for name in ("length", "depth"))
+    cells: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        cell = depths.index(row["labels"]["depth"]), lengths.index(row["labels"]["length"])
+        cells.setdefault(cell, []).append(row["score"])
+    scores = np.full((len(depths), len(lengths)), np.nan)
+    for cell, found in cells.items():
+        scores[cell] = np.mean(found)
+    figure = figures.Figure(figsize=(2.4 + 0.7 * len(lengths), 1.6 + 0.35 * len(depths)), layout="constrained")
+    panel = figure.subplots()
+    image = panel.imshow(scores, aspect="auto", interpolation="nearest", cmap=_COLOURS, vmin=0, vmax=1)
+    panel.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
+    panel.set_xlabel("length in tokens")
+    panel.set_ylabel("depth of the needle")
+    panel.set_title(f"{title}: {np.mean([row['score'] for row in rows]):.2f}", fontsize=10)
+    figure.colorbar(image, ax=panel, label="accuracy", fraction=0.08, pad=0.03)
+    return figure
+
+
 def _title(policy: Policy) -> str:
     budget: Any = getattr(policy, "budget", None)
     return policy.name if budget is None else f"{policy.name}, budget {budget}"

@@ -1,7 +1,14 @@
 """Measuring what a policy costs in quality."""
 
+from . import ruler as ruler
 from .continuation import Continuation as Continuation
 from .continuation import continuation as continuation
+from .needle import NeedleInAHaystack as NeedleInAHaystack
 from .perplexity import Perplexity as Perplexity
 from .perplexity import streaming as streaming
 from .perplexity import windowed as windowed
+from .running import Evaluation as Evaluation
+from .running import evaluate as evaluate
+from .task import Example as Example
+from .task import Format as Format
+from .task import Task as Task

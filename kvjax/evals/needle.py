@@ -1,0 +1,117 @@
+"""Needle in a haystack: one sentence hidden at some depth of a text of some length, and a question that only it answers.
+
+The grid of lengths and depths is Kamradt's (2023, "Needle In A Haystack: Pressure Testing LLMs"); the kinds of needle are his
+sentence, the passkey of Mohtashami and Jaggi (2023, "Landmark Attention"), and numbers and UUIDs as in RULER.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+from . import haystack
+from .sizing import largest
+from .task import Example, Format
+
+Kind = Literal["number", "uuid", "passkey", "sentence"]
+
+
+class Needle(NamedTuple):
+    """A sentence to hide, and what is asked about it."""
+
+    sentence: str
+    question: str
+    prefix: str
+    answers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleInAHaystack:
+    """A grid of lengths × depths.
+
+    Attributes:
+        lengths: tokens of prompt and answer.
+        depths: shares of the haystack that come before the needle.
+        kind: "number" (seven digits), "uuid", "passkey" (five digits, said twice) or "sentence" (Kamradt's sandwich in Dolores
+            Park).
+        samples: examples for each length and depth, each with a needle and a piece of the haystack of its own.
+        text: haystack; None repeats the passkey task's noise.
+        begin: whether the beginning of the answer is written for the model; without it, models restate the question first.
+        seed: of needles, and of where in the text a haystack begins.
+    """
+
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    kind: Kind = "number"
+    samples: int = 1
+    text: str | None = dataclasses.field(default=None, repr=False)
+    begin: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind={self.kind!r}; give one of {', '.join(get_args(Kind))}")
+        if not self.lengths or not self.depths or self.samples < 1:
+            raise ValueError(
+                f"lengths={self.lengths}, depths={self.depths}, samples={self.samples}; give one or more of each"
+            )
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths={self.depths}; give shares from 0 to 1")
+
+    @property
+    def name(self) -> str:
+        """needle-KIND."""
+        return f"needle-{self.kind}"
+
+    def examples(self, form: Format) -> Sequence[Example]:
+        """One for every length, depth and sample.
+
+        Raises:
+            ValueError: a length is too short for needle and question.
+        """
+        grid = [(length, depth, i) for length in self.lengths for depth in self.depths for i in range(self.samples)]
+        return [self._example(form, *cell) for cell in grid]
+
+    def score(self, answer: str, example: Example) -> float:
+        """Share of the needle's facts that the answer has, letter case aside."""
+        return sum(fact.lower() in answer.lower() for fact in example.answers) / len(example.answers)
+
+    def _example(self, form: Format, length: int, depth: float, sample: int) -> Example:
+        rng = haystack.seeded(self.name, self.seed, length, depth, sample)
+        needle = make_needle(self.kind, rng)
+        hay = haystack.sentences(haystack.NOISE if self.text is None else self.text)
+        start = 0 if self.text is None else rng.randrange(len(hay))
+        hay = hay[start:] + hay[:start]
+
+        def build(count: int) -> Example:
+            text = haystack.hide(haystack.repeated(hay, count), [needle.sentence], [depth], " ")
+            return Example(
+                context=f"Some important information is hidden in the following text. Find it and memorize it.\n\n{text}\n\n",
+                question=needle.question,
+                answers=needle.answers,
+                max_new_tokens=24 if self.begin else 40,
+                prefix=needle.prefix if self.begin else "",
+                labels={"length": length, "depth": depth, "kind": self.kind},
+            )
+
+        return largest(build, form, length, least=1)
+
+
+def make_needle(kind: Kind, rng: random.Random) -> Needle:
+    """A needle of one kind; all but the "sentence" are drawn."""
+    if kind == "sentence":
+        return Needle(
+            "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",
+            "What is the best thing to do in San Francisco?",
+            " The best thing to do in San Francisco is",
+            ("eat a sandwich", "Dolores Park", "sunny day"),
+        )
+    if kind == "passkey":
+        value = haystack.number(rng, 5)
+        sentence = f"The pass key is {value}. Remember it. {value} is the pass key."
+        return Needle(sentence, "What is the pass key?", " The pass key is", (value,))
+    value = haystack.number(rng) if kind == "number" else haystack.identifier(rng)
+    what = "magic number" if kind == "number" else "magic code"
+    return Needle(
+        f"The special {what} is: {value}.", f"What is the special {what}?", f" The special {what} is:", (value,)
+    )

@@ -1,0 +1,62 @@
+"""What RULER's tasks share: a length, a number of samples, a seed."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from kvjax.evals.haystack import seeded
+from kvjax.evals.task import Example, Format
+
+from .scoring import match_all
+
+
+@dataclasses.dataclass(frozen=True)
+class RulerTask:
+    """Base of RULER's tasks; subclasses draw one example.
+
+    Attributes:
+        length: tokens of prompt and longest answer, by the model's tokenizer; examples come as near to it from below as their
+            units (sentences, words, documents) allow.
+        samples: examples, each drawn apart (the paper has 500).
+        seed: what all draws depend on, besides the length and the example's number.
+    """
+
+    kind: ClassVar[str]
+
+    length: int = 4096
+    samples: int = 500
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """RULER's name of the task."""
+        return self.kind
+
+    def examples(self, form: Format) -> Sequence[Example]:
+        """All examples.
+
+        Raises:
+            ValueError: the length is too short for the task.
+        """
+        drawn = [
+            self.example(form, i, seeded(self.name, self.seed, self.length, i).getrandbits(64))
+            for i in range(self.samples)
+        ]
+        return [dataclasses.replace(example, labels={"length": self.length}) for example in drawn]
+
+    def example(self, form: Format, index: int, seed: int) -> Example:
+        """Example `index`, drawn by generators seeded with `seed`."""
+        raise NotImplementedError
+
+    def score(self, answer: str, example: Example) -> float:
+        """By string matching."""
+        return match_all(answer, example.answers)
+
+
+def distinct(draw: Callable[[random.Random], str], rng: random.Random, count: int) -> list[str]:
+    """`count` different draws."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw(rng)] = None
+    return list(found)

@@ -1,0 +1,121 @@
+"""RULER's question answering (Hsieh et al. 2024, section 3.4): documents that answer a question among many that do not."""
+
+import dataclasses
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from kvjax.evals.sizing import largest
+from kvjax.evals.task import Example, Format
+
+from .base import RulerTask
+from .scoring import match_part
+
+_ASKED = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+
+
+class Question(NamedTuple):
+    """A question, its answers, and indices of the documents that answer it and of those of the same article."""
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]
+    related: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionAnswering(RulerTask):
+    """Questions from a file of the user's; distracting documents are drawn, first from the same article, to fill the length.
+
+    Attributes:
+        file: `dev-v2.0.json` of SQuAD 2 or `hotpot_dev_distractor_v1.json` of HotpotQA, or files of the same form.
+    """
+
+    kind: ClassVar[str] = "qa"
+
+    file: str = ""
+
+    @property
+    def name(self) -> str:
+        """qa_1, where the file is of SQuAD's form, or qa_2, of HotpotQA's."""
+        return read(self.file)[0]
+
+    def examples(self, form: Format) -> list[Example]:
+        """The file's first `samples` questions."""
+        questions = read(self.file)[1]
+        if self.samples > len(questions):
+            raise ValueError(f"samples={self.samples}; {self.file} has {len(questions)} questions that have an answer")
+        return list(super().examples(form))
+
+    def example(self, form: Format, index: int, seed: int) -> Example:
+        """Question `index` of the file, among as many documents as fit."""
+        _, questions, documents = read(self.file)
+        asked, rng = questions[index], random.Random(seed)
+        needed = {*asked.documents, *asked.related}
+        related = rng.sample(asked.related, len(asked.related))
+        others = rng.sample(range(len(documents)), len(documents))
+        ranked = [*asked.documents, *related, *(i for i in others if i not in needed)]
+        order = rng.getrandbits(64)
+
+        def build(count: int) -> Example:
+            chosen = ranked[:count]
+            random.Random(order).shuffle(chosen)
+            listed = "\n\n".join(f"Document {i}:\n{documents[at]}" for i, at in enumerate(chosen, 1))
+            return Example(
+                context=f"{_ASKED}\n\nThe following are given documents.\n\n{listed}\n\n",
+                question=f"{_ASKED}\n\nQuestion: {asked.text}",
+                answers=asked.answers,
+                max_new_tokens=32,
+                prefix=" Answer:",
+            )
+
+        return largest(build, form, self.length, least=len(asked.documents), most=len(ranked))
+
+    def score(self, answer: str, example: Example) -> float:
+        """Right if any reference answer is in it."""
+        return match_part(answer, example.answers)
+
+
+@cache
+def read(file: str) -> tuple[str, list[Question], list[str]]:
+    """A question file: which of RULER's two tasks it makes, its questions that have an answer, and all documents.
+
+    Raises:
+        ValueError: no file is named, or it has neither form.
+    """
+    if not file:
+        raise ValueError("RULER's QA tasks need a file of questions: SQuAD 2 or HotpotQA as JSON (--data FILE)")
+    content: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+    try:
+        if isinstance(content, dict):
+            return "qa_1", *_squad(content["data"])
+        return "qa_2", *_hotpot(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: neither of SQuAD's form nor of HotpotQA's ({error!r})") from None
+
+
+def _squad(articles: list[Any]) -> tuple[list[Question], list[str]]:
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article["paragraphs"]})
+    at = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for article in articles:
+        places = [at[paragraph["context"]] for paragraph in article["paragraphs"]]
+        for paragraph, place in zip(article["paragraphs"], places, strict=True):
+            related = tuple(dict.fromkeys(other for other in places if other != place))
+            for asked in paragraph["qas"]:
+                if not asked.get("is_impossible", False):
+                    answers = tuple(answer["text"] for answer in asked["answers"])
+                    questions.append(Question(asked["question"], answers, (place,), related))
+    return questions, documents
+
+
+def _hotpot(entries: list[Any]) -> tuple[list[Question], list[str]]:
+    texts = [[f"{title}\n{''.join(lines)}" for title, lines in entry["context"]] for entry in entries]
+    documents = sorted({text for group in texts for text in group})
+    at = {document: i for i, document in enumerate(documents)}
+    return [
+        Question(entry["question"], (entry["answer"],), tuple(dict.fromkeys(at[text] for text in group)), ())
+        for entry, group in zip(entries, texts, strict=True)
+    ], documents

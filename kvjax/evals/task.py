@@ -1,0 +1,89 @@
+"""What an evaluation task is: examples that a model answers, and a score for each answer."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvjax.conversion.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A context, a question about it, and what counts as right.
+
+    Attributes:
+        context: what the cache policy compresses.
+        question: what follows the context; not empty.
+        answers: reference answers.
+        max_new_tokens: most tokens that the model may answer with.
+        prefix: how the answer begins; written for the model.
+        stop: strings that end the answer.
+        chat: whether a chat model gets this in its chat template; completions (of code, of few-shot lists) go without.
+        labels: what results are broken down by, such as a needle's depth.
+    """
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    prefix: str = ""
+    stop: tuple[str, ...] = ()
+    chat: bool = True
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How examples become tokens.
+
+    Attributes:
+        tokenizer: the model's own.
+        chat: whether examples that allow it are put in the model's chat template, as one user message.
+    """
+
+    tokenizer: Tokenizer
+    chat: bool = False
+
+    def encode(self, example: Example) -> tuple[list[int], list[int]]:
+        """Token ids of what is compressed, and of what follows it.
+
+        The two are tokenised apart, so that a run sees the same tokens whether its policy knows the question or not. What the
+        template puts behind the message, and the answer's prefix, belong to what follows.
+
+        Raises:
+            ValueError: the model has no chat template, or its template changes the question.
+        """
+        if not (self.chat and example.chat):
+            following = self.tokenizer.encode(example.question + example.prefix, add_special=False)
+            return self.tokenizer.encode(example.context), following
+        message = {"role": "user", "content": example.context + example.question}
+        text, question = self.tokenizer.render([message]), example.question.strip()
+        at = text.rfind(question)
+        if at < 0:
+            raise ValueError(
+                f"the chat template does not repeat the question as it is: {question[:60]!r}; use chat=False"
+            )
+        following = text[at:] + example.prefix.lstrip()
+        return self.tokenizer.encode(text[:at], add_special=False), self.tokenizer.encode(following, add_special=False)
+
+    def count(self, example: Example) -> int:
+        """Tokens of the whole: prompt, question and the longest answer."""
+        context, question = self.encode(example)
+        return len(context) + len(question) + example.max_new_tokens
+
+
+class Task(Protocol):
+    """Examples and their scores. A task is a frozen dataclass: its fields are its settings, which result files record."""
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+        ...
+
+    def examples(self, form: Format) -> Sequence[Example]:
+        """All examples, the same each time."""
+        ...
+
+    def score(self, answer: str, example: Example) -> float:
+        """From 0 (wrong) to 1 (right)."""
+        ...
