@@ -19,6 +19,7 @@ class Example:
         prefix: how the answer begins; written for the model.
         stop: strings that end the answer.
         chat: whether a chat model gets this in its chat template; completions (of code, of few-shot lists) go without.
+        choices: what there is to choose from, where the task is to classify.
         labels: what results are broken down by, such as a needle's depth.
     """
 
@@ -29,6 +30,7 @@ class Example:
     prefix: str = ""
     stop: tuple[str, ...] = ()
     chat: bool = True
+    choices: tuple[str, ...] = ()
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

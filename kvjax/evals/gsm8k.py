@@ -1,0 +1,95 @@
+"""GSM8K (Cobbe et al. 2021): word problems after solved examples; eight of them, or fifty (many-shot, ChunkKV section 4.1)."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from .haystack import seeded
+from .task import Example, Format
+
+_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+
+
+@dataclasses.dataclass(frozen=True)
+class GSM8K:
+    """The examples are what a cache policy compresses, the problem is the question.
+
+    Attributes:
+        file: problems, one JSON object with `question` and `answer` a line.
+        examples_file: solved examples, in the same form.
+        shots: how many of them come first; the published many-shot setting has 50, of more than 4k tokens.
+        samples: how many problems, from the file's beginning; None takes all.
+        extract: "flexible" takes the number after "####", or the answer's last one where there is none; "strict" only the former.
+        seed: which examples, and in which order; the same for all problems.
+    """
+
+    file: str
+    examples_file: str
+    shots: int = 8
+    samples: int | None = None
+    extract: Literal["flexible", "strict"] = "flexible"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.extract not in ("flexible", "strict"):
+            raise ValueError(f"extract={self.extract!r}; give 'flexible' or 'strict'")
+        if self.shots < 1 or (self.samples is not None and self.samples < 1):
+            raise ValueError(f"shots={self.shots}, samples={self.samples}; give 1 or more (samples may be None)")
+
+    @property
+    def name(self) -> str:
+        """gsm8k-SHOTS."""
+        return f"gsm8k-{self.shots}"
+
+    def examples(self, form: Format) -> Sequence[Example]:
+        """One for each problem.
+
+        Raises:
+            ValueError: a file is not of GSM8K's form, or has fewer solved examples than are asked for.
+        """
+        solved = _read(self.examples_file)
+        if self.shots > len(solved):
+            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
+        shown = seeded(self.name, self.seed).sample(solved, self.shots)
+        context = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shown)
+        return [
+            Example(
+                context=context,
+                question=f"Question: {question}\nAnswer:",
+                answers=(_final(answer, "strict") or "",),
+                max_new_tokens=256,
+                stop=("Question:",),
+                chat=False,
+            )
+            for question, answer in _read(self.file)[: self.samples]
+        ]
+
+    def score(self, answer: str, example: Example) -> float:
+        """Whether the answer's number is the right one."""
+        found = _final(answer, self.extract)
+        return float(found is not None and float(found) == float(example.answers[0]))
+
+
+def _final(answer: str, extract: str) -> str | None:
+    """The number that an answer arrives at, in digits alone."""
+    marked = re.search(rf"####\s*({_NUMBER})", answer)
+    numbers = [marked[1]] if marked else re.findall(_NUMBER, answer) if extract == "flexible" else []
+    return re.sub(r"[$,]", "", numbers[-1]) if numbers else None
+
+
+@cache
+def _read(file: str) -> list[tuple[str, str]]:
+    lines = [line for line in Path(file).read_text(encoding="utf-8").split("\n") if line.strip()]
+    try:
+        rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError):
+        rows = []
+    if not rows or any(_final(answer, "strict") is None for _, answer in rows):
+        raise ValueError(
+            f"{file}: not of GSM8K's form: lines of JSON with a question, and an answer that ends in #### NUMBER"
+        )
+    return rows

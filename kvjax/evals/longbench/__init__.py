@@ -1,0 +1,113 @@
+"""LongBench (Bai et al. 2023, "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding"): 21 tasks.
+
+Prompts and answer lengths in `tasks.json` are LongBench's own (MIT licence, Copyright 2023 THU-KEG & Zhipu AI); the data are
+its jsonl files, which the user supplies.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvjax.evals.task import Example, Format
+
+from . import metrics as metrics
+
+
+@cache
+def tasks() -> dict[str, dict[str, Any]]:
+    """The 21 tasks by name: `prompt`, `max_new_tokens`, `metric`, whether only an answer's `first_line` counts (few-shot tasks),
+    and whether chat models get it in their `chat` template.
+    """
+    return json.loads(resources.files(__name__).joinpath("tasks.json").read_text(encoding="utf-8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class LongBench:
+    """One of the tasks.
+
+    Attributes:
+        task: its name, a key of `tasks()`.
+        file: its data, one JSON object a line.
+        max_length: tokens of a prompt; of a longer one the middle is left out. LongBench takes 500 to 1500 less than a model's
+            window: 3500 for 4k, 31500 for 32k.
+        samples: how many of the file's rows, from its beginning; None takes all.
+    """
+
+    task: str
+    file: str
+    max_length: int = 31500
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in tasks():
+            raise ValueError(f"unknown LongBench task {self.task!r}; there are {', '.join(tasks())}")
+        if self.max_length < 2 or (self.samples is not None and self.samples < 1):
+            raise ValueError(
+                f"max_length={self.max_length}, samples={self.samples}; give 2 or more, and 1 or more or None"
+            )
+
+    @property
+    def name(self) -> str:
+        """longbench-TASK."""
+        return f"longbench-{self.task}"
+
+    def examples(self, form: Format) -> Sequence[Example]:
+        """The rows of the file; what the prompt has after the context is the question.
+
+        Raises:
+            ValueError: the file is not of LongBench's form.
+        """
+        task, found = tasks()[self.task], []
+        before, after = task["prompt"].split("{context}")
+        for row in self._rows():
+            context, question = truncated(
+                form, before + row["context"], after.replace("{input}", row["input"]), self.max_length
+            )
+            found.append(
+                Example(
+                    context=context,
+                    question=question,
+                    answers=tuple(row["answers"]),
+                    max_new_tokens=task["max_new_tokens"],
+                    chat=task["chat"],
+                    labels={"length": row["length"]},
+                    choices=tuple(row["all_classes"] or ()),
+                )
+            )
+        return found
+
+    def score(self, answer: str, example: Example) -> float:
+        """The best over all references."""
+        task = tasks()[self.task]
+        if task["first_line"]:
+            answer = answer.lstrip("\n").split("\n")[0]
+        metric, extra = getattr(metrics, task["metric"]), (example.choices,) if example.choices else ()
+        return max(metric(answer, reference, *extra) for reference in example.answers)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        lines = [line for line in Path(self.file).read_text(encoding="utf-8").split("\n") if line.strip()]
+        needed = ("context", "input", "answers", "all_classes", "length")
+        try:
+            rows = [json.loads(line) for line in lines[: self.samples]]
+            complete = rows and all(name in row for row in rows for name in needed)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.file}: not JSON lines ({error})") from None
+        if not complete:
+            raise ValueError(f"{self.file}: not of LongBench's form: no rows, or without one of {', '.join(needed)}")
+        return rows
+
+
+def truncated(form: Format, context: str, question: str, max_length: int) -> tuple[str, str]:
+    """Context and question, less the middle of both together where they are longer than `max_length` tokens."""
+    tokens = form.tokenizer.encode(context + question)
+    if len(tokens) <= max_length:
+        return context, question
+    half = max_length // 2
+    start, end = form.tokenizer.decode(tokens[:half]), form.tokenizer.decode(tokens[-half:])
+    if end.endswith(question):
+        return start + end.removesuffix(question), question
+    return start, end  # so long a question that it is cut itself
