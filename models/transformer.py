@@ -9,6 +9,7 @@ Llama-3.1-8B shape: 4.94 ms a token unrolled, 17.95 scanned).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -36,10 +37,13 @@ HEAD_BLOCK = 256
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
 
+AttendAt = Callable[[int, Array, Array, Array], Array]
+"""Attention of any layer, which comes first."""
+
 
 def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Logits of every position, float32, attending to all tokens before it. Rows may be padded on the right."""
-    return _logits(params, _hidden(params, tokens))
+    return _logits(params, hidden(params, tokens))
 
 
 def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
@@ -47,7 +51,7 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B
 
     The same forward pass, but only `HEAD_BLOCK` positions at a time go through the vocabulary head: no [B, T, V] array.
     """
-    x = _hidden(params, tokens)[:, :-1]
+    x = hidden(params, tokens)[:, :-1]
     batch, length, width = x.shape
     pad = -length % HEAD_BLOCK
     blocks = jnp.pad(x, [(0, 0), (0, pad), (0, 0)]).reshape(batch, -1, HEAD_BLOCK, width)
@@ -60,6 +64,24 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B
 
     scores = jax.lax.map(score, (jnp.moveaxis(blocks, 1, 0), jnp.moveaxis(targets, 1, 0)))
     return jnp.moveaxis(scores, 0, 1).reshape(batch, -1)[:, :length]
+
+
+def hidden(params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None) -> Float[Array, "B T D"]:
+    """The residual stream after the last layer, each position attending to all before it.
+
+    Args:
+        attend: attention to take instead, for studies of what a model needs of it.
+    """
+    config = params.config
+    rope = config.rope.resolve(tokens.shape[1])
+
+    def causal(layer: int, q: Array, k: Array, v: Array) -> Array:
+        return _causal(rope, config, config.windows[layer], q, k, v)
+
+    x = _embed(params, tokens)
+    for i, layer in enumerate(params.layers):
+        x = _block(config, layer, x, partial(attend or causal, i))
+    return x
 
 
 def prefill(
@@ -112,16 +134,6 @@ def decode_step(
 
         x = _block(params.config, layer, x, attend)
     return _logits(params, x), tuple(updated)
-
-
-def _hidden(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The residual stream after the last layer, each position attending to all before it."""
-    config = params.config
-    rope = config.rope.resolve(tokens.shape[1])
-    x = _embed(params, tokens)
-    for layer, window in zip(params.layers, config.windows, strict=True):
-        x = _block(config, layer, x, lambda q, k, v, window=window: _causal(rope, config, window, q, k, v))
-    return x
 
 
 def _embed(params: Params, tokens: Array) -> Array:

@@ -12,10 +12,10 @@ from jaxtyping import Int
 from kvjax.models import Params
 from kvjax.policies.profile import HeadProfile, fingerprint, rows
 
-from . import catekv, chelsea
+from . import catekv, chelsea, duoattention
 from .recording import cut
 
-METHODS: Mapping[str, ModuleType] = {"catekv": catekv, "chelsea": chelsea}
+METHODS: Mapping[str, ModuleType] = {"catekv": catekv, "chelsea": chelsea, "duoattention": duoattention}
 """What calibrates for a policy: a module with `Settings` and `scores_and_labels`."""
 
 

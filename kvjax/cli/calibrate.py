@@ -13,7 +13,9 @@ from .options import CompilationCacheOption, DTypeOption, ModelOption, read_mode
 
 
 def calibrate(
-    method: Annotated[Literal["catekv", "chelsea"], typer.Argument(help="The policy to calibrate for.")],
+    method: Annotated[
+        Literal["catekv", "chelsea", "duoattention"], typer.Argument(help="The policy to calibrate for.")
+    ],
     data: Annotated[list[Path], typer.Option("--data", "-d", metavar="FILE", help="Plain text to read; repeatable.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Profile to write, as JSON.")],
     plot: Annotated[

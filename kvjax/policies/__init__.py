@@ -14,6 +14,7 @@ from .compose import ByHead as ByHead
 from .compose import ByLayer as ByLayer
 from .compose import by_head as by_head
 from .compose import by_layer as by_layer
+from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .full import Full as Full
 from .h2o import H2O as H2O

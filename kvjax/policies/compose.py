@@ -263,6 +263,22 @@ def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) ->
     return ByHead(tuple(policies.values()), heads)
 
 
+def overlaid(base: Policy, policy: Policy, heads: Sequence[Sequence[int]], num_kv_heads: int) -> ByHead:
+    """A policy, with another one in some heads. If it has groups of heads itself, those heads are taken out of them.
+
+    Args:
+        heads: KV heads that get `policy`, in each layer.
+        num_kv_heads: of the model.
+    """
+    every = tuple(tuple(range(num_kv_heads)) for _ in heads)
+    groups, held = (base.groups, base.heads) if isinstance(base, ByHead) else ((base,), (every,))
+    rest = tuple(
+        tuple(tuple(head for head in layer if head not in taken) for layer, taken in zip(layers, heads, strict=True))
+        for layers in held
+    )
+    return ByHead((*groups, policy), (*rest, tuple(map(tuple, heads))))
+
+
 def _queries(spec: LayerSpec, heads: np.ndarray) -> np.ndarray:
     """Query heads that read these KV heads, in their order."""
     group = spec.num_heads // spec.num_kv_heads

@@ -19,8 +19,17 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("method", "settings"), [("catekv", CATEKV), ("chelsea", ["--set", "chunk=8"])])
-def test_profile_and_picture(kvjax_command, checkpoint: Path, params: Params, text: Path, tmp_path, method, settings):
+@pytest.mark.parametrize(
+    ("method", "settings", "label", "count"),
+    [
+        ("catekv", CATEKV, "adaptive", 2),
+        ("chelsea", ["--set", "chunk=8"], "outlier", 1),
+        ("duoattention", ["--set", "passkeys=1", "--set", "steps=2"], "streaming", 2),
+    ],
+)
+def test_profile_and_picture(
+    kvjax_command, checkpoint: Path, params: Params, text: Path, tmp_path, method, settings, label, count
+):
     out, picture = tmp_path / "profile.json", tmp_path / "heads.svg"
     result = kvjax_command(
         "calibrate", method, "--model", checkpoint, "--data", text, *SMALL, *settings, "-o", out, "--plot", picture
@@ -29,10 +38,23 @@ def test_profile_and_picture(kvjax_command, checkpoint: Path, params: Params, te
     profile = load(out)
     assert (profile.method, profile.model) == (method, fingerprint(params.config))
     assert profile.data == f"2 samples of 64 tokens, spread evenly over {text.parent.name}/text.txt"
-    assert len(profile.heads("adaptive" if method == "catekv" else "outlier")) == (2 if method == "catekv" else 1)
+    assert len(profile.heads(label)) == count
     assert f"<!-- {method}: " in picture.read_text()
 
-    options = ["--policy", method, "--budget", 0.5, "--set", f"profile={out}", "-n", 4, "--json", "--ignore-eos"]
+    options = [
+        "--policy",
+        method,
+        "--budget",
+        0.5,
+        "--set",
+        "sinks=4",
+        "--set",
+        f"profile={out}",
+        "-n",
+        4,
+        "--json",
+        "--ignore-eos",
+    ]
     used = json.loads(kvjax_command("generate", "--model", checkpoint, *options, "hello there, " * 4).stdout)
     assert used["policy"]["profile"] == str(out)
     assert len(used["tokens"]) == 4

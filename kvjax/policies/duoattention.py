@@ -1,0 +1,157 @@
+"""DuoAttention: heads that retrieve keep everything; the others stream."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec
+from kvjax.models.config import ModelConfig
+
+from .base import Carry, Memory, Policy, PolicyError, Stage, check_fields, rotated
+from .compose import overlaid
+from .full import Full
+from .profile import HeadProfile, Labels, find, missing
+from .registry import register
+from .streaming_llm import Stream, StreamingLLM
+
+RETRIEVAL, STREAMING = "retrieval", "streaming"
+"""Labels of heads in a profile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming(StreamingLLM):
+    """A streaming head: sinks and recent tokens, where they stood in the text (Xiao et al. 2024, section 2.2)."""
+
+    name: ClassVar[str] = "duoattention_streaming"
+    keeps: ClassVar[str] = "the first tokens and the most recent ones"
+    positions: ClassVar[Literal["original", "cache"]] = "original"
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Stream, Carry]:
+        return super().prefill(spec, q, rotated(spec, k), v, lengths, carry)
+
+    def append(
+        self, spec: LayerSpec, state: Stream, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> Stream:
+        return super().append(spec, state, spec.rope.rotate(k, pos[:, None]), v, pos)
+
+    def attend(
+        self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
+    ) -> tuple[Float[Array, "B N H"], Stream, Carry]:
+        out, _ = cache.attend(spec, state.slots, spec.rope.rotate(q, pos[:, None]), pos)
+        return out, state, carry
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class DuoAttention(Policy):
+    """Retrieval heads keep everything, streaming heads sinks and recent tokens (Xiao et al. 2024, DuoAttention, section 2).
+
+    How much of each head's attention to the middle of a text a model needs is a number α learned beforehand, by `kvjax calibrate
+    duoattention`. The heads with the smallest ones stream, at original positions. Each layer has two caches of their own shapes,
+    so what streaming heads drop is really freed. Prompts are read with full attention in all heads, as the first
+    chunk of a prompt is in the published code, whose later chunks stream.
+
+    Attributes:
+        budget: slots of a streaming head: a number of tokens, or a fraction of prompt + new tokens. 320 as the published
+            deployment has; its training has 128 sinks and 256 recent tokens.
+        sinks: first tokens that streaming heads keep; the rest of the budget is recent tokens.
+        sparsity: share of streaming heads; None for 0.5, or 0.75 in models whose heads share no keys (section 3.1).
+        profile: a `HeadProfile` or a file of one; or labels "retrieval" and "streaming" as [layer][head], whose shares are as they
+            are; None takes the profile that comes with kvjax for the model.
+        retrieval: another policy for retrieval heads, such as `Quest()`; or one that has kinds of heads itself, such as `CateKV()`,
+            of which the streaming heads are then taken out.
+    """
+
+    name: ClassVar[str] = "duoattention"
+    paper: ClassVar[str] = (
+        "Xiao et al. 2024, DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads"
+    )
+    keeps: ClassVar[str] = "in heads that retrieve, every token; in the others the first and the most recent ones"
+    memory: ClassVar[Memory] = "freed"
+    stage: ClassVar[Stage] = "both"
+    labels: ClassVar[tuple[str, ...]] = (RETRIEVAL, STREAMING)
+
+    budget: int | float = 320
+    sinks: int = 64
+    sparsity: float | None = None
+    profile: Labels | HeadProfile | str | None = None
+    retrieval: Policy | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, sinks=0)
+        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+            raise PolicyError(f"{self.name}: sparsity={self.sparsity}; give a share of the heads, 0 to 1")
+        if not isinstance(self.profile, tuple | HeadProfile | str | None):
+            raise PolicyError(
+                f"{self.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
+            )
+        if isinstance(self.profile, tuple) and self.sparsity is not None:
+            raise PolicyError(f"{self.name}: sparsity={self.sparsity} and labels of all heads; give one of them")
+        if isinstance(self.budget, int):
+            self.check(0)
+
+    def check(self, tokens: int) -> None:
+        self._streaming.check(tokens)
+
+    def bind(self, config: ModelConfig) -> Policy:
+        """Both kinds of heads with the policies that they have, as a `ByHead`."""
+        labels = self._labels(config)
+        unknown = {label for layer in labels for label in layer} - set(self.labels)
+        if unknown:
+            raise PolicyError(
+                f"{self.name}: the profile labels heads {sorted(unknown)}; give {' or '.join(self.labels)}"
+            )
+        streaming = tuple(tuple(i for i, label in enumerate(layer) if label == STREAMING) for layer in labels)
+        retrieval = (Full() if self.retrieval is None else self.retrieval).bind(config)
+        return overlaid(retrieval, self._streaming, streaming, config.num_kv_heads).bind(config)
+
+    def capacity(self, spec: LayerSpec) -> int:
+        raise PolicyError(
+            f"{self.name}: heads differ, so there is no one capacity; bind(config) gives a model's policy"
+        )
+
+    @property
+    def _streaming(self) -> Streaming:
+        return Streaming(self.budget, self.sinks)
+
+    def _labels(self, config: ModelConfig) -> Labels:
+        if isinstance(self.profile, tuple):
+            return self.profile
+        found = find(self.name, config, self.profile)
+        if found is None:
+            raise missing(self.name, config)
+        shared = config.num_heads > config.num_kv_heads
+        return head_labels(found.scores, (0.5 if shared else 0.75) if self.sparsity is None else self.sparsity)
+
+
+def head_labels(scores: Sequence[Sequence[float]], sparsity: float) -> Labels:
+    """Which heads retrieve: those whose score is at least the `sparsity`-quantile of all (section 2.3).
+
+    Where scores are equal, the first layer's first heads retrieve, so that the number of heads is exact. (The published code adds
+    a random 1e-6.)
+
+    Args:
+        scores: [layer][head].
+        sparsity: share of heads that stream.
+    """
+    heads = [(score, -layer, -head) for layer, row in enumerate(scores) for head, score in enumerate(row)]
+    # The quantile lies at place sparsity · (n - 1) of the sorted scores; those before it are below it.
+    count = math.ceil(Fraction(sparsity).limit_denominator(10_000) * (len(heads) - 1))
+    streaming = {(-layer, -head) for _, layer, head in sorted(heads)[:count]}
+    return tuple(
+        tuple(STREAMING if (layer, head) in streaming else RETRIEVAL for head in range(len(row)))
+        for layer, row in enumerate(scores)
+    )

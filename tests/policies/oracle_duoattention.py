@@ -1,0 +1,40 @@
+"""DuoAttention, literally: streaming and retrieval heads as lists, and their mixture, in NumPy. Written for reading."""
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+class DuoHead:
+    """One KV head. A streaming head holds the first tokens and the most recent ones, `budget` in all."""
+
+    def __init__(self, streaming: bool, budget: int, sinks: int) -> None:
+        self.streaming, self.budget, self.sinks = streaming, budget, sinks
+        self.held: list[tuple[int, np.ndarray, np.ndarray]] = []
+
+    def append(self, k: np.ndarray, v: np.ndarray, pos: int) -> None:
+        """One more token."""
+        self.held.append((pos, rotate(ROPE, k, pos), v.astype(np.float64)))
+
+    def trim(self) -> None:
+        """Let the oldest token go that is no sink."""
+        while self.streaming and len(self.held) > self.budget:
+            self.held.pop(self.sinks)
+
+    def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
+        """Attention of a group's queries [G, H], at original positions."""
+        keys, values = (np.stack([entry[i] for entry in self.held]) for i in (1, 2))
+        return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])
+
+
+def mixed(q, k, v, gate: float, sinks: int, recent: int) -> np.ndarray:
+    """One head over a text [T, H]: full attention with weight `gate`, and for the rest attention to sinks and recent tokens."""
+    keys = [rotate(ROPE, key, pos) for pos, key in enumerate(k)]
+    rows = []
+    for pos, query in enumerate(q):
+        row = np.zeros(q.shape[1])
+        near = [s for s in range(pos + 1) if s < sinks or pos - s < recent]
+        for weight, seen in ((gate, range(pos + 1)), (1 - gate, near)):
+            probs = softmax(np.stack([keys[s] for s in seen]) @ rotate(ROPE, query, pos) / np.sqrt(len(query)))
+            row += weight * sum(p * v[s] for p, s in zip(probs, seen, strict=True))
+        rows.append(row)
+    return np.stack(rows)
