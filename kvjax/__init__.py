@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from . import models as models
     from . import policies as policies
     from . import sampling as sampling
+    from .compiling import Compiled as Compiled
+    from .compiling import compile as compile
     from .conversion import load as load
     from .generation import Generation as Generation
     from .generation import Stats as Stats
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .policies import register as register
 
 _NAMES = {
+    "compiling": ("Compiled", "compile"),
     "conversion": ("load",),
     "generation": ("Generation", "Stats", "generate", "stream"),
     "models": ("Params",),

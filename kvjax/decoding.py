@@ -6,6 +6,7 @@ its memory does not depend on how many tokens are decoded in all.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -47,12 +48,26 @@ class Decoding:
     seed: UInt32[Array, " B"]
 
 
-def padded(prompts: Sequence[Sequence[int]]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """Prompts of any lengths as one array, padded on the right to a common bucket, and their lengths."""
-    tokens = np.zeros((len(prompts), bucket(max(map(len, prompts)))), np.int32)
+def padded(prompts: Sequence[Sequence[int]], size: int | None = None) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """Prompts of any lengths as one array, padded on the right to `size` or a common bucket, and their lengths."""
+    tokens = np.zeros((len(prompts), bucket(max(map(len, prompts))) if size is None else size), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+
+
+def started(executable: Any, *args: Any) -> Decoding:
+    """Shapes and places of the state that a `prefill` program returns, for compiling what goes on from it.
+
+    Args:
+        executable: `prefill.compiled(*args)`.
+        args: what it was compiled for; shapes are enough.
+    """
+    policy, specs, *arrays = args
+    state, _ = jax.eval_shape(partial(_prefill, policy, specs), *arrays)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, executable.output_shardings[0]
+    )
 
 
 def step(

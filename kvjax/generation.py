@@ -317,6 +317,10 @@ class _Run:
         """Tokens that may come after the prompt; a question is counted with its padding, so that few programs serve all."""
         return bucket(len(row.question)) + self.max_new_tokens
 
+    def _longest(self, rows: Sequence[_Row]) -> int:
+        """Tokens of the longest prompt that the programs for these rows are made for."""
+        return max(len(row.prompt) for row in rows)
+
     def _groups(self) -> list[list[int]]:
         """Rows that can run in one batch: those that leave room for as many new tokens, which fractional budgets count, and
         whose length asks for the same rotation (only LongRoPE has two).
@@ -329,15 +333,16 @@ class _Run:
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[bool]:
         rows = [self.rows[i] for i in group]
-        longest = max(len(row.prompt) for row in rows)
+        longest = self._longest(rows)
         dtype = self.params.dtype
         new_tokens = self._new_tokens(rows[0])
         specs = layer_specs(self.params.config, len(rows), longest, new_tokens, dtype)
-        tokens, lengths = decoding.padded([row.prompt for row in rows])
+        weights = self.params.replace(tokenizer=None)  # which is no part of a program
+        tokens, lengths = decoding.padded([row.prompt for row in rows], specs[0].prompt_len)
         seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
         ends = jnp.asarray(self.ends, jnp.int32)
 
-        args = (self.policy, specs, self.params, tokens, lengths, seed, self.sampler, ends)
+        args = (self.policy, specs, weights, tokens, lengths, seed, self.sampler, ends)
         self._compile(decoding.prefill, args)
         start = time.perf_counter()
         state, logprobs = decoding.prefill(*args)
@@ -357,11 +362,11 @@ class _Run:
         steps, before = 0, [len(row.question) - 1 for row in rows]  # a row's first draw comes after so many steps
         while (drawn := steps - max(before)) < self.max_new_tokens and any(row.stop_reason is None for row in rows):
             yield False
-            if self.stop:
+            if self.stop or any(row.stop_reason is not None for row in rows):
                 state = state.replace(done=jnp.asarray([row.stop_reason is not None for row in rows]))
             program = decoding.answer if given else decoding.decode
             count = min(size, self.max_new_tokens - max(drawn, 0))
-            args = (self.policy, specs, self.params, state, *given, jnp.asarray(count, jnp.int32), self.sampler, ends)
+            args = (self.policy, specs, weights, state, *given, jnp.asarray(count, jnp.int32), self.sampler, ends)
             self._compile(program, args)
             start = time.perf_counter()
             state, new, logprobs = program(*args)

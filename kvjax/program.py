@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 
 class Program:
@@ -36,7 +37,7 @@ class Program:
         `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
         """
         leaves, tree = jax.tree.flatten(args[self._static :])
-        key = (args[: self._static], tree, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves))
+        key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x)) for x in leaves))
         if key not in self._compiled:
             start = time.perf_counter()
             self._compiled[key] = self._jitted.lower(*args).compile()
@@ -46,3 +47,9 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""
         return self.compiled(*args)(*args[self._static :])
+
+
+def _place(x: Any) -> Any:
+    """Where an array is, or is to be; None for the default device's own memory, which shapes without a place mean."""
+    sharding = getattr(x, "sharding", None)
+    return None if sharding == SingleDeviceSharding(jax.devices()[0]) else sharding

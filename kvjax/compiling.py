@@ -1,0 +1,243 @@
+"""Programs compiled ahead of time, for servers: what is compiled and what it takes is known before any request.
+
+server = kvjax.compile(params, "treekv", budget=1024, batch=4, prompt_len=8192, max_new_tokens=512)
+print(server.memory.peak)
+server.generate(params, ["one prompt", "another"])
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import decoding
+from kvjax.cache import layer_specs
+from kvjax.decoding import Specs
+from kvjax.generation import Generation, _Row, _Run
+from kvjax.models import ModelConfig, Params, abstract
+from kvjax.policies import Policy, get_policy
+from kvjax.prompts import Prompt
+from kvjax.sampling import Sampler, make_sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Device memory in bytes, as the compiler tells it.
+
+    Attributes:
+        weights, cache: what stays: parameters, and the policy's cache.
+        host_cache: of the cache, what is in the host's memory instead; not part of the others.
+        prefill, decode: the most each program holds at a time: arguments, temporaries and results, weights included.
+    """
+
+    weights: int
+    cache: int
+    host_cache: int
+    prefill: int
+    decode: int
+
+    @property
+    def peak(self) -> int:
+        """The most that generation holds at a time."""
+        return max(self.prefill, self.decode)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Two programs for one model shape, policy, batch and length; made by `compile`.
+
+    Attributes:
+        config: the model's shape.
+        policy: bound to it.
+        specs: each layer's cache, which knows batch, prompt length (padded) and new tokens.
+        sampling: temperature, top_k, top_p and min_p.
+        ends: token ids that end a row.
+        prefill, decode: the executables; see `kvjax.decoding`.
+        memory: what they take.
+        compile_seconds: time it took to compile them, little if they were found in JAX's compilation cache.
+    """
+
+    config: ModelConfig
+    policy: Policy
+    specs: Specs
+    sampling: tuple[float, int | None, float | None, float | None]
+    ends: tuple[int, ...]
+    prefill: Any
+    decode: Any
+    memory: Memory
+    compile_seconds: float
+
+    def generate(
+        self,
+        params: Params,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int | None = None,
+        *,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+    ) -> Generation | list[Generation]:
+        """Continue one prompt, or several; nothing is compiled.
+
+        More prompts than the programs have rows run one batch after the other; where there are fewer, the rest idles.
+
+        Args:
+            params: weights of the shape and type that the programs are for.
+            prompts, seed, stop: as for `kvjax.generate`.
+            max_new_tokens: most tokens to draw; by default as many as the programs have room for.
+
+        Returns:
+            As `kvjax.generate`. A budget that is a fraction counts the new tokens that the programs have room for.
+
+        Raises:
+            ValueError: weights of another shape or type, a prompt that is too long, or more new tokens than there is room for.
+        """
+        room = self.specs[0].new_tokens
+        new_tokens = room if max_new_tokens is None else max_new_tokens
+        if isinstance(new_tokens, int) and new_tokens > room:
+            raise ValueError(
+                f"max_new_tokens={new_tokens}, but the programs were compiled for {room}; compile for more"
+            )
+        if (params.config, params.dtype) != (self.config, self.specs[0].dtype):
+            raise ValueError(
+                f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
+                f"type ({self.config.family}, {self.specs[0].dtype.name}); give the weights that they were compiled for"
+            )
+        run = _Served(self, params, prompts, new_tokens, seed, stop)
+        for _ in run.chunks(decoding.CHUNK):
+            pass
+        generations = run.generations()
+        return generations[0] if run.single else generations
+
+
+def compile(
+    model: Params | ModelConfig,
+    policy: str | Policy = "full",
+    budget: int | float | None = None,
+    *,
+    batch: int = 1,
+    prompt_len: int,
+    max_new_tokens: int = 128,
+    dtype: Any = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    ignore_eos: bool = False,
+) -> Compiled:
+    """Compile what generation needs, ahead of time. Shapes are enough: no weights need be loaded, and none are touched.
+
+    Args:
+        model: weights, or the shape of a model alone.
+        policy, budget: as for `generate`.
+        batch: rows that run together.
+        prompt_len: tokens of the longest prompt; prompts are padded to it, rounded up as `kvjax.cache.bucket` does.
+        max_new_tokens: most tokens to draw in a row.
+        dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
+        temperature, top_k, top_p, min_p, ignore_eos: as for `generate`; they are part of the programs.
+
+    Raises:
+        ValueError: a number is out of range.
+        PolicyError: the policy is unknown, or cannot work with this budget at this length.
+    """
+    for name, value in {"batch": batch, "prompt_len": prompt_len, "max_new_tokens": max_new_tokens}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}; give a whole number, 1 or more")
+    config = model if isinstance(model, ModelConfig) else model.config
+    dtype = jnp.dtype(dtype or (jnp.bfloat16 if isinstance(model, ModelConfig) else model.dtype))
+    policy = get_policy(policy, budget=budget).bind(config)
+    policy.check(prompt_len + max_new_tokens)
+    specs = layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
+    sampling = temperature, top_k, top_p, min_p
+    ends = () if ignore_eos else config.eos
+    before = decoding.prefill.compile_seconds + decoding.decode.compile_seconds
+    prefill, decode = executables(policy, specs, abstract(config, dtype), make_sampler(*sampling), len(ends))
+    seconds = decoding.prefill.compile_seconds + decoding.decode.compile_seconds - before
+    held = config, batch, prompt_len, max_new_tokens, dtype
+    memory = Memory(
+        weights=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract(config, dtype))),
+        cache=policy.nbytes(*held),
+        host_cache=policy.host_nbytes(*held),
+        prefill=program_bytes(prefill),
+        decode=program_bytes(decode),
+    )
+    return Compiled(config, policy, specs, sampling, ends, prefill, decode, memory, seconds)
+
+
+def executables(policy: Policy, specs: Specs, params: Params, sampler: Sampler, ends: int = 0) -> tuple[Any, Any]:
+    """The prefill and decode programs, from shapes: calls of `decoding.prefill` and `decode` with arrays of these find them compiled.
+
+    Args:
+        policy: bound to the model.
+        params: shapes of the weights, see `kvjax.models.abstract`.
+        ends: how many token ids end a row.
+    """
+    rest = sampler, jax.ShapeDtypeStruct((ends,), jnp.int32)
+    prompt = prompt_shapes(specs)
+    prefill = decoding.prefill.compiled(policy, specs, params, *prompt, *rest)
+    state = decoding.started(prefill, policy, specs, params, *prompt, *rest)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    return prefill, decoding.decode.compiled(policy, specs, params, state, count, *rest)
+
+
+def prompt_shapes(specs: Specs) -> tuple[Any, Any, Any]:
+    """Shapes of a batch of prompts: tokens, lengths and seeds."""
+    batch, size = specs[0].batch, specs[0].prompt_len
+    return (
+        jax.ShapeDtypeStruct((batch, size), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.uint32),
+    )
+
+
+def program_bytes(executable: Any) -> int:
+    """The most device memory that a program holds: arguments, temporaries and results, what is shared counted once."""
+    memory = executable.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+class _Served(_Run):
+    """A run of compiled programs: as many rows and as long prompts as they are for, whatever is asked."""
+
+    def __init__(
+        self, compiled: Compiled, params: Params, prompt: Any, new_tokens: int, seed: int, stop: str | Sequence[str]
+    ) -> None:
+        self.compiled = compiled
+        super().__init__(
+            params,
+            prompt,
+            compiled.policy,
+            None,
+            new_tokens,
+            compiled.sampling,
+            seed,
+            stop,
+            not compiled.ends,
+            None,
+        )
+        longest, room = max(len(row.prompt) for row in self.rows), compiled.specs[0].prompt_len
+        if longest > room:
+            raise ValueError(f"a prompt has {longest} tokens, but the programs take {room}; compile for longer ones")
+        self.asked = len(self.rows)
+        idle = -self.asked % compiled.specs[0].batch
+        self.rows += [_Row(self.rows[-1].prompt[:1], [], None, stop_reason="length") for _ in range(idle)]
+
+    def generations(self) -> list[Generation]:
+        del self.rows[self.asked :]
+        return super().generations()
+
+    def _new_tokens(self, row: _Row) -> int:
+        return self.compiled.specs[0].new_tokens
+
+    def _longest(self, rows: Sequence[_Row]) -> int:
+        return self.compiled.specs[0].prompt_len
+
+    def _groups(self) -> list[list[int]]:
+        batch = self.compiled.specs[0].batch
+        return [list(range(at, at + batch)) for at in range(0, len(self.rows), batch)]
