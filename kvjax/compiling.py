@@ -18,7 +18,6 @@ from kvjax.decoding import Specs
 from kvjax.generation import Generation, _Row, _Run
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import Policy, get_policy
-from kvjax.prompts import Prompt
 from kvjax.sampling import Sampler, make_sampler
 
 
@@ -72,23 +71,23 @@ class Compiled:
     def generate(
         self,
         params: Params,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Any,
         max_new_tokens: int | None = None,
         *,
         seed: int = 0,
         stop: str | Sequence[str] = (),
-    ) -> Generation | list[Generation]:
+    ) -> Any:
         """Continue one prompt, or several; nothing is compiled.
 
         More prompts than the programs have rows run one batch after the other; where there are fewer, the rest idles.
 
         Args:
             params: weights of the shape and type that the programs are for.
-            prompts, seed, stop: as for `kvjax.generate`.
+            prompts: one, or a list; this, `seed` and `stop` as for `kvjax.generate`.
             max_new_tokens: most tokens to draw; by default as many as the programs have room for.
 
         Returns:
-            As `kvjax.generate`. A budget that is a fraction counts the new tokens that the programs have room for.
+            As `kvjax.generate`: a `Generation`, or a list of them. A budget that is a fraction counts the new tokens that the programs have room for.
 
         Raises:
             ValueError: weights of another shape or type, a prompt that is too long, or more new tokens than there is room for.

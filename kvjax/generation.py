@@ -337,7 +337,7 @@ class _Run:
         dtype = self.params.dtype
         new_tokens = self._new_tokens(rows[0])
         specs = layer_specs(self.params.config, len(rows), longest, new_tokens, dtype)
-        weights = self.params.replace(tokenizer=None)  # which is no part of a program
+        weights = dataclasses.replace(self.params, tokenizer=None)  # which is no part of a program
         tokens, lengths = decoding.padded([row.prompt for row in rows], specs[0].prompt_len)
         seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
         ends = jnp.asarray(self.ends, jnp.int32)
