@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.generation import Stats
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
 from kvjax.policies import HeadProfile, Policy
@@ -128,6 +129,101 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
     panel.set_title(f"{title}: {np.mean([row['score'] for row in rows]):.2f}", fontsize=10)
     figure.colorbar(image, ax=panel, label="accuracy", fraction=0.08, pad=0.03)
     return figure
+
+
+def costs(stats: Mapping[str, Stats]) -> "Figure":
+    """Bars of what runs took, one a run: bytes of cache on the device, and tokens decoded a second.
+
+    Args:
+        stats: of each run, by name.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no runs.
+    """
+    figures, colormaps = _matplotlib()
+    if not stats:
+        raise ValueError("no runs to draw; give the stats of at least one")
+    figure = figures.Figure(figsize=(8.0, 1.1 + 0.4 * len(stats)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    measures = {
+        "cache in MB (shorter is better)": [run.cache_bytes / 1e6 for run in stats.values()],
+        "new tokens a second (longer is better)": [run.decode_tokens_per_second for run in stats.values()],
+    }
+    for panel, (label, values), shade in zip(panels, measures.items(), (0.75, 0.45), strict=True):
+        bars = panel.barh(list(stats), values, color=colormaps[_COLOURS](shade), height=0.6)
+        panel.bar_label(bars, fmt="%.3g", padding=3, fontsize=9)
+        panel.margins(x=0.15)
+        panel.set_xlabel(label)
+    panels[0].invert_yaxis()
+    return figure
+
+
+def coloured_text(
+    pieces: Sequence[str],
+    shares: Mapping[str, Float[np.ndarray, " T"]],
+    label: str = "share of heads that hold the token",
+    width: int = 100,
+) -> "Figure":
+    """A passage on coloured ground, token by token, once for each array; what has a share of 0 stays white.
+
+    Args:
+        pieces: text of each of the T tokens (as `kvjax.conversion.Tokenizer.stream_decoder` gives them).
+        shares: 0 to 1 for each token, by title.
+        label: what the shares are.
+        width: characters to a line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is nothing to draw, or arrays have other lengths than the passage.
+    """
+    figures, colormaps = _matplotlib()
+    if not shares:
+        raise ValueError("no shares to draw; give at least one array")
+    for title, values in shares.items():
+        if len(values) != len(pieces):
+            raise ValueError(f"{title} has {len(values)} shares for {len(pieces)} tokens; give one a token")
+    places = _lines(pieces, width)
+    lines = 1 + max((line for line, _, _ in places), default=0)
+    # Inches: letters of the font that comes with matplotlib, at 8 points, are 0.067 wide.
+    column, row, head, margin, scale = 0.067, 0.19, 0.3, 0.1, 0.9
+    wide, high = 2 * margin + column * width + scale, len(shares) * (head + row * lines) + 2 * margin
+    figure = figures.Figure(figsize=(wide, high))
+    colours = colormaps[_COLOURS]
+    for i, (title, values) in enumerate(shares.items()):
+        bottom = high - margin - (i + 1) * (head + row * lines)
+        panel = figure.add_axes((margin / wide, bottom / high, column * width / wide, row * lines / high))
+        panel.set(xlim=(0, width), ylim=(lines, 0))
+        panel.axis("off")
+        panel.set_title(title, fontsize=10, loc="left", pad=3)
+        for (line, start, text), value in zip(places, values, strict=True):
+            ground = colours(float(value)) if value > 0 else (1.0, 1.0, 1.0, 1.0)
+            ink = "white" if np.dot(ground[:3], (0.299, 0.587, 0.114)) < 0.5 else "black"
+            panel.broken_barh([(start, len(text))], (line + 0.04, 0.92), color=ground, linewidth=0)
+            panel.text(
+                start, line + 0.5, text, color=ink, family="monospace", fontsize=8, va="center", parse_math=False
+            )
+    bar = figure.add_axes(((2 * margin + column * width) / wide, 0.1, 0.12 / wide, 0.8))
+    bar.imshow(np.linspace(0, 1, 256)[:, None], cmap=_COLOURS, origin="lower", extent=(0, 1, 0, 1), aspect="auto")
+    bar.set_xticks([])
+    bar.yaxis.tick_right()
+    bar.yaxis.set_label_position("right")
+    bar.set_ylabel(label, fontsize=9)
+    return figure
+
+
+def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
+    """Line, column and printed text of each token: lines break before a token that does not fit, and where the text has breaks."""
+    places, line, column = [], 0, 0
+    for piece in pieces:
+        text = piece.rstrip("\n").replace("\n", " ")
+        if column and column + len(text) > width:
+            line, column = line + 1, 0
+        places.append((line, column, text))
+        column += len(text)
+        if piece.endswith("\n"):
+            line, column = line + 1, 0
+    return places
 
 
 def _title(policy: Policy) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import colormaps
 from matplotlib.image import imread
 
+import kvjax
 from kvjax import plots
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
@@ -72,3 +74,37 @@ def test_map_of_heads() -> None:
 def test_map_of_heads_that_are_all_alike() -> None:
     figure = plots.head_map(HeadProfile("chelsea", "a model", "nothing", (), ((1.0,),), (("clustered",),)))
     assert not figure.axes[0].collections
+
+
+def test_costs_are_those_of_the_runs(tiny: Params) -> None:
+    options = {"max_new_tokens": STEPS, "ignore_eos": True}
+    stats = {p.name: kvjax.generate(tiny, PROMPT, policy=p, **options).stats for p in (Full(), STREAMING)}
+    figure = plots.costs(stats)
+    memory, speed = ([bar.get_width() for bar in panel.patches] for panel in figure.axes)
+    assert memory == [run.cache_bytes / 1e6 for run in stats.values()]
+    assert speed == [run.decode_tokens_per_second for run in stats.values()]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(stats)
+    assert "MB" in figure.axes[0].get_xlabel()
+    with pytest.raises(ValueError, match="no runs"):
+        plots.costs({})
+
+
+def test_a_passage_is_coloured_token_by_token() -> None:
+    pieces, shares = ["Call", " me", "\n", " Ishmael", "."], np.asarray([1.0, 0.0, 0.25, 0.5, 0.0])
+    figure = plots.coloured_text(pieces, {"some": shares, "all": np.ones(5)}, width=12)
+    some, whole, scale = figure.axes
+    assert [panel.get_title(loc="left") for panel in (some, whole)] == ["some", "all"]
+    assert "".join(text.get_text() for text in some.texts) == "Call me Ishmael."
+    assert {text.get_position()[1] for text in some.texts} == {0.5, 1.5}  # two lines
+    grounds = [bar.get_facecolor()[0] for bar in some.collections]
+    colours = colormaps["viridis_r"]
+    for ground, share in zip(grounds, shares, strict=True):
+        assert np.allclose(ground, colours(share) if share else 1.0)
+    assert "share" in scale.get_ylabel()
+
+
+def test_a_passage_that_does_not_match() -> None:
+    with pytest.raises(ValueError, match="3 shares for 2 tokens"):
+        plots.coloured_text(["a", "b"], {"x": np.ones(3)})
+    with pytest.raises(ValueError, match="no shares"):
+        plots.coloured_text(["a"], {})

@@ -1,0 +1,62 @@
+"""Runs the notebooks, each in a fresh kernel, and keeps their outputs: `python notebooks/execute.py [NOTEBOOK ...]`.
+
+It fails where a reader would see an error or a warning. With `--check`, outputs are looked at and not kept.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent
+
+
+def execute(path: Path, timeout: int = 900) -> Any:
+    """The notebook at `path` with the outputs of a run from top to bottom, in its folder.
+
+    Args:
+        timeout: seconds that a cell may take.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    client.execute()
+    # The kernel's exact version would change with every machine.
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
+    return notebook
+
+
+def complaints(notebook: Any) -> list[str]:
+    """All that cells wrote to the error stream, warnings among it."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
+
+
+def main() -> None:
+    """Run what the command line names, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(FOLDER.glob("*.ipynb")))
+    parser.add_argument("--check", action="store_true", help="leave the files as they are")
+    arguments = parser.parse_args()
+    for path in arguments.notebooks:
+        notebook = execute(path)
+        if found := complaints(notebook):
+            raise SystemExit(f"{path.name} complains:\n{''.join(found)}")
+        if not arguments.check:
+            nbformat.write(notebook, path)
+        print(f"{path.name}: no complaints")
+
+
+if __name__ == "__main__":
+    main()

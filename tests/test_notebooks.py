@@ -1,0 +1,42 @@
+"""Every notebook runs from top to bottom in a fresh kernel, and shows its reader neither an error nor a warning."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+LIMIT = 600 * 1024
+"""Bytes of a notebook with its outputs."""
+
+
+@pytest.fixture(scope="module")
+def execution():
+    """The script that executes them, as a module."""
+    pytest.importorskip("nbclient", reason="needs the notebooks extra")
+    pytest.importorskip("ipykernel", reason="needs the notebooks extra")
+    spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS[0].parent / "execute.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_without_a_complaint(path, execution, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
+    assert execution.complaints(execution.execute(path)) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_kept_with_the_outputs_of_one_clean_run(path):
+    nbformat = pytest.importorskip("nbformat", reason="needs the notebooks extra")
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
+    assert path.stat().st_size < LIMIT
+    assert str(path.parents[1]) not in path.read_text(encoding="utf-8")
