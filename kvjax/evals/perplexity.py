@@ -1,8 +1,10 @@
 """Perplexity of a text: in windows with the full cache, or streamed token by token through any policy's cache."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,9 @@ from kvjax.cache import layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy, get_policy
 from kvjax.program import Program
+
+from .checkpoint import Checkpoint
+from .report import model_fingerprint
 
 CHUNK = 512
 """Tokens that are streamed in one call of the compiled loop."""
@@ -53,27 +58,34 @@ def windowed(
     window: int,
     windows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    stride: int | None = None,
 ) -> Perplexity:
-    """Full-cache perplexity over windows that do not overlap, from the start of the text.
+    """Full-cache perplexity over windows of a text, from its start.
 
     Each window of `window` tokens stands alone: its first token is not predicted, the other `window - 1` are. A last, shorter
     window is left out.
 
     Args:
         windows: how many to take; by default all.
+        stride: tokens from the start of one window to that of the next; by default windows do not overlap. Of a window that
+            overlaps the one before, only the tokens that that one did not have are scored, each from a longer context.
         progress: called with windows done and in all.
 
     Raises:
-        ValueError: the text has fewer tokens than are asked for.
+        ValueError: the text has fewer tokens than are asked for, or the stride is not between 1 and the window.
     """
-    available = len(tokens) // window
+    step = window if stride is None else stride
+    if not 1 <= step <= window:
+        raise ValueError(f"stride={stride} of windows of {window} tokens; give 1 to {window}")
+    available = max(0, (len(tokens) - window) // step + 1)
     count = available if windows is None else windows
     if count < 1 or count > available:
         raise ValueError(f"{count} windows of {window} tokens asked of a text of {len(tokens)}, which has {available}")
-    rows = np.asarray(tokens[: count * window], np.int32).reshape(count, 1, window)
     scores = []
-    for i, row in enumerate(rows):
-        scores.append(np.asarray(_score(params, jnp.asarray(row)))[0])
+    for i in range(count):
+        row = np.asarray(tokens[i * step : i * step + window], np.int32)[None]
+        new = step if i and step < window else window - 1
+        scores.append(np.asarray(_score(params, jnp.asarray(row)))[0, -new:])
         if progress is not None:
             progress(i + 1, count)
     return Perplexity(np.concatenate(scores))
@@ -85,6 +97,7 @@ def streaming(
     policy: str | Policy,
     budget: int | float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    checkpoint: Path | None = None,
 ) -> Perplexity:
     """Perplexity of one text of any length, read token by token into a cache that starts empty.
 
@@ -93,9 +106,10 @@ def streaming(
 
     Args:
         progress: called with tokens read and in all.
+        checkpoint: a file that the state is saved to every minute, and gone on from if it is there; removed at the end.
 
     Raises:
-        ValueError: the text has fewer than two tokens.
+        ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     if len(tokens) < 2:
@@ -106,8 +120,21 @@ def streaming(
     caches = tuple(policy.init(spec) for spec in specs)
     caches = jax.tree.map(jnp.copy, caches)  # leaves may share a buffer when made, and the loop is given each to reuse
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
-    logprobs, _ = read(params, policy, specs, caches, np.asarray(tokens, np.int32)[None], 0, progress)
-    return Perplexity(logprobs[0], held)
+    text, first, before = np.asarray(tokens, np.int32)[None], 0, np.zeros((1, 0), np.float32)
+    if checkpoint is None:
+        return Perplexity(read(params, policy, specs, caches, text, first, progress)[0][0], held)
+    digest = hashlib.sha256(text.tobytes()).hexdigest()
+    saved = Checkpoint(checkpoint, {"model": model_fingerprint(params), "policy": repr(policy), "text": digest})
+    if (found := saved.load(caches)) is not None:
+        caches, first, before = found
+
+    def save(caches: Any, position: int, scores: Sequence[np.ndarray]) -> None:
+        if saved.due:
+            saved.save(caches, position, np.concatenate([before, *scores], axis=1))
+
+    rest = read(params, policy, specs, caches, text, first, progress, save)[0]
+    saved.remove()
+    return Perplexity(np.concatenate([before, rest], axis=1)[0], held)
 
 
 def read(
@@ -118,6 +145,7 @@ def read(
     tokens: Int[np.ndarray, "B T"],
     first: int,
     progress: Callable[[int, int], None] | None = None,
+    save: Callable[[Any, int, Sequence[np.ndarray]], None] | None = None,
 ) -> tuple[Float[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
     """Read texts one token at a time into caches that hold what comes before position `first`.
 
@@ -126,6 +154,8 @@ def read(
         tokens: whole texts, of one length.
         first: position of the first token to read; the last token is predicted, not read.
         progress: called with tokens read and in all.
+        save: called with the caches, the position reached, and the log-probabilities so far, in pieces [B, …], while there is
+            more to read.
 
     Returns:
         For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the likeliest.
@@ -142,6 +172,8 @@ def read(
         caches, *found = _stream(policy, specs, params, caches, *texts, jnp.int32(start), jnp.int32(count))
         for kept, new in zip((scores, best), found, strict=True):
             kept.append(np.asarray(new)[:, :count])
+        if save is not None and start + count < last:
+            save(caches, start + count, scores)
         if progress is not None:
             progress(start + count - first, last - first)
     return np.concatenate(scores, axis=1), np.concatenate(best, axis=1)

@@ -53,6 +53,41 @@ def test_streaming_within_a_budget(tiny, logprobs, policy):
     assert np.isfinite(result.logprobs).all()
 
 
+def test_windows_that_overlap_score_each_token_once(tiny, logprobs):
+    result = windowed(tiny, TOKENS, window=300, stride=150)
+    expected = [logprobs(TOKENS[:300]), logprobs(TOKENS[150:450])[-150:], logprobs(TOKENS[300:600])[-150:]]
+    np.testing.assert_allclose(result.logprobs, np.concatenate(expected), atol=2e-5)
+    with pytest.raises(ValueError, match="give 1 to 300"):
+        windowed(tiny, TOKENS, window=300, stride=301)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interrupted_streaming_goes_on(tiny, tmp_path, monkeypatch, dtype):
+    """Stopped after the first of two chunks: the rest is read into the saved caches, which bfloat16 survives too."""
+    params = jax.tree.map(lambda x: x.astype(dtype), tiny)
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
+    policy, file = kvjax.StreamingLLM(budget=32), tmp_path / "state.npz"
+    expected = streaming(params, TOKENS, policy)
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        streaming(params, TOKENS, policy, checkpoint=file, progress=interrupt)
+    assert file.exists()
+    with pytest.raises(ValueError, match="of another run"):
+        streaming(params, TOKENS[:-1], policy, checkpoint=file)
+    seen = []
+    resumed = streaming(params, TOKENS, policy, checkpoint=file, progress=lambda *done: seen.append(done))
+    assert seen == [(187, 187)]  # of 699 tokens, less one chunk of 512
+    np.testing.assert_array_equal(resumed.logprobs, expected.logprobs)
+    assert resumed.cache_bytes == expected.cache_bytes
+    assert not file.exists()
+    file.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="no checkpoint that can be read"):
+        streaming(params, TOKENS, policy, checkpoint=file)
+
+
 def test_what_cannot_be_measured(tiny):
     with pytest.raises(ValueError, match="which has 2"):
         windowed(tiny, TOKENS, window=300, windows=3)

@@ -1,0 +1,74 @@
+"""The state of a long reading on disk, so that an interrupted one goes on where it was."""
+
+import json
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Checkpoint:
+    """Caches, what has been measured so far, and how far the text has been read, in one `.npz` file.
+
+    Args:
+        path: the file; written whole or not at all.
+        run: what makes the run what it is, as JSON takes it: a file of another run is refused.
+        seconds: least time between two writes.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any], seconds: float = 60.0) -> None:
+        self._path, self._run, self._seconds = path, json.dumps(run, sort_keys=True, default=str), seconds
+        self._written = time.monotonic()
+
+    def load(self, like: Any) -> tuple[Any, int, np.ndarray] | None:
+        """Caches of the shapes, types and places of `like`, the position reached, and the scores; None if there is no file.
+
+        Raises:
+            ValueError: the file is of another run, or no checkpoint.
+        """
+        if not self._path.exists():
+            return None
+        try:
+            with np.load(self._path) as file:
+                run, reached, scores = str(file["run"]), int(file["position"]), file["scores"]
+                stored = [file[f"leaf{i}"] for i in range(len(jax.tree.leaves(like)))]
+        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{self._path} is no checkpoint that can be read ({error}); remove it to start anew"
+            ) from None
+        if run != self._run:
+            raise ValueError(
+                f"{self._path} is of another run: {run} there, {self._run} now; remove it, or give another path"
+            )
+        leaves, tree = jax.tree.flatten(like)
+        restored = [
+            jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
+            for raw, leaf in zip(stored, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, restored), reached, scores
+
+    @property
+    def due(self) -> bool:
+        """Whether the last write was long enough ago."""
+        return time.monotonic() - self._written >= self._seconds
+
+    def save(self, caches: Any, position: int, scores: np.ndarray) -> None:
+        """Write."""
+        # As bytes: NumPy's format does not know bfloat16.
+        leaves: dict[str, Any] = {
+            f"leaf{i}": np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+            for i, leaf in enumerate(jax.device_get(jax.tree.leaves(caches)))
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, run=np.asarray(self._run), position=position, scores=scores, **leaves)
+        temporary.replace(self._path)
+        self._written = time.monotonic()
+
+    def remove(self) -> None:
+        """Once the run is done."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,219 @@
+"""How near attention under a policy comes to full attention, by layer and head, without decoding a token.
+
+A text is read once by the plain model. Every layer's own queries, keys and values are then given to a policy: a prompt, and the
+tokens after it one by one. What attention reads of each token is found by giving it values that name their tokens: it is exact for
+policies that evict, merge, recall or move tokens alike, as long as they choose by queries and keys, not by values.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.analysis.layers import jaccard
+from kvjax.cache import LayerSpec, layer_specs
+from kvjax.models import Params, transformer
+from kvjax.policies import Policy, get_policy, rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """One policy's attention beside full attention: L layers, N query heads, averaged over the queries after the prompt.
+
+    Attributes:
+        recall: share of the tokens with the most attention that the policy still reads.
+        output_error: |o' - o| / |o|, of attention outputs o in full and o' under the policy.
+        cosine: of the angle between the two attention distributions over all tokens.
+        jaccard: of any two layers, prompt tokens that both read at some step over those that either does, averaged over KV heads.
+        cache_bytes: bytes that the policy's cache holds, on device and host together.
+    """
+
+    recall: Float[np.ndarray, "L N"]
+    output_error: Float[np.ndarray, "L N"]
+    cosine: Float[np.ndarray, "L N"]
+    jaccard: Float[np.ndarray, "L L"]
+    cache_bytes: int
+
+    def means(self) -> dict[str, float]:
+        """Each measure over all layers and heads; of the Jaccard similarity, over adjacent layers."""
+        adjacent = np.diagonal(self.jaccard, offset=1)
+        return {
+            "recall": float(np.mean(self.recall)),
+            "output_error": float(np.mean(self.output_error)),
+            "cosine": float(np.mean(self.cosine)),
+            "jaccard": float(np.mean(adjacent)) if len(adjacent) else 1.0,
+        }
+
+
+class Reading(NamedTuple):
+    """What the plain model's attention works with on a text of T tokens: unrotated queries and keys, and values, by layer."""
+
+    q: tuple[Float[Array, "T N H"], ...]
+    k: tuple[Float[Array, "T K H"], ...]
+    v: tuple[Float[Array, "T K H"], ...]
+
+
+def read(params: Params, tokens: Sequence[int]) -> Reading:
+    """Read a text once, for any number of policies.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    if not len(tokens):
+        raise ValueError("the text is empty; give a prompt and at least one token more")
+    specs = layer_specs(params.config, 1, len(tokens), 0, params.dtype)
+    return Reading(*zip(*_read(specs, params, jnp.asarray([tokens], jnp.int32)), strict=True))
+
+
+def fidelity(
+    params: Params,
+    reading: Reading,
+    prompt: int,
+    policy: str | Policy,
+    budget: int | float | None = None,
+    top: int = 64,
+) -> Fidelity:
+    """Compare a policy's attention with full attention, for every token after the prompt.
+
+    Args:
+        reading: of the whole text.
+        prompt: how many of its tokens are the prompt.
+        budget: as for `generate`, where a fraction is one of the whole text.
+        top: tokens with the most full attention that count as important, of each query.
+
+    Raises:
+        ValueError: nothing comes before or after the prompt's end, or `top` is less than 1.
+        PolicyError: the policy is unknown or cannot work with this budget.
+    """
+    total, dim = len(reading.k[0]), params.config.head_dim
+    if not 0 < prompt < total:
+        raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
+    if top < 1:
+        raise ValueError(f"top={top}; give 1 or more")
+    policy = get_policy(policy, budget=budget).bind(params.config)
+    policy.check(total)
+    rows = 1 + -(-total // dim)
+    specs = layer_specs(params.config, rows, prompt, total - prompt, jnp.float32)
+    outputs = _replay(policy, specs, prompt, reading)
+    found: dict[str, list[np.ndarray]] = {"recall": [], "output_error": [], "cosine": []}
+    seen = []
+    for layer, (spec, q, k, v) in enumerate(zip(specs, *reading, strict=True)):
+        attended = np.asarray(outputs[layer], np.float32)  # [S, rows, N, H]
+        weights = np.moveaxis(attended[:, 1:], 1, 2).reshape(total - prompt, spec.num_heads, -1)[..., :total]
+        full = np.asarray(_attention(spec, prompt, q, k))
+        values = np.repeat(np.asarray(v, np.float32), spec.num_heads // spec.num_kv_heads, axis=1)
+        exact = np.einsum("snt,tnh->snh", full, values)
+        important = np.argsort(-full, axis=-1, kind="stable")[..., :top]
+        counted = np.take_along_axis(full, important, axis=-1) > 0
+        present = np.take_along_axis(weights, important, axis=-1) > 0
+        found["recall"].append(np.sum(present & counted, axis=-1) / np.sum(counted, axis=-1))
+        found["output_error"].append(_norm(attended[:, 0] - exact) / _norm(exact))
+        found["cosine"].append(np.sum(weights * full, axis=-1) / (_norm(weights) * _norm(full)))
+        read = np.any(weights[..., :prompt] > 0, axis=0).reshape(spec.num_kv_heads, -1, prompt)
+        seen.append(np.any(read, axis=1))
+    shape = params.config, 1, prompt, total - prompt, params.dtype
+    return Fidelity(
+        **{name: np.stack([np.mean(x, axis=0, dtype=np.float64) for x in layers]) for name, layers in found.items()},
+        jaccard=jaccard(np.stack(seen)),
+        cache_bytes=policy.nbytes(*shape) + policy.host_nbytes(*shape),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader(Policy):
+    """Keeps of a prompt what attention is given."""
+
+    def prefill(self, spec: LayerSpec, q: Array, k: Array, v: Array, lengths: Array, carry: Any) -> tuple[Any, Any]:
+        return tuple(x[0].astype(jnp.float32) for x in (q, k, v)), carry
+
+
+@partial(jax.jit, static_argnums=0)
+def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[Any, ...]:
+    lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
+    return transformer.prefill(params, tokens, lengths, _Reader(), specs)[1]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: Reading) -> tuple[Array, ...]:
+    """Attention outputs of every token after the prompt, by layer: [S, rows, N, H].
+
+    Row 0 has the real values, row r the values that name tokens (r - 1) H to r H - 1: one-hot vectors.
+    """
+    rows, total = specs[0].batch, len(reading.k[0])
+    lengths = jnp.full((rows,), prompt, jnp.int32)
+
+    def spread(x: Array) -> Array:
+        return jnp.broadcast_to(x[None], (rows, *x.shape))
+
+    def named(v: Array) -> Array:
+        dim = v.shape[-1]
+        token = jnp.arange(total, dtype=jnp.int32)[None, :, None]
+        names = jnp.arange((rows - 1) * dim, dtype=jnp.int32).reshape(rows - 1, 1, dim)
+        names = jnp.broadcast_to((token == names)[:, :, None], (rows - 1, *v.shape))
+        return jnp.concatenate([v[None], names.astype(v.dtype)])
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x[:, :prompt], ((0, 0), (0, specs[0].prompt_len - prompt), (0, 0), (0, 0)))
+
+    layers = [(spread(q), spread(k), named(v)) for q, k, v in zip(*reading, strict=True)]
+    states, carry = [], None
+    for spec, layer in zip(specs, layers, strict=True):
+        q, k, v = (padded(x) for x in layer)
+        state, carry = policy.prefill(spec, q, k, v, lengths, carry)
+        states.append(state)
+
+    def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:
+        arrays, at = inputs
+        pos = jnp.full((rows,), at, jnp.int32)
+        kept, outputs, carry = [], [], None
+        for spec, state, (q, k, v) in zip(specs, states, arrays, strict=True):
+            state = policy.append(spec, state, k, v, pos)
+            out, state, carry = policy.attend(spec, state, q, pos, carry)
+            kept.append(policy.compress(spec, state))
+            outputs.append(out)
+        return kept, outputs
+
+    rest = [tuple(jnp.moveaxis(x[:, prompt:], 1, 0) for x in layer) for layer in layers]
+    _, outputs = jax.lax.scan(step, states, (rest, jnp.arange(prompt, total, dtype=jnp.int32)))
+    return tuple(outputs)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _attention(spec: LayerSpec, prompt: int, q: Array, k: Array) -> Float[Array, "S N T"]:
+    """Full attention's probabilities of every token after the prompt."""
+    q, k = rotated(spec, q[None])[0, prompt:], rotated(spec, k[None])[0]
+    group = q.shape[1] // k.shape[1]
+    logits = jnp.einsum("snh,tnh->snt", q, jnp.repeat(k, group, axis=1)) * jnp.float32(spec.scale)
+    distance = jnp.arange(prompt, len(k), dtype=jnp.int32)[:, None] - jnp.arange(len(k), dtype=jnp.int32)
+    visible = (distance >= 0) & (distance < (len(k) if spec.window is None else spec.window))
+    return jax.nn.softmax(jnp.where(visible[:, None], logits, -jnp.inf), axis=-1)
+
+
+def _norm(x: Float[np.ndarray, "*B H"]) -> Float[np.ndarray, "*B"]:
+    return np.sqrt(np.sum(np.square(x), axis=-1))
+
+
+def sweep(
+    params: Params,
+    tokens: Sequence[int],
+    prompt: int,
+    policies: Sequence[Policy],
+    top: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Fidelity]:
+    """`fidelity` of several policies on one text.
+
+    Args:
+        progress: called with policies done and in all.
+    """
+    reading, found = read(params, tokens), []
+    for i, policy in enumerate(policies, 1):
+        found.append(fidelity(params, reading, prompt, policy, top=top))
+        if progress is not None:
+            progress(i, len(policies))
+    return found
