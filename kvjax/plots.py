@@ -185,8 +185,8 @@ def coloured_text(
             raise ValueError(f"{title} has {len(values)} shares for {len(pieces)} tokens; give one a token")
     places = _lines(pieces, width)
     lines = 1 + max((line for line, _, _ in places), default=0)
-    # Inches: letters of the font that comes with matplotlib, at 8 points, are 0.067 wide.
-    column, row, head, margin, scale = 0.067, 0.19, 0.3, 0.1, 0.9
+    # Inches: letters of the font that comes with matplotlib, at 8 points, are 0.067 wide, in whole pixels 0.07.
+    column, row, head, margin, scale = 0.07, 0.19, 0.3, 0.1, 0.9
     wide, high = 2 * margin + column * width + scale, len(shares) * (head + row * lines) + 2 * margin
     figure = figures.Figure(figsize=(wide, high))
     colours = colormaps[_COLOURS]
@@ -224,6 +224,41 @@ def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
         if piece.endswith("\n"):
             line, column = line + 1, 0
     return places
+
+
+def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Quality over memory and over speed, a row of panels a task, a line a policy.
+
+    Args:
+        rows: as in a comparison's `table.json`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no rows.
+    """
+    figures, _ = _matplotlib()
+    if not rows:
+        raise ValueError("no results to draw; give the rows of a comparison")
+    tasks, policies = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "policy"))
+    figure = figures.Figure(figsize=(9.2, 0.8 + 3.0 * len(tasks)), layout="constrained")
+    grid = figure.subplots(len(tasks), 2, squeeze=False)
+    axes = (("cache_bytes", 1e6, "bytes held, MB"), ("tokens_per_second", 1, "tokens decoded a second"))
+    for panels, task in zip(grid, tasks, strict=True):
+        for panel, (field, unit, label) in zip(panels, axes, strict=True):
+            for policy, marker in zip(policies, "os^Dv<>PX*" * len(policies), strict=False):
+                mine = [
+                    row for row in rows if (row["task"], row["policy"]) == (task, policy) and row[field] is not None
+                ]
+                points = sorted((row[field] / unit, row["value"]) for row in mine)
+                if points:
+                    panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, linewidth=1, label=policy)
+            panel.set_xlabel(label)
+            first = next(row for row in rows if row["task"] == task)
+            panel.set_ylabel(first["metric"] + ("" if first["higher_is_better"] else " (lower is better)"))
+            panel.set_title(task, fontsize=10)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    return figure
 
 
 def _title(policy: Policy) -> str:

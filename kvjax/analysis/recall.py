@@ -47,33 +47,31 @@ def replay(policy: ClusterKV, layer: Recorded, prompt: int) -> Recalled:
     Raises:
         ValueError: nothing comes before or after the prompt's end, or the budget covers the whole text.
     """
-    total, heads, dim = layer.q.shape
-    if not 0 < prompt < total:
-        raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
-    spec = LayerSpec(
-        layer=policy.exempt,
-        num_layers=policy.exempt + 1,
-        batch=1,
-        num_heads=heads,
-        num_kv_heads=layer.k.shape[1],
-        head_dim=dim,
-        prompt_len=prompt,
-        new_tokens=total - prompt,
-        dtype=jnp.dtype(jnp.float32),
-        rope=Rope((0.0,)),  # recorded queries and keys are rotated already
-        scale=dim**-0.5,
-        window=layer.window,
-    )
-    if not policy.recalls(spec):
-        raise ValueError(
-            f"a budget of {policy.budget} covers the text of {total} tokens, so all is read; give a smaller one"
-        )
+    spec, heads = _spec(policy, layer, prompt), layer.q.shape[1]
+    total = spec.max_tokens
     chosen, clustered = (np.asarray(x) for x in _replay(policy, spec, *map(jnp.asarray, (layer.q, layer.k, layer.v))))
     chosen = np.repeat(chosen, heads // chosen.shape[1], axis=1)
     keys = np.repeat(layer.k, heads // layer.k.shape[1], axis=1)
     logits = np.einsum("snh,tnh->snt", layer.q[prompt:], keys) * np.float32(spec.scale)
     asked = np.arange(total) < clustered[:, None]
     return Recalled(chosen, np.where(asked[:, None], logits, -np.inf))
+
+
+def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray, "K T"]:
+    """Which cluster each of the T tokens of a prompt is in, in each KV head; -1 for sinks.
+
+    Args and errors: as for `replay`.
+    """
+    spec = _spec(policy, layer, prompt)
+    lengths = jnp.full((1,), prompt, jnp.int32)
+    q, k, v = (jnp.asarray(x)[None, :prompt] for x in (layer.q, layer.k, layer.v))
+    state, _ = jax.jit(policy.prefill, static_argnums=0)(spec, q, k, v, lengths, None)
+    found = np.full((spec.num_kv_heads, prompt), -1)
+    heads = (np.asarray(x[0]) for x in (state.order, state.starts, state.sizes))
+    for labels, order, starts, sizes in zip(found, *heads, strict=True):
+        for cluster, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            labels[order[start : start + size]] = cluster
+    return found
 
 
 def recall_rate(chosen: Bool[np.ndarray, "*S T"], logits: Float[np.ndarray, "*S T"]) -> Float[np.ndarray, "*S"]:
@@ -157,6 +155,32 @@ def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> "Figure":
     panel.set_ylim(0, 1)
     panel.legend(frameon=False, fontsize=9)
     return figure
+
+
+def _spec(policy: ClusterKV, layer: Recorded, prompt: int) -> LayerSpec:
+    """A layer that is not exempt, for a recorded text; errors as for `replay`."""
+    total, heads, dim = layer.q.shape
+    if not 0 < prompt < total:
+        raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
+    spec = LayerSpec(
+        layer=policy.exempt,
+        num_layers=policy.exempt + 1,
+        batch=1,
+        num_heads=heads,
+        num_kv_heads=layer.k.shape[1],
+        head_dim=dim,
+        prompt_len=prompt,
+        new_tokens=total - prompt,
+        dtype=jnp.dtype(jnp.float32),
+        rope=Rope((0.0,)),  # recorded queries and keys are rotated already
+        scale=dim**-0.5,
+        window=layer.window,
+    )
+    if not policy.recalls(spec):
+        raise ValueError(
+            f"a budget of {policy.budget} covers the text of {total} tokens, so all is read; give a smaller one"
+        )
+    return spec
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -99,7 +99,7 @@ def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], ends: int = 32) -> "Fig
         ImportError: matplotlib is not installed.
         ValueError: no position is left to draw.
     """
-    figures, _ = _matplotlib()
+    figures, colormaps = _matplotlib()
     levels, total = magnitude.shape
     if total <= 2 * ends:
         raise ValueError(
@@ -108,10 +108,9 @@ def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], ends: int = 32) -> "Fig
     positions = np.arange(ends, total - ends)
     figure = figures.Figure(figsize=(6.4, 3.8), layout="constrained")
     panel = figure.subplots()
-    for level in range(levels):
-        panel.plot(
-            positions, magnitude[level, positions], linewidth=1.0, label=f"{level + 1}: differences over {2**level}"
-        )
+    for level, shade in enumerate(colormaps["viridis_r"](np.linspace(0.15, 1, levels))):
+        name = f"{level + 1}: differences over {2**level}"
+        panel.plot(positions, magnitude[level, positions], color=shade, linewidth=1.2, label=name)
     panel.set_yscale("log")
     panel.set_xlabel("position in tokens")
     panel.set_ylabel("mean magnitude of attention × value")

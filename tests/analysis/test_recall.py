@@ -59,6 +59,20 @@ def test_replay_chooses_what_the_policy_does(case, layer, replayed):
                 np.testing.assert_allclose(logits[asked], expected, atol=1e-4)
 
 
+def test_clusters_are_the_oracles(case, layer):
+    labels = recall.clusters(POLICY, layer, PROMPT)
+    spec = dataclasses.replace(case.spec, prompt_len=PROMPT)
+    pos = np.arange(60, dtype=np.int32)[None]
+    draws = np.asarray(POLICY.shuffled(spec, jnp.asarray(pos), jnp.ones(pos.shape, bool)))[0]
+    for head in range(2):
+        rank = np.argsort(draws[head])
+        oracle = ClusterHead(POLICY, lambda positions, rank=rank: np.argsort(rank[positions]))
+        oracle.prefill(case.k[0, :PROMPT, head], case.v[0, :PROMPT, head])
+        found = [np.flatnonzero(labels[head] == cluster).tolist() for cluster in range(8)]
+        assert sorted(found) == sorted(sorted(cluster) for cluster in oracle.clusters)
+        assert (labels[head, :3] == -1).all()
+
+
 def test_budget_is_what_is_chosen(replayed):
     assert (replayed.chosen.sum(axis=-1) == 12).all()
 
