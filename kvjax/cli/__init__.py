@@ -12,8 +12,10 @@ from kvjax._version import __version__
 
 from .calibrate import calibrate
 from .command import Command
+from .compare import compare
 from .convert import convert
 from .draw import draw
+from .evaluate import evaluate
 from .generate import generate
 from .inspect import inspect
 from .policies import policies
@@ -26,8 +28,9 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, convert, policies, inspect, draw, calibrate):
+for function in (generate, convert, policies, inspect, draw, calibrate, compare):
     app.command(cls=Command)(function)
+app.command("eval", cls=Command)(evaluate)
 
 
 def _version(asked: bool) -> bool:

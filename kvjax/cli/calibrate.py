@@ -1,15 +1,14 @@
 """`kvjax calibrate`: find out what a policy wants to know of a model's heads."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from .console import errors
 from .hyperparameters import read_settings
 from .options import CompilationCacheOption, DTypeOption, ModelOption, read_model
+from .progress import bar
 
 
 def calibrate(
@@ -50,8 +49,8 @@ def calibrate(
     if missing:
         raise FileNotFoundError(f"{missing[0]}: no such file")
     params = read_model(model, dtype, compilation_cache)
-    with _bar(f"Calibrating {method}") as progress:
-        profile = make_profile(params, method, data, chosen, samples, length, progress)
+    with bar() as begin:
+        profile = make_profile(params, method, data, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)
     if plot is not None:
         from kvjax.plots import head_map
@@ -59,18 +58,3 @@ def calibrate(
         head_map(profile).savefig(plot, dpi=150)
     if errors().is_terminal:
         errors().print(f"wrote {out}" + ("" if plot is None else f" and {plot}"), soft_wrap=True)
-
-
-@contextmanager
-def _bar(title: str) -> Iterator[Callable[[int, int], Any] | None]:
-    """A progress bar on standard error, if that is a terminal."""
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = errors()
-    if not console.is_terminal:
-        yield None
-        return
-    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

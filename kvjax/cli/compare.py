@@ -1,0 +1,111 @@
+"""`kvjax compare`: many policies, budgets and tasks in one table."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import console
+from .hyperparameters import read_policy
+from .options import CompilationCacheOption, DTypeOption, JsonOption, ModelOption, read_model
+from .progress import bar
+from .task_options import (
+    BatchOption,
+    ChatOption,
+    DataOption,
+    ExamplesOption,
+    LengthOption,
+    QueryAwareOption,
+    SamplesOption,
+    SeedOption,
+    ShotsOption,
+    TextOption,
+    numbers,
+    read_inputs,
+)
+
+
+def compare(
+    policies: Annotated[str, typer.Option(help="Separated by commas.")],
+    tasks: Annotated[str, typer.Option(help="Separated by commas; see `kvjax eval --help`.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Results; a run that is there goes on.")],
+    budgets: Annotated[
+        str, typer.Option(help="Shares of the full cache's bytes, separated by commas.")
+    ] = "0.125,0.25,0.5",
+    model: ModelOption = None,
+    query_aware: QueryAwareOption = False,
+    length: LengthOption = None,
+    samples: SamplesOption = None,
+    seed: SeedOption = 0,
+    text: TextOption = None,
+    data: DataOption = None,
+    examples: ExamplesOption = None,
+    shots: ShotsOption = 8,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw quality over memory and speed. Needs the `plot` extra.", show_default=False
+        ),
+    ] = None,
+    batch: BatchOption = 4,
+    chat: ChatOption = None,
+    dtype: DTypeOption = None,
+    compilation_cache: CompilationCacheOption = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare policies that hold the same bytes.
+
+    Each policy's budget is chosen so that it holds that share of the full cache's bytes. The folder gets every answer, and the
+    table as Markdown, CSV and JSON.
+    """
+    chosen = [read_policy(name.strip(), None) for name in policies.split(",")]
+    targets = numbers(budgets, float, "--budgets")
+    names = [name.strip() for name in tasks.split(",")]
+    inputs = read_inputs(length, samples, seed, text, data, examples, shots)
+
+    from kvjax.evals import comparing
+    from kvjax.evals.naming import task_names
+
+    unknown = [name for name in names if name not in task_names()]
+    if unknown:
+        raise ValueError(f"unknown task {unknown[0]!r}; there are {', '.join(task_names())}")
+    params = read_model(model, dtype, compilation_cache)
+    with bar() as begin:
+        cells = comparing.compare(
+            params,
+            chosen,
+            targets,
+            names,
+            inputs,
+            out,
+            query_aware=query_aware,
+            chat=chat,
+            batch=batch,
+            report=begin,
+        )
+    if plot is not None:
+        import json
+
+        from kvjax.plots import tradeoff
+
+        rows = json.loads((out / "table.json").read_text(encoding="utf-8"))["rows"]
+        tradeoff(rows).savefig(plot, dpi=150)
+    if as_json:
+        console.print_json([cell.row() for cell in cells])
+        return
+    columns = ["Task", "Policy", "Target", "Budget", "Bytes", "Of full", "Measure", "Value", "Tokens/s"]
+    rows = [
+        [
+            cell.outcome.task,
+            cell.outcome.policy,
+            "" if cell.target is None else f"{100 * cell.target:g} %",
+            "" if cell.row()["budget"] is None else str(cell.row()["budget"]),
+            console.size(cell.row()["bytes"]),
+            f"{100 * cell.row()['share']:.1f} %",
+            cell.outcome.metric,
+            f"{cell.outcome.value:.4f}",
+            "" if cell.outcome.tokens_per_second is None else f"{cell.outcome.tokens_per_second:.1f}",
+        ]
+        for cell in cells
+    ]
+    console.print_table(columns, rows, right=("Target", "Budget", "Bytes", "Of full", "Value", "Tokens/s"))

@@ -1,0 +1,94 @@
+"""Options that say what a task is made from, shared by `kvjax eval` and `kvjax compare`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from kvjax.evals.naming import Inputs
+
+T = TypeVar("T")
+
+LengthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--length",
+        "-l",
+        metavar="N[,N…]",
+        help="Tokens of prompt and answer, or of the text that is read. [default: the task's own]",
+        show_default=False,
+    ),
+]
+SamplesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Examples. [default: 20 of RULER, 1 a needle's length and depth, else all]", show_default=False
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Of what is drawn.")]
+TextOption = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="Plain text: a haystack, or what is read.", show_default=False),
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="PATH",
+        help="LongBench's jsonl file or their folder, GSM8K's problems, or SQuAD or HotpotQA for RULER.",
+        show_default=False,
+    ),
+]
+ExamplesOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="GSM8K's solved examples.", show_default=False)
+]
+ShotsOption = Annotated[int, typer.Option(min=1, help="How many of them; many-shot is 50.")]
+QueryAwareOption = Annotated[
+    bool,
+    typer.Option(
+        "--query-aware", help="Let the policy see the question when it compresses; by default it does not know it."
+    ),
+]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option("--chat/--no-chat", help="Use the chat template. [default: if the model has one]", show_default=False),
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples that run together.")]
+
+
+def read_inputs(
+    length: str | None,
+    samples: int | None,
+    seed: int,
+    text: Path | None,
+    data: Path | None,
+    examples: Path | None,
+    shots: int,
+    **more: Any,
+) -> "Inputs":
+    """What the options say; files that are not there are told before a model is loaded.
+
+    Raises:
+        FileNotFoundError: one of the paths does not exist.
+    """
+    from kvjax.evals.naming import Inputs
+
+    for path in (text, data, examples):
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"{path}: no such file")
+    lengths = None if length is None else numbers(length, int, "--length")
+    given = {name: value for name, value in more.items() if value is not None}
+    return Inputs(
+        lengths=lengths, samples=samples, seed=seed, text=text, data=data, examples=examples, shots=shots, **given
+    )
+
+
+def numbers(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
+    """Numbers separated by commas."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give numbers separated by commas", param_hint=option) from None
