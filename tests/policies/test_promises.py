@@ -20,11 +20,27 @@ TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
 AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
 FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)] + compositions(budget=0.5)
 
-by_name = pytest.mark.parametrize
+SLOW = {
+    "adakv",
+    "cam",
+    "expected_attention",
+    "infinigen",
+    "keydiff",
+    "knorm",
+    "pyramidkv",
+    "random",
+    "shadowkv",
+    "tova",
+}
+"""Policies built from the same parts as others: theirs are among the slow tests."""
 
 
-def names(policies: list[Policy]) -> list[str]:
-    return [p.name or type(p).__name__ for p in policies]
+def each(policies: list[Policy]) -> pytest.MarkDecorator:
+    """One test for every policy."""
+    marks = {True: [pytest.mark.slow], False: []}
+    named = [(policy.name or type(policy).__name__, policy) for policy in policies]
+    params = [pytest.param(policy, id=name, marks=marks[name in SLOW]) for name, policy in named]
+    return pytest.mark.parametrize("policy", params)
 
 
 STORES = Slots, Ragged
@@ -44,7 +60,7 @@ def case(seed: int) -> Case:
 # 1. A budget of at least prompt + new tokens gives what the full cache gives.
 
 
-@by_name("policy", AMPLE, ids=names(AMPLE))
+@each(AMPLE)
 def test_ample_budget_is_the_full_cache(policy, tiny):
     expected = kvjax.generate(tiny, PROMPTS, policy="full", **GREEDY)
     for got, want in zip(kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY), expected, strict=True):
@@ -55,7 +71,7 @@ def test_ample_budget_is_the_full_cache(policy, tiny):
 # 2. Leaves never change shape or type, equal policies share one program, the cache is donated.
 
 
-@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+@each(TIGHT + FRACTION)
 def test_leaves_keep_shape_and_type(policy):
     inputs = case(0)
     shapes = [
@@ -64,7 +80,7 @@ def test_leaves_keep_shape_and_type(policy):
     assert all(s == shapes[0] for s in shapes)
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_equal_policies_share_one_program(policy, tiny):
     kvjax.generate(tiny, PROMPTS[0], policy=policy, **GREEDY)
     before = decoding.prefill.executables, decoding.decode.executables
@@ -83,7 +99,7 @@ def test_temperature_and_seed_do_not_compile_again(tiny):
     assert again.stats.compile_seconds == 0
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_cache_is_donated(policy, tiny):
     specs, args, state = start(policy, tiny)
     program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args)
@@ -93,7 +109,7 @@ def test_cache_is_donated(policy, tiny):
     assert all(layer.is_deleted() for layer in jax.tree.leaves(state.caches))
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_steps_copy_no_cache(policy, tiny):
     """Slots are written in place. (Nothing of the size of a layer's keys is copied, on the device or on the host.)"""
     specs, args, state = start(policy, tiny)
@@ -111,7 +127,7 @@ def test_steps_copy_no_cache(policy, tiny):
 # 3. Kept slots hold exactly the keys and values of the positions they claim; weights sum to what they stand for.
 
 
-@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+@each(TIGHT + FRACTION)
 def test_slots_hold_what_they_claim(policy):
     inputs = case(21)
     # Of 255 steps between the least and greatest of a group, no more than half a one.
@@ -145,7 +161,7 @@ def test_slots_hold_what_they_claim(policy):
 MERGING = [p for p in TIGHT + FRACTION if p.merges]
 
 
-@by_name("policy", MERGING, ids=names(MERGING))
+@each(MERGING)
 def test_merged_slots_hold_all_tokens(policy):
     """Nothing is dropped: weights sum to the tokens seen, and weighted values to the sum of all values."""
     inputs = case(21)
@@ -158,7 +174,7 @@ def test_merged_slots_hold_all_tokens(policy):
     assert slots.weight.max() > 1
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_budget_is_kept(policy):
     """A policy that compresses once in `every` tokens holds up to so many more in between."""
     inputs = case(22)
@@ -171,7 +187,7 @@ def test_budget_is_kept(policy):
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_rows_are_independent(policy, tiny):
     together = kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
     for i, prompt in enumerate(PROMPTS):
@@ -180,7 +196,7 @@ def test_rows_are_independent(policy, tiny):
         np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=2e-5)
 
 
-@by_name("policy", FRACTION, ids=names(FRACTION))
+@each(FRACTION)
 def test_rows_have_budgets_of_their_own(policy):
     """A fraction is of each row's own length: a layer keeps and gives for a row what it would alone."""
     inputs = case(23)
@@ -192,7 +208,7 @@ def test_rows_have_budgets_of_their_own(policy):
         np.testing.assert_allclose(alone_outputs[:, 0], outputs[:, i], atol=2e-5)
 
 
-@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+@each(TIGHT + FRACTION)
 def test_padding_is_never_read(policy):
     inputs = case(31)
     clean, poisoned = run(policy, inputs), run(policy, inputs, padding=np.nan)
@@ -209,7 +225,7 @@ def poison(x):
     return x.replace(k=k, v=v)
 
 
-@by_name("policy", TIGHT + FRACTION, ids=names(TIGHT + FRACTION))
+@each(TIGHT + FRACTION)
 def test_free_slots_are_never_read(policy):
     inputs = case(32)
     _, step = compiled(policy, inputs.spec)
@@ -225,8 +241,8 @@ def test_free_slots_are_never_read(policy):
 # 5. The bytes predicted are the bytes held, and the compiler agrees.
 
 
-@by_name("dtype", [jnp.float32, jnp.bfloat16])
-@by_name("policy", TIGHT + AMPLE + FRACTION, ids=names(TIGHT + AMPLE + FRACTION))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each(TIGHT + AMPLE + FRACTION)
 def test_bytes_are_predicted(policy, dtype, tiny):
     """What a prefill would return, by its shapes alone; `test_compiler_agrees_on_bytes` looks at what really runs."""
     params = jax.tree.map(lambda x: x.astype(dtype), tiny)
@@ -237,7 +253,7 @@ def test_bytes_are_predicted(policy, dtype, tiny):
     assert held == policy.nbytes(tiny.config, **shapes) + policy.host_nbytes(tiny.config, **shapes)
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_compiler_agrees_on_bytes(policy, tiny):
     specs, args, state = start(policy, tiny)
     memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
@@ -264,7 +280,7 @@ def test_memory_does_not_grow_with_decoded_tokens(tiny):
 # 6. State is a value: save, restore, fork, continue.
 
 
-@by_name("policy", TIGHT, ids=names(TIGHT))
+@each(TIGHT)
 def test_state_round_trips(policy, tiny, tmp_path):
     specs, args, state = start(policy, tiny)
 
