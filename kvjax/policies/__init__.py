@@ -34,6 +34,7 @@ from .recalling import Recalling as Recalling
 from .registry import get_policy as get_policy
 from .registry import policies as policies
 from .registry import register as register
+from .shadowkv import ShadowKV as ShadowKV
 from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM
 from .tova import TOVA as TOVA

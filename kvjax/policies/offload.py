@@ -16,13 +16,13 @@ from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, State
-from .recalling import Recalling, gathered
+from .recalling import Recalling
 
 BLOCK = 128
 """Slots of a head that are fetched at a time."""
 
-KV = tuple[Array, Array]
-"""Keys and values."""
+KV = tuple[Array, ...]
+"""Keys and values, or whatever a policy has in its store."""
 
 
 @flax.struct.dataclass
@@ -31,7 +31,7 @@ class Recalled:
 
     Attributes:
         inner: the policy's own state, its keys and values on the host and all else on the device.
-        ends: [B, K, E, H], the first tokens and a ring of the latest ones, on the device.
+        ends: [B, K, E, H], the first tokens and a ring of the latest ones, on the device; nothing if the policy has none.
         recent: [B, R, steps · S, H], what the latest queries selected, the last one's first.
         slot: which slots these are, -1 where none.
         queries: how many each row has had.
@@ -137,14 +137,13 @@ class Offloaded(Policy):
     ) -> State:
         if not isinstance(state, Recalled):
             return self.policy.append(spec, state, k, v, pos)
-        place = self._place(spec, pos)[:, None]
-        rows, heads = np.ogrid[: spec.batch, : spec.num_kv_heads]
-        new = spec.rope.rotate(k, pos[:, None]), v
-        return dataclasses.replace(
-            state,
-            inner=self.policy.append(spec, state.inner, k, v, pos),
-            ends=jax.tree.map(lambda x, new: x.at[rows, heads, place].set(new.astype(x.dtype)), state.ends, new),
-        )
+        inner, ends = self.policy.append(spec, state.inner, k, v, pos), state.ends
+        if ends:
+            place = self._place(spec, pos)[:, None]
+            rows, heads = np.ogrid[: spec.batch, : spec.num_kv_heads]
+            new = spec.rope.rotate(k, pos[:, None]), v
+            ends = jax.tree.map(lambda x, new: x.at[rows, heads, place].set(new.astype(x.dtype)), ends, new)
+        return dataclasses.replace(state, inner=inner, ends=ends)
 
     def attend(
         self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
@@ -158,15 +157,18 @@ class Offloaded(Policy):
         index, live = self.policy.selected(spec, state.inner, q)
         state, selected = self._fetch(spec, state, index, live)
 
-        rest, held = self.policy.resident(spec, state.inner)
-        heads = index.shape[1] // spec.num_kv_heads
-        place = self._place(spec, rest)[:, None, :, None]
-        ends = jax.tree.map(lambda x: jnp.repeat(jnp.take_along_axis(x, place, axis=2), heads, axis=1), state.ends)
-        rest, held = (jnp.broadcast_to(x[:, None], (*index.shape[:2], x.shape[-1])) for x in (rest, held))
-        unused = [(0, 0), (0, 0), (0, self.policy.reads(spec) - index.shape[-1] - rest.shape[-1]), (0, 0)]
-        k, v = (jnp.pad(jnp.concatenate(parts, axis=2), unused) for parts in zip(selected, ends, strict=True))
-        index, live = (jnp.pad(jnp.concatenate(x, axis=2), unused[:3]) for x in ((index, rest), (live, held)))
-        out, _ = cache.attend(spec, gathered(k, v, index, live, state.inner.slots.seen), q, pos)
+        if state.ends:
+            rest, held = self.policy.resident(spec, state.inner)
+            heads = index.shape[1] // spec.num_kv_heads
+            place = self._place(spec, rest)[:, None, :, None]
+            ends = jax.tree.map(lambda x: jnp.repeat(jnp.take_along_axis(x, place, axis=2), heads, axis=1), state.ends)
+            rest, held = (jnp.broadcast_to(x[:, None], (*index.shape[:2], x.shape[-1])) for x in (rest, held))
+            selected = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), selected, ends)
+            index, live = (jnp.concatenate(x, axis=2) for x in ((index, rest), (live, held)))
+        unused = [(0, 0), (0, 0), (0, self.policy.reads(spec) - index.shape[-1]), (0, 0)]
+        selected = tuple(jnp.pad(x, unused) for x in selected)
+        index, live = (jnp.pad(x, unused[:3]) for x in (index, live))
+        out = self.policy.read(spec, state.inner, q, pos, index, live, selected)
         return out, state, carry
 
     def compress(self, spec: LayerSpec, state: State) -> State:
@@ -177,37 +179,40 @@ class Offloaded(Policy):
             near = _moved(state, host_memory.to_device)
             return _returned(compress(near), near, state)
         assert isinstance(self.policy, Recalling)
-        keys = state.ends[0]
 
         def tail(pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
-            return jnp.take_along_axis(keys, self._place(spec, pos)[:, None, :, None], axis=2)
+            return jnp.take_along_axis(state.ends[0], self._place(spec, pos)[:, None, :, None], axis=2)
 
         return dataclasses.replace(state, inner=self.policy.regroup(spec, state.inner, tail))
 
     def slots(self, spec: LayerSpec, state: State) -> Slots:
-        inner = state.inner if isinstance(state, Recalled) else state
-        return self.policy.slots(spec, _moved(inner, host_memory.to_device))
+        if not isinstance(state, Recalled):
+            return self.policy.slots(spec, _moved(state, host_memory.to_device))
+        assert isinstance(self.policy, Recalling)
+        store = host_memory.to_device(self.policy.store(state.inner))
+        return self.policy.slots(spec, self.policy.with_store(state.inner, store))
 
     def _placed(self, spec: LayerSpec, state: State) -> State:
         """A state that the policy has made, with its keys and values on the host."""
         if not (isinstance(self.policy, Recalling) and self.policy.recalls(spec)):
             return _moved(state, host_memory.to_host)
-        store = state.slots.k, state.slots.v
+        store, ends = self.policy.store(state), ()
         first, latest = self.policy.ends(spec)
-        place = jnp.arange(first + latest, dtype=jnp.int32)
-        # Of the ring, the last position of the prompt that belongs at each place.
-        newest = state.slots.seen[:, None] - 1
-        pos = jnp.where(place < first, place, newest - (newest - (place - first)) % max(latest, 1))
-        pos = jnp.maximum(pos, 0)[:, None, :, None]
-        ends = jax.tree.map(lambda x: jnp.take_along_axis(x, pos, axis=2, mode="clip"), store)
+        if first + latest > 0:
+            place = jnp.arange(first + latest, dtype=jnp.int32)
+            # Of the ring, the last position of the prompt that belongs at each place.
+            newest = state.slots.seen[:, None] - 1
+            pos = jnp.where(place < first, place, newest - (newest - (place - first)) % max(latest, 1))
+            pos = jnp.maximum(pos, 0)[:, None, :, None]
+            ends = jax.tree.map(lambda x: jnp.take_along_axis(x, pos, axis=2, mode="clip"), store)
 
         heads, size = self.policy.selects(spec)
         slot = jnp.full((spec.batch, heads, self.steps * size), -1, jnp.int32)
-        recent = jnp.zeros((*slot.shape, spec.head_dim), spec.dtype)
+        recent = tuple(jnp.zeros((*slot.shape, spec.head_dim), spec.dtype) for _ in store)
         zeros = jnp.zeros((spec.batch, heads), jnp.int32)
         queries = jnp.zeros((spec.batch,), jnp.int32)
-        inner = _moved(state, host_memory.to_host)
-        return Recalled(inner, ends, (recent, jnp.zeros_like(recent)), slot, queries, zeros, zeros)
+        inner = self.policy.with_store(state, host_memory.to_host(store))
+        return Recalled(inner, ends, recent, slot, queries, zeros, zeros)
 
     def _place(self, spec: LayerSpec, pos: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """Where in `ends` the token at a position is, if it is there."""
@@ -228,7 +233,8 @@ class Offloaded(Policy):
             ),
             state.recent,
         )
-        store = state.inner.slots.k, state.inner.slots.v
+        assert isinstance(self.policy, Recalling)
+        store = self.policy.store(state.inner)
         if self.fetch == "layer":
             store = host_memory.to_device(store)
         got = _filled(got, store, index, missing)
@@ -236,7 +242,7 @@ class Offloaded(Policy):
         def latest(new: Array, old: Array) -> Array:
             return jnp.concatenate([new, old[:, :, : old.shape[2] - new.shape[2]]], axis=2)
 
-        first, counted = self.policy.ends(spec)[0], state.queries > 0  # pyright: ignore[reportAttributeAccessIssue]
+        first, counted = self.policy.ends(spec)[0], state.queries > 0
         seen = state.inner.slots.seen
 
         def count(tokens: Bool[Array, "B R S"], sinks: Int[Array, " B"]) -> Int[Array, "B R"]:

@@ -20,6 +20,8 @@ class Recalling(Policy):
 
     These are what it selects, the first `ends(spec)[0]` tokens, and a tail of latest ones, up to `ends(spec)[1]` of them. In layers
     that recall, the state has its store in a field `slots`. `offloaded` then moves only what is selected.
+
+    One that keeps its store in another way says so by `store`, `with_store` and `read`.
     """
 
     memory: ClassVar[Memory] = "bandwidth"
@@ -60,6 +62,32 @@ class Recalling(Policy):
         Keys and values are not looked at: they may be out of reach.
         """
         raise NotImplementedError
+
+    def store(self, state: Any) -> tuple[Array, ...]:
+        """What is gathered by slot, and may be out of reach: keys and values [B, K, C, H]."""
+        return state.slots.k, state.slots.v
+
+    def with_store(self, state: Any, store: tuple[Array, ...]) -> State:
+        """The state with its store elsewhere."""
+        return dataclasses.replace(state, slots=dataclasses.replace(state.slots, k=store[0], v=store[1]))
+
+    def read(
+        self,
+        spec: LayerSpec,
+        state: Any,
+        q: Float[Array, "B N H"],
+        pos: Int[Array, " B"],
+        index: Int[Array, "B R S"],
+        live: Bool[Array, "B R S"],
+        got: tuple[Array, ...],
+    ) -> Float[Array, "B N H"]:
+        """Attention of rotated queries, given all of the store that they read.
+
+        Args:
+            index, live: slots, and which of them are meant.
+            got: what the store has there, [B, R, S, H] each.
+        """
+        return cache.attend(spec, gathered(got[0], got[1], index, live, state.slots.seen), q, pos)[0]
 
     def regroup(self, spec: LayerSpec, state: State, keys: Callable[[Array], Array]) -> State:
         """`compress`, given a function from positions [B, W] in the tail to their keys [B, K, W, H]."""

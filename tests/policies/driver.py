@@ -137,6 +137,8 @@ def every_policy(budget: int | float) -> list[Policy]:
         "exempt": 0,
         "n_clusters": 5,
         "page": 4,
+        "outlier_chunks": 2,
+        "local_chunks": 1,
     }
     made = []
     for name, cls in policies().items():

@@ -1,0 +1,66 @@
+"""ShadowKV, literally: Algorithms 1 and 2 of the paper in NumPy and lists, for one row of a layer. Written for reading."""
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+class ShadowLayer:
+    """All KV heads of a layer.
+
+    Attributes:
+        exact: for each head, rotated key and value by position.
+        chunks: for each head, the chunks that can be selected, with their landmarks.
+        rebuilt: [n, K, H], the prompt's unrotated keys at low rank.
+    """
+
+    def __init__(self, budget: int, rank: int, chunk: int, outlier_chunks: int, local_chunks: int) -> None:
+        self.budget, self.rank, self.chunk = budget, rank, chunk
+        self.outliers, self.local = outlier_chunks, local_chunks
+
+    def prefill(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take in a prompt: unrotated keys and values [n, K, H]."""
+        n, heads, dim = keys.shape
+        u, sigma, vt = np.linalg.svd(keys.astype(np.float64).reshape(n, heads * dim), full_matrices=False)
+        self.rebuilt = ((u * sigma)[:, : self.rank] @ vt[: self.rank]).reshape(n, heads, dim)
+        self.values = values.astype(np.float64)
+        self.exact: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
+        self.chunks: list[dict[int, np.ndarray]] = []
+        count = max(n // self.chunk - self.local, 0)
+        for head in range(heads):
+            turned = np.stack([rotate(ROPE, keys[pos, head], pos) for pos in range(n)])
+            members = {i: range(i * self.chunk, (i + 1) * self.chunk) for i in range(count)}
+            landmarks = {i: turned[list(at)].mean(axis=0) for i, at in members.items()}
+
+            def least_cosine(i, turned=turned, members=members, landmarks=landmarks):
+                mark = landmarks[i]
+                return min(turned[t] @ mark / np.linalg.norm(turned[t]) / np.linalg.norm(mark) for t in members[i])
+
+            outliers = sorted(members, key=least_cosine)[: self.outliers]
+            self.chunks.append({i: mark for i, mark in landmarks.items() if i not in outliers})
+            kept = [t for i in outliers for t in members[i]] + list(range(count * self.chunk, n))
+            self.exact.append({t: (turned[t], self.values[t, head]) for t in kept})
+
+    def append(self, keys: np.ndarray, values: np.ndarray, pos: int) -> None:
+        """One more token: unrotated key and value [K, H]."""
+        for head, held in enumerate(self.exact):
+            held[pos] = rotate(ROPE, keys[head], pos), values[head].astype(np.float64)
+
+    def selected(self, turned: np.ndarray, head: int) -> list[int]:
+        """Prompt tokens that the rotated queries of a group [G, H] select."""
+        marks = self.chunks[head]
+        if not marks:
+            return []
+        attention = np.stack([softmax(np.stack(list(marks.values())) @ q / np.sqrt(len(q))) for q in turned]).max(
+            axis=0
+        )
+        order = np.asarray(list(marks))[np.argsort(-attention, kind="stable")]
+        return [int(i) * self.chunk + j for i in order[: self.budget // self.chunk] for j in range(self.chunk)]
+
+    def attend(self, queries: np.ndarray, pos: int, head: int) -> tuple[np.ndarray, list[int]]:
+        """What the queries of a group [G, H] get [G, H], and what they select."""
+        turned = np.stack([rotate(ROPE, q, pos) for q in queries])
+        chosen = self.selected(turned, head)
+        pairs = [(rotate(ROPE, self.rebuilt[t, head], t), self.values[t, head]) for t in chosen]
+        pairs += list(self.exact[head].values())
+        keys, values = (np.stack([pair[i] for pair in pairs]) for i in (0, 1))
+        return np.stack([softmax(keys @ q / np.sqrt(len(q))) @ values for q in turned]), chosen
