@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .policies import TreeKV as TreeKV
     from .policies import get_policy as get_policy
     from .policies import register as register
+    from .session import Session as Session
 
 _NAMES = {
     "compiling": ("Compiled", "compile"),
@@ -52,6 +53,7 @@ _NAMES = {
         "get_policy",
         "register",
     ),
+    "session": ("Session",),
 }
 _MODULES = ("conversion", "models", "policies", "sampling")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

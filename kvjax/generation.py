@@ -190,6 +190,12 @@ def _settled(text: str, stop: Sequence[str]) -> int:
     return end
 
 
+def continued(decode: Callable[[list[int]], str], given: list[int], tokens: list[int]) -> str:
+    """The text of new tokens; taken from what was given and them decoded together, since decoders treat a first token apart."""
+    before, whole = decode(given), decode(given + tokens)
+    return whole[len(before) :] if whole.startswith(before) else decode(tokens)
+
+
 @dataclasses.dataclass
 class _Row:
     """What one row has drawn so far."""
@@ -203,13 +209,11 @@ class _Row:
     stopped_text: str | None = None
 
     def text(self) -> str:
-        """The new text; taken from prompt and new tokens decoded together, since decoders treat a first token apart."""
+        """The new text."""
         if self.stopped_text is not None:
             return self.stopped_text
         assert self.decode is not None
-        given = self.prompt + self.question
-        before, whole = self.decode(given), self.decode(given + self.tokens)
-        return whole[len(before) :] if whole.startswith(before) else self.decode(self.tokens)
+        return continued(self.decode, self.prompt + self.question, self.tokens)
 
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int], stop: Sequence[str]
