@@ -44,6 +44,10 @@ class Program:
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 
+    def forget(self) -> None:
+        """Let go of all executables."""
+        self._compiled.clear()
+
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""
         return self.compiled(*args)(*args[self._static :])

@@ -10,6 +10,7 @@ import typer
 
 from kvjax._version import __version__
 
+from .bench import bench
 from .calibrate import calibrate
 from .command import Command
 from .compare import compare
@@ -28,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, convert, policies, inspect, draw, calibrate, compare):
+for function in (generate, convert, policies, inspect, draw, calibrate, compare, bench):
     app.command(cls=Command)(function)
 app.command("eval", cls=Command)(evaluate)
 

@@ -1,0 +1,99 @@
+"""One measurement to make: a model shape, a policy, a length, a batch."""
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from kvjax.models import ModelConfig
+from kvjax.models.presets import PRESETS
+from kvjax.policies import Policy, get_policy, policies
+
+LARGEST = "largest"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is measured; its fields open the row of the result.
+
+    Attributes:
+        policy: a policy's name, or what a peer's worker knows by that name.
+        settings: its hyperparameters. For policies that have kinds of heads, ``share_LABEL`` is the share of heads that are of
+            that kind, spread evenly, as random weights have no profile.
+        context: tokens of prompt in each row.
+        batch: rows, or "largest" for as many as fit.
+        shape: name of a preset.
+        new_tokens: tokens that are decoded in each row.
+        prefill: whether the model reads the prompt. If not, the cache is filled without it (see `states`) and there is no
+            time to first token.
+        dtype: type of weights and cache.
+        layers: of the model only so many; None for all.
+        program: which worker measures it.
+    """
+
+    policy: str
+    settings: dict[str, Any]
+    context: int
+    batch: int | Literal["largest"]
+    shape: str
+    new_tokens: int = 320
+    prefill: bool = True
+    dtype: str = "bfloat16"
+    layers: int | None = None
+    program: str = "kvjax"
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        config = PRESETS[self.shape]
+        return config if self.layers is None else dataclasses.replace(config, num_layers=self.layers, windows=())
+
+    def bound_policy(self) -> Policy:
+        """The policy, for this model.
+
+        Raises:
+            PolicyError: there is none such, or it does not take these settings.
+        """
+        kinds = getattr(policies().get(self.policy), "labels", ())
+        shares = {kind: self.settings[f"share_{kind}"] for kind in kinds if f"share_{kind}" in self.settings}
+        settings = {name: value for name, value in self.settings.items() if name.removeprefix("share_") not in shares}
+        if shares:
+            settings["profile"] = _labels(self.config, kinds, shares)
+        return get_policy(self.policy, **settings).bind(self.config)
+
+
+def read_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """A policy and its settings from ``name[:budget][:setting=value]...``: ``treekv:0.2``, ``catekv:2048:eta=0.7:share_adaptive=0.4``.
+
+    Raises:
+        ValueError: a setting is not written so, or does not take that value.
+    """
+    from kvjax.cli.hyperparameters import parse_value, setting_name
+
+    name, *parts = text.split(":")
+    cls = policies().get(name)
+    hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | (
+        typing.get_type_hints(cls) if cls else {}
+    )
+    settings = {}
+    for i, part in enumerate(parts):
+        if i == 0 and "=" not in part:
+            part = f"budget={part}"
+        setting = setting_name(part)
+        value = part.partition("=")[2]
+        try:
+            settings[setting] = parse_value(value, hints.get(setting, int | float | str))
+        except ValueError as error:
+            raise ValueError(f"{text}: {setting}={value!r}; {error}") from None
+    return name, settings
+
+
+def _labels(config: ModelConfig, kinds: Sequence[str], shares: dict[str, float]) -> tuple[tuple[str, ...], ...]:
+    """[layer][head]: one label's share of all KV heads, spread evenly, and the other label."""
+    label, share = next(iter(shares.items()))
+    other = next(kind for kind in kinds if kind != label)
+    counts = [int(i * share) for i in range(config.num_layers * config.num_kv_heads + 1)]
+    heads = [label if after > before else other for before, after in itertools.pairwise(counts)]
+    size = config.num_kv_heads
+    return tuple(tuple(heads[at : at + size]) for at in range(0, len(heads), size))

@@ -1,0 +1,54 @@
+"""Caches filled without the model: to measure decoding at a length without the time it takes to read a prompt of it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import LayerSpec
+from kvjax.decoding import Decoding, Specs
+from kvjax.policies import Policy
+
+
+def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
+    """A state as after prompts of `context` tokens, of random queries, keys and values that no model made.
+
+    The policy's own prefill makes the cache, so slots, scores and metadata are as full as they would be. It runs once for each
+    shape of cache: layers of one shape get copies.
+    """
+    made, caches, carry = {}, [], None
+    for spec in specs:
+        shapes = jax.eval_shape(partial(policy.init, spec))
+        leaves, tree = jax.tree.flatten(shapes)
+        kind = tree, tuple((x.shape, x.dtype) for x in leaves)
+        if kind in made:
+            caches.append(jax.tree.map(jnp.copy, made[kind]))
+            continue
+        made[kind], carry = jax.jit(partial(_prefill, policy, spec, context))(jax.random.key(spec.layer), carry)
+        caches.append(made[kind])
+    return _started(tuple(caches), specs[0].batch, context)
+
+
+def shapes(policy: Policy, specs: Specs) -> Decoding:
+    """Shapes of such a state."""
+    return jax.eval_shape(lambda: _started(tuple(policy.init(spec) for spec in specs), specs[0].batch, 0))
+
+
+def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
+    return Decoding(
+        caches=caches,
+        token=jnp.zeros((batch,), jnp.int32),
+        pos=jnp.full((batch,), context, jnp.int32),
+        steps=jnp.zeros((), jnp.int32),
+        done=jnp.zeros((batch,), bool),
+        seed=jnp.zeros((batch,), jnp.uint32),
+    )
+
+
+def _prefill(policy: Policy, spec: LayerSpec, context: int, key: jax.Array, carry: object) -> tuple[object, object]:
+    heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+    q, k, v = (
+        jax.random.normal(one, (spec.batch, spec.prompt_len, count, spec.head_dim), spec.dtype)
+        for one, count in zip(jax.random.split(key, 3), heads, strict=True)
+    )
+    return policy.prefill(spec, q, k, v, jnp.full((spec.batch,), context, jnp.int32), carry)

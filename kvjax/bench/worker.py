@@ -1,0 +1,69 @@
+"""The process that measures: cases come in as JSON, one a line, and what was seen goes out.
+
+python -m kvjax.bench.worker '{"bandwidth": 4.8e12}'
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer cases until the input ends: first with `header()`, then with `measure(case)` or how it failed, a line each.
+
+    Whatever else the process prints goes to standard error.
+    """
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(what: dict[str, Any]) -> None:
+        out.write(json.dumps(what, default=str) + "\n")
+        out.flush()
+
+    say(header())
+    for line in sys.stdin:
+        try:
+            found = measure(json.loads(line))
+        except Exception as error:  # whatever it is, the next case is to run
+            found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        gc.collect()  # what the error's frames held on the device
+        say(found)
+
+
+def main() -> None:
+    """Measure kvjax."""
+    options = json.loads(sys.argv[1])
+    if options["compilation_cache"]:
+        from kvjax.compilation_cache import keep_compiled_programs
+
+        keep_compiled_programs()
+    import jax
+
+    from kvjax.evals.report import header
+    from kvjax.models import Params, init
+
+    from .case import Case
+    from .floor import bandwidth
+    from .measuring import measure
+
+    device = jax.devices()[0]
+    rate = options["bandwidth"] or bandwidth(device.device_kind)
+    memory = options["memory"] or (device.memory_stats() or {}).get("bytes_limit")
+    weights: dict[Any, Params] = {}
+
+    def measured(fields: dict[str, Any]) -> dict[str, Any]:
+        case = Case(**fields)
+        key = case.config, case.dtype
+        if key not in weights:
+            weights.clear()
+            weights[key] = jax.block_until_ready(init(case.config, jax.random.key(0), case.dtype))
+        return measure(case, weights[key], rate, memory)
+
+    serve(lambda: header(weights="random", **options | {"bandwidth": rate, "memory": memory}), measured)
+
+
+if __name__ == "__main__":
+    main()

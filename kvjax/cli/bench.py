@@ -1,0 +1,142 @@
+"""`kvjax bench`: how fast policies are on this device."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import console
+from .options import CompilationCacheOption, DType
+
+if TYPE_CHECKING:
+    from kvjax.bench.case import Case
+
+
+def bench(
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", help="Result file, JSON; what it has already is not run again."),
+    ] = Path("bench.json"),
+    policies: Annotated[
+        str, typer.Option(help="NAME[:BUDGET][:SETTING=VALUE]..., separated by commas.")
+    ] = "full,streaming_llm:0.2,treekv:0.2",
+    shape: Annotated[str, typer.Option(help="Model shapes, separated by commas; weights are random.")] = "smollm2-135m",
+    context: Annotated[str, typer.Option(help="Tokens of prompt, separated by commas.")] = "2048",
+    batch: Annotated[str, typer.Option(help='Rows, separated by commas; "largest" finds how many fit.')] = "1",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Tokens to decode in each row.")] = 320,
+    skip_prefill: Annotated[
+        bool, typer.Option("--skip-prefill", help="Fill caches without reading a prompt; no time to first token then.")
+    ] = False,
+    dtype: Annotated[DType, typer.Option(help="Type of weights and cache.")] = "bfloat16",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Only so many layers of the model.", show_default=False)
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bytes a second, for the floor. [default: by the device's data sheet]", show_default=False),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory to use, such as 8GB. [default: the device's]", show_default=False),
+    ] = None,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Stop after so long; the rest is for the next run.", show_default=False)
+    ] = None,
+    case_seconds: Annotated[float, typer.Option(help="Most time for one row.")] = 600,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Draw figures into this folder. Needs the `plot` extra.", show_default=False
+        ),
+    ] = None,
+    compilation_cache: CompilationCacheOption = True,
+) -> None:
+    """Measure prefill and decoding, beside what the memory allows.
+
+    For each policy, context, batch and model shape: time to first token, time per output token in the compiled loop, latency and
+    throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
+    Rows are written as they come; one that fails says why.
+    """
+    from kvjax.bench.running import run
+    from kvjax.memory import parse_bytes
+
+    cases = read_cases(policies, shape, context, batch, new_tokens, skip_prefill, dtype, layers)
+    options = {
+        "bandwidth": bandwidth,
+        "memory": None if memory is None else parse_bytes(memory),
+        "compilation_cache": compilation_cache,
+    }
+    command = [sys.executable, "-m", "kvjax.bench.worker", json.dumps(options)]
+    rows = run(cases, {"kvjax": command}, out, budget_seconds=budget_seconds, case_seconds=case_seconds, said=print_row)
+    if plot is not None:
+        draw(rows, plot)
+
+
+def read_cases(
+    policies: str,
+    shapes: str,
+    contexts: str,
+    batches: str,
+    new_tokens: int,
+    skip_prefill: bool,
+    dtype: str,
+    layers: int | None,
+) -> "list[Case]":
+    """All combinations; lists are separated by commas. Policies are refused here, before anything runs."""
+    from kvjax.bench.case import LARGEST, Case, read_policy
+    from kvjax.models.presets import PRESETS
+
+    numbers: dict[str, list[Any]] = {"context": [], "batch": []}
+    for name, text in (("context", contexts), ("batch", batches)):
+        for part in map(str.strip, text.split(",")):
+            if name == "batch" and part == LARGEST:
+                numbers[name].append(LARGEST)
+            elif part.isdecimal() and int(part) > 0:
+                numbers[name].append(int(part))
+            else:
+                raise typer.BadParameter(f"{part!r}; give whole numbers, 1 or more", param_hint=f"--{name}")
+    cases = []
+    for shape in map(str.strip, shapes.split(",")):
+        if shape not in PRESETS:
+            raise typer.BadParameter(f"{shape!r}; give any of {', '.join(PRESETS)}", param_hint="--shape")
+        for context in numbers["context"]:
+            for batch in numbers["batch"]:
+                for policy, settings in map(read_policy, map(str.strip, policies.split(","))):
+                    case = Case(policy, settings, context, batch, shape, new_tokens, not skip_prefill, dtype, layers)
+                    case.bound_policy()
+                    cases.append(case)
+    return cases
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One result, in a line."""
+    from kvjax.bench.figures import title
+
+    parts = [row["shape"], title(row), f"{row['context']} × {row.get('batch_run', row['batch'])}"]
+    if "failed" in row:
+        print(" · ".join([*parts, f"failed: {row['failed'].splitlines()[0] if row['failed'] else ''}"]), flush=True)
+        return
+    if row.get("ttft_s") is not None:
+        parts.append(f"first token {row['ttft_s']:.3f} s")
+    parts.append(f"{row['tpot_ms']:.3f} ms a token")
+    if row.get("times_floor") is not None:
+        parts.append(f"{row['times_floor']:.2f} × floor")
+    parts.append(f"{row['tokens_per_s']:.1f} tokens/s")
+    parts.append(f"cache {console.size(row['cache_bytes'])}, peak {console.size(row['peak_bytes'])}")
+    if row.get("compile_s") is not None:
+        parts.append(f"compiled in {row['compile_s']:.1f} s")
+    print(" · ".join(parts), flush=True)
+
+
+def draw(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write the figures of what was measured, for each shape those that there is something to draw in."""
+    from kvjax.bench.figures import by_batch, by_context
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        for name, figure in (("by-context", by_context), ("by-batch", by_batch)):
+            with contextlib.suppress(ValueError):
+                figure([row for row in rows if row["shape"] == shape]).savefig(folder / f"{shape}-{name}.png", dpi=150)

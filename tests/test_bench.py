@@ -1,0 +1,173 @@
+"""`kvjax bench`: what rows say, what becomes of cases that fail, and runs that go on."""
+
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+
+import kvjax
+from kvjax.bench import figures, floor, measuring, states
+from kvjax.bench.case import Case, read_policy
+from kvjax.bench.running import run
+from kvjax.cache import layer_specs
+from kvjax.models import Params, presets
+from kvjax.policies import get_policy
+
+WORKER = """
+import json, os, sys, time
+from kvjax.bench.worker import serve
+def measure(case):
+    print("noise")
+    if case["policy"] == "raises": raise MemoryError("RESOURCE_EXHAUSTED")
+    if case["policy"] == "dies": print("last words", file=sys.stderr); os._exit(3)
+    if case["policy"] == "hangs": time.sleep(60)
+    return {"tpot_ms": case["context"] / 100, "pid": os.getpid()}
+serve(lambda: {"device": "one", "versions": {}, "settings": {}}, measure)
+"""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tiny: Params) -> Case:
+    """A case of the tiny model's shape."""
+    monkeypatch.setitem(presets.PRESETS, "tiny", tiny.config)
+    return Case("full", {}, context=50, batch=2, shape="tiny", new_tokens=70, dtype="float32")
+
+
+def test_a_row(small: Case, tiny: Params) -> None:
+    row = measuring.measure(small, tiny, bandwidth=1e9, memory=None)
+    weights = sum(x.nbytes for x in jax.tree.leaves(tiny)) - tiny.embed.nbytes
+    live = 2 * 2 * (50 + 70) * 2 * 2 * 16 * 4  # rows, layers, tokens, KV heads, k and v, head dim, bytes
+    assert (row["weight_bytes_read"], row["cache_bytes_read"]) == (weights, live)
+    assert row["floor_ms"] == pytest.approx((weights + live) / 1e6)
+    assert row["times_floor"] == pytest.approx(row["tpot_ms"] / row["floor_ms"])
+    assert row["cache_bytes"] == get_policy("full").nbytes(tiny.config, 2, 50, 70, "float32")
+    assert row["peak_bytes"] == max(row["program_bytes"].values()) > weights + row["cache_bytes"]
+    assert row["tokens_per_s"] == pytest.approx(2e3 / row["tpot_ms"])
+    assert len(row["tpot_all_ms"]) == 2
+    assert row["latency_s"] == pytest.approx(row["ttft_all_s"][-1] + row["decode_s"])
+    json.dumps(row)
+
+
+def test_filled_states_are_as_full_as_real_ones_and_what_a_step_reads_of_them(tiny: Params) -> None:
+    """Of what is freed, live slots and not all there are; of what recalls, the selection and its metadata."""
+    specs = layer_specs(tiny.config, 2, 50, 8, tiny.dtype)
+    tree, pair = kvjax.TreeKV(budget=20, sinks=2), 2 * 16 * 4
+    state = states.filled(tree, specs, 50)
+    assert state.pos.tolist() == [50, 50]
+    assert shapes_of(state) == shapes_of(states.shapes(tree, specs))
+    for spec, cache in zip(specs, state.caches, strict=True):
+        assert tree.slots(spec, cache).count.tolist() == [[20, 20]] * 2
+        assert tree.slots(spec, cache).seen.tolist() == [50, 50]
+    assert (
+        floor.cache_bytes_read(tree, specs, state.caches)
+        == 2 * 2 * 2 * 20 * pair
+        < tree.nbytes(tiny.config, 2, 50, 8, tiny.dtype)
+    )
+    quest, long = get_policy("quest", budget=32, page=16, exempt=0), layer_specs(tiny.config, 1, 200, 8, tiny.dtype)
+    read = floor.cache_bytes_read(quest, long, states.filled(quest, long, 200).caches)
+    assert read == quest.bytes_read(tiny.config, 1, 200, 8, tiny.dtype) < 2 * 2 * 200 * pair
+
+
+def shapes_of(tree: object) -> object:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: Params) -> None:
+    case = dataclasses.replace(small, batch="largest", prefill=False, new_tokens=4)
+    memory = 800_000
+    row = measuring.measure(case, tiny, bandwidth=None, memory=memory)
+    assert row["peak_bytes"] <= memory
+    assert (row["ttft_s"], row["latency_s"], row["floor_ms"]) == (None, None, None)
+    assert row["tpot_ms"] > 0
+    assert list(row["program_bytes"]) == ["decode"]
+    more = row["batch_run"] + max(row["batch_run"] // 16, 1) + 1
+    specs = layer_specs(tiny.config, more, 50, 4, "float32")
+    assert max(measuring._needed(case, get_policy("full"), specs).values()) > memory
+    with pytest.raises(ValueError, match="a single row needs"):
+        measuring.measure(case, tiny, bandwidth=None, memory=1000)
+    with pytest.raises(ValueError, match="give one"):
+        measuring.measure(case, tiny, bandwidth=None, memory=None)
+
+
+def test_a_case_that_needs_too_much_is_not_tried(small: Case, tiny: Params) -> None:
+    with pytest.raises(ValueError, match="of the device's memory, of which there are 1000"):
+        measuring.measure(dataclasses.replace(small, prefill=False, new_tokens=4), tiny, bandwidth=None, memory=1000)
+
+
+def test_failures_are_rows_and_the_next_case_runs(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    cases = [Case(name, {}, 10, 1, "tiny") for name in ("fine", "raises", "dies", "hangs", "other")]
+    run_ = partial(run, workers={"kvjax": [sys.executable, "-c", WORKER]}, out=out)
+    rows = run_(cases, case_seconds=6)
+    assert [row["policy"] for row in rows] == [case.policy for case in cases]
+    assert rows[1]["failed"] == "MemoryError: RESOURCE_EXHAUSTED"
+    assert rows[2]["failed"].startswith("the process ended with code 3: ")
+    assert rows[2]["failed"].endswith("last words")
+    assert rows[3]["failed"] == "took longer than 6 s"
+    assert rows[4]["tpot_ms"] == rows[0]["tpot_ms"] == 0.1
+    assert json.loads(out.read_text())["rows"] == rows
+
+    more = [*cases, Case("more", {"budget": 0.2}, 20, 1, "tiny")]
+    again = run_(more)
+    assert again[:5] == rows  # not run again
+    assert again[5]["tpot_ms"] == 0.2
+    assert run_(more) == again
+
+    assert run_([*more, Case("late", {}, 30, 1, "tiny")], budget_seconds=0) == again
+    found = json.loads(out.read_text())
+    found["header"]["device"] = "another"
+    out.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="other device"):
+        run_([*more, Case("late", {}, 30, 1, "tiny")])
+
+
+def test_policies_as_they_are_written(small: Case) -> None:
+    assert read_policy("full") == ("full", {})
+    assert read_policy("treekv:0.2:sinks=2") == ("treekv", {"budget": 0.2, "sinks": 2})
+    name, settings = read_policy("catekv:32:eta=0.7:share_adaptive=0.5:chunk=4")
+    assert settings == {"budget": 32, "eta": 0.7, "share_adaptive": 0.5, "chunk": 4}
+    policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
+    assert policy.heads == (((0,), (0,)), ((1,), (1,)))  # consistent, adaptive; [group][layer]
+    with pytest.raises(ValueError, match="give a whole number"):
+        read_policy("treekv:budget=0.2:sinks=few")
+
+
+def test_figures(tmp_path: Path) -> None:
+    base = dataclasses.asdict(Case("full", {}, 1, 1, "tiny"))
+    rows = [
+        base
+        | {"context": context, "batch": batch, "batch_run": batch, "tpot_ms": context * batch, "floor_ms": 1.0}
+        | {"peak_bytes": 2e9, "tokens_per_s": batch * 10}
+        for context in (100, 200)
+        for batch in (1, 4)
+    ]
+    rows.append(base | {"failed": "out of memory"})
+    figure = figures.by_context(rows)
+    line, dotted = figure.axes[0].lines
+    assert line.get_xydata().tolist() == [[100, 100], [200, 200]]
+    assert (dotted.get_linestyle(), dotted.get_ydata().tolist()) == (":", [1, 1])
+    assert figure.axes[2].lines[0].get_ydata().tolist() == [2, 2]
+    assert "ms" in figure.axes[0].get_ylabel()
+    assert figures.by_batch(rows).axes[1].lines[0].get_xydata().tolist() == [[1, 10], [4, 40]]
+    with pytest.raises(ValueError, match="no row has a time"):
+        figures.by_batch(rows[-1:])
+
+
+def test_refused_before_anything_runs(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from kvjax.cli import app
+
+    def bench(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["bench", "-o", str(tmp_path / "rows.json"), *arguments])
+        assert result.exit_code in (1, 2)
+        return result.stderr
+
+    assert "unknown policy 'nope'" in bench("--policies", "nope")
+    assert "give whole numbers" in bench("--context", "1k")
+    assert "llama-3.1-8b" in bench("--shape", "gpt-2")
+    assert not list(tmp_path.iterdir())
