@@ -29,6 +29,7 @@ class CachePolicy(Protocol):
     def prefill(self, spec: Any, q: Array, k: Array, v: Array, lengths: Array, carry: Any) -> tuple[Any, Any]: ...
     def append(self, spec: Any, state: Any, k: Array, v: Array, pos: Array) -> Any: ...
     def attend(self, spec: Any, state: Any, q: Array, pos: Array, carry: Any) -> tuple[Array, Any, Any]: ...
+    def foresee(self, spec: Any, queries: Callable[[], Array], pos: Array, carry: Any) -> Any: ...
 
 
 HEAD_BLOCK = 256
@@ -132,7 +133,10 @@ def decode_step(
             updated.append(state)
             return out
 
-        x = _block(params.config, layer, x, attend)
+        before, x = x, _block(params.config, layer, x, attend)
+        if len(updated) < len(specs):
+            ahead = partial(_queries_ahead, params, len(updated), before)
+            carry = policy.foresee(specs[len(updated)], ahead, pos, carry)
     return _logits(params, x), tuple(updated)
 
 
@@ -149,12 +153,20 @@ def _block(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: 
 
 
 def _attention(config: ModelConfig, p: Attention, x: Array, attend: Attend) -> Array:
-    def heads(w: Array, bias: Array | None, norm: Array | None = None) -> Array:
-        h = _linear(x, w, bias).reshape(*x.shape[:-1], -1, config.head_dim)
-        return h if norm is None else rms_norm(h, norm, config.norm_eps)
-
-    out = attend(heads(p.q, p.q_bias, p.q_norm), heads(p.k, p.k_bias, p.k_norm), heads(p.v, p.v_bias))
+    q, k = _heads(config, x, p.q, p.q_bias, p.q_norm), _heads(config, x, p.k, p.k_bias, p.k_norm)
+    out = attend(q, k, _heads(config, x, p.v, p.v_bias))
     return _linear(out.reshape(*x.shape[:-1], -1), p.o, p.o_bias)
+
+
+def _heads(config: ModelConfig, x: Array, w: Array, bias: Array | None, norm: Array | None = None) -> Array:
+    h = _linear(x, w, bias).reshape(*x.shape[:-1], -1, config.head_dim)
+    return h if norm is None else rms_norm(h, norm, config.norm_eps)
+
+
+def _queries_ahead(params: Params, layer: int, x: Float[Array, "B D"]) -> Float[Array, "B N H"]:
+    """The queries that a layer would have for the attention input of the one before it, whose residual stream was `x`."""
+    config, p = params.config, params.layers[layer].attn
+    return _heads(config, rms_norm(x, params.layers[layer - 1].attn_norm, config.norm_eps), p.q, p.q_bias, p.q_norm)
 
 
 def _mlp(p: MLP, x: Array) -> Array:

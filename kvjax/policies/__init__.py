@@ -18,6 +18,7 @@ from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .full import Full as Full
 from .h2o import H2O as H2O
+from .infinigen import InfiniGen as InfiniGen
 from .keydiff import KeyDiff as KeyDiff
 from .knorm import KNorm as KNorm
 from .offload import Offloaded as Offloaded

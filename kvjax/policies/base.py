@@ -1,12 +1,13 @@
 """The policy protocol: what to keep of the past, as a few pure functions over a cache state.
 
 A policy is a frozen dataclass of plain hyperparameters. It is hashable, so equal policies share one compiled program. The model
-calls it once a layer for the prompt, and three times a layer for every new token:
+calls it once a layer for the prompt, and four times a layer for every new token:
 
     state, carry = policy.prefill(spec, q, k, v, lengths, carry)
 
     state = policy.append(spec, state, k, v, pos)
     out, state, carry = policy.attend(spec, state, q, pos, carry)
+    carry = policy.foresee(next_spec, queries, pos, carry)
     state = policy.compress(spec, state)
 
 Queries and keys arrive *unrotated*: a policy that keeps original positions rotates keys when it stores them, one that
@@ -126,6 +127,17 @@ class Policy:
         """The attention output of the newest token; scores that the state keeps may move."""
         out, _ = cache.attend(spec, state, spec.rope.rotate(q, pos[:, None]), pos)
         return out, state, carry
+
+    def foresee(
+        self, spec: LayerSpec, queries: Callable[[], Float[Array, "B N H"]], pos: Int[Array, " B"], carry: Carry
+    ) -> Carry:
+        """Look ahead to a layer before it begins: called between two layers with the `spec` of the second.
+
+        Args:
+            queries: gives the unrotated queries that the second layer would have for the first one's attention input. They are
+                computed if this is called.
+        """
+        return carry
 
     def compress(self, spec: LayerSpec, state: State) -> State:
         """The state within its budget again; called after every decoded token.

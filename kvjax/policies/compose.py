@@ -84,6 +84,12 @@ class ByLayer(Policy):
         out, state, own = self.at(spec).attend(spec, state, q, pos, _own(carry, self.at(spec)))
         return out, state, _with(carry, self.at(spec), own)
 
+    def foresee(
+        self, spec: LayerSpec, queries: Callable[[], Float[Array, "B N H"]], pos: Int[Array, " B"], carry: Carry
+    ) -> Carry:
+        policy = self.at(spec)
+        return _with(carry, policy, policy.foresee(spec, queries, pos, _own(carry, policy)))
+
     def compress(self, spec: LayerSpec, state: State) -> State:
         return self.at(spec).compress(spec, state)
 
@@ -208,6 +214,15 @@ class ByHead(Policy):
             carry = _with(carry, policy, own)
         back = np.argsort(np.concatenate(order))
         return jnp.concatenate(outs, axis=1)[:, back], tuple(states), carry
+
+    def foresee(
+        self, spec: LayerSpec, queries: Callable[[], Float[Array, "B N H"]], pos: Int[Array, " B"], carry: Carry
+    ) -> Carry:
+        for policy, sub, heads in self._parts(spec):
+            at = _queries(spec, heads)
+            own = policy.foresee(sub, lambda at=at: queries()[:, at], pos, _own(carry, policy))
+            carry = _with(carry, policy, own)
+        return carry
 
     def compress(self, spec: LayerSpec, state: tuple[State, ...]) -> tuple[State, ...]:
         return tuple(

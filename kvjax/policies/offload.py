@@ -154,7 +154,7 @@ class Offloaded(Policy):
             return out, _returned(after, near, state), carry
         assert isinstance(self.policy, Recalling)
         q = spec.rope.rotate(q, pos[:, None])
-        index, live = self.policy.selected(spec, state.inner, q)
+        index, live = self.policy.selected(spec, state.inner, self.policy.asking(q, carry))
         state, selected = self._fetch(spec, state, index, live)
 
         if state.ends:
@@ -170,6 +170,11 @@ class Offloaded(Policy):
         index, live = (jnp.pad(x, unused[:3]) for x in (index, live))
         out = self.policy.read(spec, state.inner, q, pos, index, live, selected)
         return out, state, carry
+
+    def foresee(
+        self, spec: LayerSpec, queries: Callable[[], Float[Array, "B N H"]], pos: Int[Array, " B"], carry: Carry
+    ) -> Carry:
+        return self.policy.foresee(spec, queries, pos, carry)
 
     def compress(self, spec: LayerSpec, state: State) -> State:
         if not isinstance(state, Recalled):

@@ -50,6 +50,10 @@ class Recalling(Policy):
             else cache.round_slots(self.selects(spec)[1] + sum(self.ends(spec)))
         )
 
+    def asking(self, q: Float[Array, "B N H"], carry: Carry) -> Float[Array, "B N H"]:
+        """The rotated queries that it selects by: those that attend, or such as an earlier layer has foreseen."""
+        return q
+
     def run_of(self, spec: LayerSpec) -> int:
         """All that is read comes in runs of so many slots, each beginning at a multiple of it: pages that are read as one."""
         return 1
@@ -113,7 +117,7 @@ class Recalling(Policy):
         if not self.recalls(spec):
             return super().attend(spec, state, q, pos, carry)
         q = spec.rope.rotate(q, pos[:, None])
-        index, live = self.recall(spec, state, q)
+        index, live = self.recall(spec, state, self.asking(q, carry))
         if spec.window is not None:
             live &= index > pos[:, None, None] - spec.window
         page = self.run_of(spec)

@@ -1,0 +1,194 @@
+"""InfiniGen: which tokens a layer will attend to is told from the layer before, by a few channels of queries and keys."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+
+from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
+from .pages import best_pages
+from .recalling import Recalling
+from .registry import register
+
+
+@flax.struct.dataclass
+class Speculation:
+    """All tokens of a layer, token p in slot p, with a part of their keys. B rows, K KV heads, C slots, H head dim, P channels.
+
+    Attributes:
+        slots: rotated keys, and values.
+        skew: the directions of rotated queries and keys that scores are told by.
+        partial: keys in these directions.
+        budget: tokens that a query reads at most, the newest included.
+    """
+
+    slots: Slots
+    skew: Float[Array, "B K H P"]
+    partial: Float[Array, "B K C P"]
+    budget: Int[Array, " B"]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(Recalling):
+    """Keep everything, and read the tokens that are expected to matter, as seen a layer ahead (Lee et al. 2024, section 4).
+
+    While a layer computes, the next one's queries are told from this one's attention input, which changes little from layer to
+    layer, with the next one's weights. Their scores are taken in a few directions: each head's queries and keys are turned so
+    that most of their size is in few channels (by the singular vectors of the queries), and the `share` of channels with the
+    largest sums of absolute values is used. A layer's heads read as many tokens as on average have a score within `alpha` of their
+    head's highest, and each takes its best. So what is selected is known before the layer begins, which is what
+    moving it from the host takes: `offloaded(InfiniGen())`.
+
+    Differences: the paper finds the directions beforehand on a sample text, and keeps the part of the query weights that they need;
+    here they are those of the prompt's own queries, so that nothing has to be prepared, and the whole query projection is
+    computed ahead. Query heads that share keys are averaged. (The published code for Llama takes the first head's highest score
+    for all heads; here each has its own, as in the paper.)
+
+    Attributes:
+        budget: tokens that a query reads at most: a number, or a fraction of prompt + new tokens (the paper caps at 0.2).
+        alpha: how far below its head's highest score, scaled as in attention, a token's may be to count (4 for OPT, 5 for Llama-2).
+        share: of the channels that scores are told by (the published scripts have 0.2, the default of the published code is 0.1).
+        exempt: first layers, which read everything.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    paper: ClassVar[str] = (
+        "Lee et al. 2024, InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management"
+    )
+    keeps: ClassVar[str] = "every token, of which a query reads those that the layer before expects to matter"
+    stage: ClassVar[Stage] = "decoding"
+
+    budget: int | float = 0.2
+    alpha: float = 4.0
+    share: float = 0.2
+    exempt: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, alpha=0, exempt=0)
+        if not 0 < self.share <= 1:
+            raise PolicyError(f"{self.name}: share={self.share}; give a share of the channels, above 0 and up to 1")
+        if isinstance(self.budget, int):
+            self.check(0)
+
+    def check(self, tokens: int) -> None:
+        budget = budget_tokens(self.budget, tokens)
+        if budget < 2:
+            raise PolicyError(
+                f"{self.name}: a budget of {self.budget} gives {budget} tokens to read, but the newest and at least one other need "
+                "2; raise budget"
+            )
+
+    def recalls(self, spec: LayerSpec) -> bool:
+        return spec.layer >= self.exempt and budget_tokens(self.budget, spec.max_tokens) < spec.max_tokens
+
+    def selects(self, spec: LayerSpec) -> tuple[int, int]:
+        return spec.num_kv_heads, budget_tokens(self.budget, spec.max_tokens) - 1
+
+    def ends(self, spec: LayerSpec) -> tuple[int, int]:
+        return 0, 1
+
+    def tail(self, state: Speculation) -> Int[Array, " B"]:
+        return jnp.maximum(state.slots.seen - 1, 0)
+
+    def layer_bytes_read(self, spec: LayerSpec) -> int:
+        """Bytes that one decoding step reads at most: partial keys, and keys and values of as many tokens as the budget allows."""
+        if not self.recalls(spec):
+            return super().layer_bytes_read(spec)
+        partial = (self.capacity(spec) + spec.head_dim) * self._channels(spec)
+        pairs = self.reads(spec) * 2 * spec.head_dim
+        return spec.batch * spec.num_kv_heads * (partial + pairs) * spec.dtype.itemsize
+
+    def init(self, spec: LayerSpec) -> State:
+        slots = cache.empty(spec, self.capacity(spec))
+        if not self.recalls(spec):
+            return slots
+        channels = self._channels(spec)
+        skew = jnp.eye(spec.head_dim, channels, dtype=spec.dtype)
+        return Speculation(
+            slots=slots,
+            skew=jnp.broadcast_to(skew, (*slots.next.shape, *skew.shape)),
+            partial=jnp.zeros((*slots.pos.shape, channels), spec.dtype),
+            budget=budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)),
+        )
+
+    def prefill(
+        self,
+        spec: LayerSpec,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        lengths: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[State, Carry]:
+        slots, carry = super().prefill(spec, q, k, v, lengths, carry)
+        if not self.recalls(spec):
+            return slots, carry
+        skew = self._skew(spec, rotated(spec, q), rotated(spec, k), lengths).astype(spec.dtype)
+        partial = jnp.einsum("bkch,bkhp->bkcp", slots.k, skew, preferred_element_type=jnp.float32)
+        budget = budget_rows(self.budget, lengths + spec.new_tokens)
+        return Speculation(slots, skew, partial.astype(spec.dtype), budget), carry
+
+    def append(
+        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
+    ) -> State:
+        if not self.recalls(spec):
+            return super().append(spec, state, k, v, pos)
+        key = spec.rope.rotate(k, pos[:, None]).astype(spec.dtype)
+        part = jnp.einsum("bkh,bkhp->bkp", key, state.skew, preferred_element_type=jnp.float32).astype(spec.dtype)
+        rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None]
+        heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :]
+        partial = state.partial.at[rows, heads, state.slots.next].set(part)
+        return dataclasses.replace(super().append(spec, state, k, v, pos), partial=partial)
+
+    def foresee(
+        self, spec: LayerSpec, queries: Callable[[], Float[Array, "B N H"]], pos: Int[Array, " B"], carry: Carry
+    ) -> Carry:
+        return spec.rope.rotate(queries(), pos[:, None]) if self.recalls(spec) else None
+
+    def asking(self, q: Float[Array, "B N H"], carry: Carry) -> Float[Array, "B N H"]:
+        return q if carry is None else carry
+
+    def selected(
+        self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"]
+    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+        """The tokens before the newest that score highest, best first; in all heads as many as are near the highest on average."""
+        mean = jnp.mean(q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32), axis=2)
+        query = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
+        scores = jnp.einsum(
+            "bkp,bkcp->bkc", query.astype(spec.dtype), state.partial, preferred_element_type=jnp.float32
+        )
+        pos = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        candidates = jnp.broadcast_to((pos < self.tail(state)[:, None])[:, None], scores.shape)
+        scores = jnp.where(candidates, scores * spec.scale, -jnp.inf)
+        near = candidates & (scores > jnp.max(scores, axis=-1, keepdims=True) - self.alpha)
+        count = jnp.sum(near, axis=(1, 2), dtype=jnp.int32) // spec.num_kv_heads
+        return best_pages(scores, candidates, jnp.clip(count, 1, state.budget - 1), self.selects(spec)[1])
+
+    def _skew(
+        self, spec: LayerSpec, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], lengths: Int[Array, " B"]
+    ) -> Float[Array, "B K H P"]:
+        """The right singular vectors of a group's queries, those in which queries and keys are largest."""
+        inside = cache.in_prompt(lengths, k.shape[1])[..., None, None]
+        q, k = (jnp.where(inside, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (q, k))
+        grouped = q.reshape(*k.shape[:3], -1, spec.head_dim)
+        gram = jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest")
+        vectors = jnp.linalg.eigh(gram)[1]
+        sizes = sum(
+            jnp.sum(jnp.abs(jnp.einsum(f"{axes},bkhi->{axes[:-1]}i", x, vectors, precision="highest")), axis=summed)
+            for x, axes, summed in ((grouped, "btkgh", (1, 3)), (k, "btkh", 1))
+        )
+        best = jax.lax.top_k(sizes, self._channels(spec))[1]
+        return jnp.take_along_axis(vectors, best[:, :, None], axis=-1)
+
+    def _channels(self, spec: LayerSpec) -> int:
+        return math.ceil(Fraction(self.share).limit_denominator(10_000) * spec.head_dim)

@@ -1,0 +1,56 @@
+"""InfiniGen, literally: skewing, partial keys and the count of tokens in NumPy, for one row of a layer. Written for reading."""
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+
+
+class InfiniLayer:
+    """All KV heads of a layer: rotated keys, values, and the directions that scores are told by."""
+
+    def __init__(self, budget: int, alpha: float, channels: int, kv_heads: int) -> None:
+        self.budget, self.alpha, self.channels = budget, alpha, channels
+        self.keys: list[list[np.ndarray]] = [[] for _ in range(kv_heads)]
+        self.values: list[list[np.ndarray]] = [[] for _ in range(kv_heads)]
+        self.skew: list[np.ndarray] = []
+
+    def append(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """One more token: unrotated key and value [K, H]."""
+        for head, (k, v) in enumerate(zip(keys, values, strict=True)):
+            self.keys[head].append(rotate(ROPE, k, len(self.keys[head])))
+            self.values[head].append(v.astype(np.float64))
+
+    def prefill(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take in a prompt: unrotated queries [n, N, H], keys and values [n, K, H]."""
+        for k, v in zip(keys, values, strict=True):
+            self.append(k, v)
+        group = queries.shape[1] // keys.shape[1]
+        for head, held in enumerate(self.keys):
+            turned = [
+                rotate(ROPE, queries[pos, n], pos)
+                for pos in range(len(queries))
+                for n in range(head * group, (head + 1) * group)
+            ]
+            _, _, vt = np.linalg.svd(np.stack(turned))
+            size = np.abs(np.stack(turned) @ vt.T).sum(axis=0) + np.abs(np.stack(held) @ vt.T).sum(axis=0)
+            self.skew.append(vt.T[:, np.argsort(-size, kind="stable")[: self.channels]])
+
+    def selected(self, turned: np.ndarray) -> list[set[int]]:
+        """Of each KV head, what it reads besides the newest token, for rotated queries [N, H]."""
+        group = len(turned) // len(self.keys)
+        scores = []
+        for head, held in enumerate(self.keys):
+            query = turned[head * group : (head + 1) * group].mean(axis=0) @ self.skew[head]
+            scores.append(np.stack(held[:-1]) @ self.skew[head] @ query / np.sqrt(turned.shape[1]))
+        near = [int((s > s.max() - self.alpha).sum()) for s in scores]
+        count = min(max(sum(near) // len(near), 1), self.budget - 1)
+        return [set(np.argsort(-s, kind="stable")[:count].tolist()) for s in scores]
+
+    def attend(self, turned: np.ndarray, chosen: list[set[int]]) -> np.ndarray:
+        """What rotated queries [N, H] get [N, H] from what is chosen and the newest token."""
+        group, outputs = len(turned) // len(self.keys), []
+        for n, q in enumerate(turned):
+            head = n // group
+            read = [*sorted(chosen[head]), len(self.keys[head]) - 1]
+            keys, values = (np.stack([x[head][t] for t in read]) for x in (self.keys, self.values))
+            outputs.append(softmax(keys @ q / np.sqrt(len(q))) @ values)
+        return np.stack(outputs)

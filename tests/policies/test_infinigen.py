@@ -1,0 +1,162 @@
+"""InfiniGen against the literal algorithm, and what it foresees against the model's own weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import ROPE, TINY, make_case, rotate, run
+from policies.oracle_infinigen import InfiniLayer
+
+import kvjax
+from kvjax.cache import layer_specs
+from kvjax.models import transformer
+from kvjax.models.transformer import rms_norm
+from kvjax.policies import Full, InfiniGen, Policy, PolicyError, by_head, by_layer, offloaded
+
+CONFIGURATIONS = {
+    "gqa": ({"budget": 12, "alpha": 2.0, "share": 0.375}, 4, 2),
+    "mha, all channels": ({"budget": 20, "alpha": 1.0, "share": 1.0}, 2, 2),
+    "the budget decides": ({"budget": 5, "alpha": 50.0, "share": 0.25}, 4, 1),
+}
+STEPS, ROWS = 5, 20
+
+
+def inputs(heads: int = 4, kv_heads: int = 2):
+    lengths = np.random.default_rng(7).integers(2, 64, size=ROWS)
+    lengths[:3] = 2, 12, 63
+    return make_case(3, lengths, STEPS, heads, kv_heads)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch whose layer selects by its own queries: what is read and outputs at every step."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy, case = InfiniGen(**options, exempt=0), inputs(heads, kv_heads)
+    spec, counts = case.spec, set()
+    _, outputs, states = run(policy, case)
+    select = jax.jit(lambda state, q, pos: policy.selected(spec, state, spec.rope.rotate(q, pos[:, None])))
+    picks = []
+    for i in range(STEPS):
+        pos = case.lengths + i
+        picks.append(jax.device_get(select(states[i + 1], jnp.asarray(case.q[np.arange(ROWS), pos]), jnp.asarray(pos))))
+    for row, length in enumerate(case.lengths.tolist()):
+        literal = InfiniLayer(options["budget"], options["alpha"], states[0].skew.shape[-1], kv_heads)
+        literal.prefill(case.q[row, :length], case.k[row, :length], case.v[row, :length])
+        for i in range(STEPS):
+            pos = length + i
+            literal.append(case.k[row, pos], case.v[row, pos])
+            turned = np.stack([rotate(ROPE, q, pos) for q in case.q[row, pos]])
+            chosen = literal.selected(turned)
+            index, live = (x[row] for x in picks[i])
+            assert [set(x[m].tolist()) for x, m in zip(index, live, strict=True)] == chosen
+            np.testing.assert_allclose(outputs[i, row], literal.attend(turned, chosen), atol=2e-5)
+            counts.add(len(chosen[0]))
+    assert counts == {2, 3, 4} if name == "the budget decides" else len(counts) > 4
+
+
+def test_all_channels_tell_the_true_scores():
+    """With all directions nothing is lost: what is selected is what attends most, whatever the skew."""
+    policy, case = InfiniGen(budget=9, alpha=1e6, share=1.0, exempt=0), inputs(2, 2)
+    state = run(policy, case)[0]
+    pos = case.lengths + STEPS - 1
+    turned = np.stack([[rotate(ROPE, q, p) for q in case.q[row, p]] for row, p in enumerate(pos)])
+    index, live = map(np.asarray, policy.selected(case.spec, state, jnp.asarray(turned, jnp.float32)))
+    for row, head in np.ndindex(ROWS, 2):
+        products = np.asarray(state.slots.k)[row, head, : pos[row]] @ turned[row, head]
+        assert set(index[row, head][live[row, head]].tolist()) == set(np.argsort(-products)[:8].tolist())
+
+
+# What is foreseen.
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Policy):
+    """Gives what it foresees to the next layer, which hands it out as its attention."""
+
+    name = "watching"
+
+    def foresee(self, spec, queries, pos, carry):
+        return queries()
+
+    def attend(self, spec, state, q, pos, carry):
+        return q if carry is None else carry, state, carry
+
+
+def test_queries_are_foreseen_by_the_weights(tiny):
+    """Layer 1's queries, for the attention input of layer 0: its normed embedding."""
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Noting(Watching):
+        def attend(self, spec, state, q, pos, carry):
+            seen.append((q, carry))
+            return super().attend(spec, state, q, pos, None)
+
+    specs = layer_specs(tiny.config, 2, 0, 4, jnp.float32)
+    states = tuple(Full().init(spec) for spec in specs)
+    token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
+    transformer.decode_step(tiny, states, token, pos, Noting(), specs)
+    x = rms_norm(tiny.embed[token], tiny.layers[0].attn_norm, tiny.config.norm_eps)
+    for layer, got in ((0, seen[0][0]), (1, seen[1][1])):
+        np.testing.assert_allclose(got.reshape(2, -1), x @ tiny.layers[layer].attn.q.T, atol=1e-5)
+    assert seen[0][1] is None
+    assert np.abs(seen[1][0] - seen[1][1]).max() > 1e-3
+
+
+def test_compositions_foresee_for_their_parts(tiny):
+    """Each part has the queries of its own heads, from layer to layer."""
+    watching, specs = Watching(), layer_specs(tiny.config, 2, 0, 4, jnp.float32)
+    token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
+
+    def logits(policy):
+        states = tuple(policy.init(spec) for spec in specs)
+        return transformer.decode_step(tiny, states, token, pos, policy, specs)[0]
+
+    split = by_head({"a": watching, "b": offloaded(watching)}, [["a", "b"], ["b", "a"]])
+    alone = logits(watching)
+    for policy in (by_layer([watching, watching]), by_head({"a": watching}, [["a", "a"]] * 2)):
+        np.testing.assert_allclose(logits(policy), alone, atol=1e-5)
+    # Heads whose policy was another one's in the layer before: foreseen all the same.
+    np.testing.assert_allclose(logits(split), alone, atol=1e-5)
+
+
+def test_it_selects_by_what_it_foresaw(tiny):
+    """With another carry the second layer reads other tokens; through generation as offloaded."""
+    policy, case = InfiniGen(budget=4, alpha=50.0, share=0.5, exempt=0), inputs()
+    state = run(policy, case)[0]
+    pos = jnp.asarray(case.lengths + STEPS - 1)
+    q = jnp.asarray(case.q[np.arange(ROWS), np.asarray(pos)])
+    own, _, _ = policy.attend(case.spec, state, q, pos, None)
+    turned = case.spec.rope.rotate(q, pos[:, None])
+    np.testing.assert_array_equal(own, policy.attend(case.spec, state, q, pos, turned)[0])
+    assert np.abs(own - policy.attend(case.spec, state, q, pos, -turned)[0]).max() > 0.01
+    options = {"max_new_tokens": 6, "ignore_eos": True}
+    policy = InfiniGen(budget=16, exempt=1)
+    prompts = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4]]
+    near, far = (kvjax.generate(tiny, prompts, policy=p, **options) for p in (policy, offloaded(policy)))
+    assert [g.tokens for g in near] == [g.tokens for g in far]
+    assert far[0].stats.host_cache_bytes > 0
+
+
+def test_partial_keys_are_a_fifth():
+    policy = InfiniGen(exempt=0)
+    spec = layer_specs(TINY, 1, 6144, 64, jnp.bfloat16)[0]
+    state = policy.init(spec)
+    assert state.partial.shape == (1, 2, 6272, 4)  # of 16 channels
+    assert policy.bytes_read(TINY, 1, 6144, 64) < 0.4 * Full().bytes_read(TINY, 1, 6144, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 1}, "need 2"),
+        ({"alpha": -1.0}, "alpha=-1.0"),
+        ({"share": 0.0}, "share=0.0"),
+        ({"exempt": -1}, "exempt=-1"),
+    ],
+)
+def test_bad_hyperparameters(options, says):
+    with pytest.raises(PolicyError, match=says):
+        InfiniGen(**options)
