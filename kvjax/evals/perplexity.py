@@ -146,6 +146,7 @@ def read(
     first: int,
     progress: Callable[[int, int], None] | None = None,
     save: Callable[[Any, int, Sequence[np.ndarray]], None] | None = None,
+    shift: Int[np.ndarray, " B"] | int = 0,
 ) -> tuple[Float[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
     """Read texts one token at a time into caches that hold what comes before position `first`.
 
@@ -156,6 +157,7 @@ def read(
         progress: called with tokens read and in all.
         save: called with the caches, the position reached, and the log-probabilities so far, in pieces [B, …], while there is
             more to read.
+        shift: by how much each text's positions are ahead of its columns in `tokens`, where its beginning is left out.
 
     Returns:
         For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the likeliest.
@@ -169,7 +171,8 @@ def read(
             tokens[:, start + 1 : start + count + 1],
         )
         texts = jnp.asarray(inputs), jnp.asarray(targets)
-        caches, *found = _stream(policy, specs, params, caches, *texts, jnp.int32(start), jnp.int32(count))
+        pos = np.full(len(tokens), start) + shift
+        caches, *found = _stream(policy, specs, params, caches, *texts, jnp.asarray(pos, jnp.int32), jnp.int32(count))
         for kept, new in zip((scores, best), found, strict=True):
             kept.append(np.asarray(new)[:, :count])
         if save is not None and start + count < last:
@@ -186,19 +189,17 @@ def _stream_chunk(
     caches: tuple[Any, ...],
     inputs: Int[Array, "B M"],
     targets: Int[Array, "B M"],
-    start: Int[Array, ""],
+    start: Int[Array, " B"],
     count: Int[Array, ""],
 ) -> tuple[tuple[Any, ...], Float[Array, "B M"], Int[Array, "B M"]]:
-    """Read `count` tokens, the first of them at position `start`.
+    """Read `count` tokens, the first of them at each text's position `start`.
 
     Returns the caches, the log-probability of what follows each token, and what is likeliest to follow.
     """
-    rows = inputs.shape[0]
 
     def proceed(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
         caches, scores, best = carry
-        pos = jnp.full((rows,), start + i, jnp.int32)
-        logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], pos)
+        logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], start + i)
         chosen = jnp.take_along_axis(logits, targets[:, i][:, None], axis=-1)[:, 0]
         scores = scores.at[:, i].set(chosen - jax.nn.logsumexp(logits, axis=-1))
         return caches, scores, best.at[:, i].set(jnp.argmax(logits, axis=-1).astype(jnp.int32))

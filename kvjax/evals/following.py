@@ -1,0 +1,94 @@
+"""How likely given texts are to follow given contexts, read through what a policy kept of each context."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decoding
+from kvjax.cache import bucket, layer_specs
+from kvjax.models import Params
+from kvjax.policies import Policy
+from kvjax.sampling import Greedy
+
+from .perplexity import read
+
+
+@dataclasses.dataclass(frozen=True)
+class Following:
+    """One continuation.
+
+    Attributes:
+        logprob: natural logarithm of its probability, given its context.
+        greedy: whether each of its tokens is the likeliest.
+    """
+
+    logprob: float
+    greedy: bool
+
+
+def following(
+    params: Params,
+    policy: Policy,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Following]:
+    """Score continuations of contexts, both as token ids.
+
+    A context but for its last token is prefilled and compressed; that token and the continuation are then read one by one, so that
+    all predictions come from the compressed cache. Of a context of one token nothing is compressed before.
+
+    Args:
+        pairs: contexts and continuations, none of them empty; each gets what it would get alone.
+        batch: pairs that run together.
+        progress: called with pairs done and in all.
+
+    Raises:
+        ValueError: a context or continuation is empty.
+        PolicyError: the policy cannot work with these lengths.
+    """
+    if not all(context and continuation for context, continuation in pairs):
+        raise ValueError("a context or a continuation is empty; give at least one token of each")
+    policy = policy.bind(params.config)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, (context, continuation) in enumerate(pairs):
+        policy.check(len(context) + bucket(len(continuation)))
+        groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
+    found: dict[int, Following] = {}
+    for (_, room), group in groups.items():
+        rows = min(batch, len(group))
+        for at in range(0, len(group), rows):
+            chosen = group[at : at + rows]
+            # Filled up, so that all batches of a group share one compiled program.
+            padded = [pairs[i] for i in [*chosen, *chosen[-1:] * (rows - len(chosen))]]
+            found |= dict(zip(chosen, _score(params, policy, padded, room), strict=False))
+            if progress is not None:
+                progress(len(found), len(pairs))
+    return [found[i] for i in range(len(pairs))]
+
+
+def _score(params: Params, policy: Policy, pairs: Sequence[Any], room: int) -> list[Following]:
+    """One batch, whose continuations have up to `room` tokens."""
+    before = np.asarray([len(context) - 1 for context, _ in pairs])
+    specs = layer_specs(params.config, len(pairs), int(before.max()), room, params.dtype)
+    if before.max() > 0:
+        prompts = decoding.padded([context[:-1] for context, _ in pairs])
+        rest = jnp.zeros((len(pairs),), jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
+        caches = decoding.prefill(policy, specs, params, *prompts, *rest)[0].caches
+    else:
+        caches = jax.tree.map(jnp.copy, tuple(policy.init(spec) for spec in specs))
+    texts = [[context[-1], *continuation] for context, continuation in pairs]
+    tokens = np.zeros((len(pairs), max(map(len, texts))), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    scores, best = read(params, policy, specs, caches, tokens, 0, shift=before)
+    results = []
+    for text, logprobs, likeliest in zip(texts, scores, best, strict=True):
+        size = len(text) - 1
+        total = float(np.sum(logprobs[:size], dtype=np.float64))
+        results.append(Following(total, likeliest[:size].tolist() == text[1:]))
+    return results

@@ -1,0 +1,185 @@
+"""kvjax as a model of EleutherAI's lm-evaluation-harness, for its hundreds of tasks.
+
+    python -m kvjax.evals.lm_harness run --model kvjax --model_args policy=chelsea,budget=0.2 --tasks lambada_openai
+
+takes the arguments of the harness's own `lm_eval` command, which knows no models but its own. From Python, `register()` makes
+`lm_eval.simple_evaluate(model="kvjax", model_args=…)` work. Needs the `lm-eval` extra.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import bucket
+from kvjax.conversion import load
+from kvjax.generation import generate
+from kvjax.models import Params, transformer
+from kvjax.policies import Full, Policy, get_policy
+from kvjax.program import Program
+
+from .extras import optional
+from .following import following
+
+_token_logprobs = Program(transformer.token_logprobs, static=0)
+
+
+@cache
+def register() -> type[Any]:
+    """Make the model known to the harness as "kvjax"; returns its class.
+
+    Raises:
+        ImportError: the harness is not installed.
+    """
+    optional(
+        "lm_eval.models", "kvjax as a model of lm-evaluation-harness", "lm-eval"
+    )  # first: it fills the registry if empty
+    model = optional("lm_eval.api.model", "kvjax as a model of lm-evaluation-harness", "lm-eval")
+    registry = optional("lm_eval.api.registry", "kvjax as a model of lm-evaluation-harness", "lm-eval")
+    utils = optional("lm_eval.utils", "kvjax as a model of lm-evaluation-harness", "lm-eval")
+
+    class KVJaxLM(model.TemplateLM):
+        """A model with its cache kept by a policy.
+
+        Prompts of `generate_until` are compressed whole, question included (query aware): the harness does not tell contexts from
+        questions. Log-likelihoods are of continuations read through the compressed context (`kvjax.evals.following`); rolling
+        ones go through windows of the model's length, as the harness's own models do.
+
+        Args:
+            pretrained: what `kvjax.load` takes, or loaded `Params`; by default the default model.
+            policy, budget, settings: as for `kvjax.get_policy`.
+            dtype: type of the weights.
+            batch_size: requests that run together.
+            max_length: tokens of context and continuation; by default the model's window.
+            max_gen_toks: most tokens to write where a task does not say.
+        """
+
+        def __init__(
+            self,
+            pretrained: str | Params | None = None,
+            policy: str | Policy = "full",
+            budget: int | float | None = None,
+            dtype: str | None = None,
+            batch_size: int | str = 4,
+            max_length: int | None = None,
+            max_gen_toks: int = 256,
+            device: str | None = None,
+            max_batch_size: int | None = None,
+            **settings: Any,
+        ) -> None:
+            super().__init__()
+            self.params = pretrained if isinstance(pretrained, Params) else load(pretrained, dtype=dtype)
+            if self.params.tokenizer is None:
+                raise ValueError(
+                    "this model has no tokenizer, so it cannot be given the harness's tasks; load one that has"
+                )
+            if not str(batch_size).isdecimal():
+                raise ValueError(f"batch_size={batch_size!r}; give a number")
+            self.policy = get_policy(policy, budget=budget, **settings)
+            self.batch_size = int(batch_size)
+            self.max_length = self.params.config.max_position if max_length is None else max_length
+            self.max_gen_toks = max_gen_toks
+
+        @property
+        def eot_token_id(self) -> int:
+            return self.params.config.eos[0]
+
+        @property
+        def prefix_token_id(self) -> int:
+            bos = self.params.tokenizer.bos
+            return self.eot_token_id if bos is None else bos
+
+        @property
+        def tokenizer_name(self) -> str:
+            """What the harness keeps its cache of prompts by."""
+            return f"kvjax-{self.params.tokenizer._digest.hex()[:16]}"
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            return self.params.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return (self.params.tokenizer.chat_template or "") if chat_template else ""
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+            special = add_special_tokens is not False
+            bos = self.params.tokenizer.decode([self.prefix_token_id], skip_special=False)
+            return self.params.tokenizer.encode(string, add_special=special and not (bos and string.startswith(bos)))
+
+        def _loglikelihood_tokens(self, requests: Iterable[Any], **options: Any) -> list[tuple[float, bool]]:
+            pairs = []
+            for _, context, continuation in requests:
+                whole = [*context, *continuation][-(self.max_length + 1) :]
+                split = max(1, len(whole) - len(continuation))
+                pairs.append((whole[:split], whole[split:]))
+            found = following(self.params, self.policy, pairs, self.batch_size)
+            return [(each.logprob, each.greedy) for each in found]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            windows = [list(map(utils.make_disjoint_window, self._windows(request.args[0]))) for request in requests]
+            if isinstance(self.policy, Full):  # one pass a window is the same, and sooner done
+                return [sum(_likelihood(self.params, *window) for window in each) for each in windows]
+            pairs = [pair for each in windows for pair in each]
+            scores = iter(following(self.params, self.policy, pairs, self.batch_size))
+            return [sum(next(scores).logprob for _ in each) for each in windows]
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            groups: dict[Any, list[int]] = {}
+            prompts = [self.tok_encode(request.args[0]) for request in requests]
+            for i, request in enumerate(requests):
+                groups.setdefault((repr(request.args[1]), bucket(len(prompts[i]))), []).append(i)
+            answers: dict[int, str] = {}
+            for group in groups.values():
+                options = self._options(requests[group[0]].args[1])
+                most = self.max_length - options["max_new_tokens"]
+                if most < 1:
+                    raise ValueError(
+                        f"max_gen_toks={options['max_new_tokens']} leaves no room in {self.max_length} tokens"
+                    )
+                for at in range(0, len(group), self.batch_size):
+                    chosen = group[at : at + self.batch_size]
+                    batch = [prompts[i][-most:] for i in chosen]
+                    results = generate(self.params, batch, policy=self.policy, **options)
+                    answers |= {i: result.text for i, result in zip(chosen, results, strict=True)}
+            return [answers[i] for i in range(len(requests))]
+
+        def _windows(self, text: str) -> Any:
+            return utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+
+        def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+            """The harness's generation arguments as those of `kvjax.generate`."""
+            until = given.get("until") or []
+            stop = [until] if isinstance(until, str) else list(until)
+            sampled = given.get("do_sample", given.get("temperature", 0) > 0)
+            limit = next(
+                (given[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in given), None
+            )
+            options = {name: given.get(name) for name in ("top_k", "top_p", "min_p")} if sampled else {}
+            return options | {
+                "max_new_tokens": self.max_gen_toks if limit is None else int(limit),
+                "stop": [string for string in stop if string],
+                "temperature": float(given.get("temperature", 1.0)) if sampled else 0.0,
+            }
+
+    registry.register_model("kvjax")(KVJaxLM)
+    return KVJaxLM
+
+
+def _likelihood(params: Params, context: list[int], continuation: list[int]) -> float:
+    """Log-probability of the continuation in one pass, without a cache; padded so that few programs serve all lengths."""
+    tokens = [*context, *continuation]
+    padded = np.zeros((1, bucket(len(tokens))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    scores = np.asarray(_token_logprobs(params, jnp.asarray(padded)))[0]
+    return float(np.sum(scores[len(context) - 1 : len(tokens) - 1], dtype=np.float64))
+
+
+if __name__ == "__main__":
+    register()
+    optional("lm_eval.__main__", "kvjax as a model of lm-evaluation-harness", "lm-eval").cli_evaluate()

@@ -1,0 +1,98 @@
+"""kvjax in lm-evaluation-harness: its requests by hand, and on a real model the values of the harness's own `hf` model."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evals import lm_harness
+from kvjax.models import transformer
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the `lm-eval` extra")
+
+
+@pytest.fixture(scope="module")
+def model(talker):
+    return lm_harness.register()(talker, max_length=40, batch_size=2)
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=each) for each in arguments]
+
+
+def logprobs(params, tokens):
+    logits = np.asarray(transformer.forward(params, jnp.asarray([tokens], jnp.int32)))[0, :-1].astype(np.float64)
+    scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    return scores[np.arange(len(scores)), tokens[1:]]
+
+
+def test_it_is_registered(model):
+    assert lm_eval.api.registry.get_model("kvjax") is type(model)
+
+
+def test_loglikelihood(talker, model):
+    found = model.loglikelihood(requests(("hello", " there"), ("a b ", "c"), ("", "hello")), disable_tqdm=True)
+    for (context, text), (value, _) in zip((("hello", " there"), ("a b", " c"), ("", "hello")), found, strict=True):
+        before = talker.tokenizer.encode(context) if context else [0]
+        tokens = before + talker.tokenizer.encode(text, add_special=False)
+        assert value == pytest.approx(logprobs(talker, tokens)[len(before) - 1 :].sum(), abs=2e-4)
+
+
+def test_rolling_windows(talker, model):
+    """100 tokens in windows of 40: each token once, after at least one other."""
+    text = "abcdefghij" * 10
+    tokens = [0, *talker.tokenizer.encode(text)]
+    expected = logprobs(talker, tokens[:41]).sum() + logprobs(talker, tokens[40:81]).sum()
+    expected += logprobs(talker, tokens[60:101])[-20:].sum()
+    windows = [tokens[:41], tokens[40:81], tokens[60:101]]
+    assert [len(w) for w in windows] == [41] * 3
+    (whole,) = model.loglikelihood_rolling(requests((text,)))
+    assert whole == pytest.approx(expected, abs=1e-3)
+    through = lm_harness.register()(talker, policy="streaming_llm", budget=1.0, max_length=40)
+    (read,) = through.loglikelihood_rolling(requests((text,)))
+    assert read == pytest.approx(expected, abs=1e-3)
+
+
+def test_generation(talker, model):
+    options = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}
+    found = model.generate_until(requests(("hello", options), ("good day to you", options)))
+    for prompt, text in zip(("hello", "good day to you"), found, strict=True):
+        assert text == kvjax.generate(talker, prompt, max_new_tokens=6, stop="\n").text
+
+
+def test_what_it_refuses(talker, tiny):
+    with pytest.raises(ValueError, match="batch_size='auto'"):
+        lm_harness.register()(talker, batch_size="auto")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        lm_harness.register()(tiny)
+    with pytest.raises(kvjax.PolicyError, match="no hyperparameter"):
+        lm_harness.register()(talker, policy="treekv", bugdet=3)
+
+
+@pytest.mark.slow
+def test_the_values_of_the_harnesss_own_model(smollm2, shared, tmp_path):
+    """WikiText, rolling, and last words as in LAMBADA: within 1e-3 of the hf model on the same weights in float32."""
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    from kvjax.conversion import convert
+
+    convert(None, tmp_path / "hf", format="safetensors", dtype="float32")
+    theirs = HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32"),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+        max_length=1024,
+        batch_size=1,
+    )
+    ours = lm_harness.register()(smollm2, max_length=1024, batch_size=2)
+    text = (shared / "data/text/wikitext-2/test.txt").read_text()[:9000]
+    sentences = [line for line in text.split(" . ") if len(line.split()) > 12][:12]
+    pairs = [tuple(sentence.rsplit(" ", 1)) for sentence in sentences]
+    last_words = requests(*((context, " " + word) for context, word in pairs))
+    for mine, reference in zip(ours.loglikelihood(last_words), theirs.loglikelihood(last_words), strict=True):
+        assert mine[0] == pytest.approx(reference[0], abs=1e-3)
+        assert mine[1] == reference[1]
+    (mine,), (reference,) = (each.loglikelihood_rolling(requests((text,))) for each in (ours, theirs))
+    assert mine == pytest.approx(reference, rel=1e-5)
