@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import CHIPS, compile_for, temporaries
 
+from kvjax import ahead_of_time
 from kvjax.pallas_kernels import (
     Rotation,
     chunk_similarity,
@@ -159,3 +160,8 @@ def test_a_kernel_too_big_for_vmem_does_not_compile():
     cache = shape("bfloat16", 1, 1, 2**20, 128)
     with pytest.raises(Exception, match=r"(?i)vmem"):
         compile_for("v5e", function, shape("bfloat16", 1, 4, 128), cache, cache, shape("float32", 1, 1, 2**20))
+
+
+def test_an_unknown_chip_is_named():
+    with pytest.raises(ValueError, match="'v0' is not one of v5e, v5p, v6e"):
+        ahead_of_time.chip("v0")
