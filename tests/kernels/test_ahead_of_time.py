@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.ahead_of_time import CHIPS, compile_for, temporaries
+from kernels.ahead_of_time import compile_for, temporaries
 
 from kvjax import ahead_of_time
+from kvjax.ahead_of_time import CHIPS
 from kvjax.pallas_kernels import (
     Rotation,
     chunk_similarity,
