@@ -200,7 +200,13 @@ class Offloaded(Policy):
     def _placed(self, spec: LayerSpec, state: State) -> State:
         """A state that the policy has made, with its keys and values on the host."""
         if not (isinstance(self.policy, Recalling) and self.policy.recalls(spec)):
-            return _moved(state, host_memory.to_host)
+            moved = _moved(state, host_memory.to_host)
+            if not any(map(host_memory.on_host, jax.tree.leaves(moved))):
+                raise PolicyError(
+                    f"{self.name}: {self.policy.name!r} has its keys and values in a store of its own, which is not moved; use "
+                    "it without offloading"
+                )
+            return moved
         store, ends = self.policy.store(state), ()
         first, latest = self.policy.ends(spec)
         if first + latest > 0:
@@ -288,7 +294,8 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
         steps, fetch: see `Offloaded`.
 
     Raises:
-        PolicyError: `steps` is less than 1, or (once a model is known) the default device has no such memory.
+        PolicyError: `steps` is less than 1, or (once a model is known) the default device has no such memory, or (when it runs) the
+            policy has no `Slots`, as `adakv` and quantised ones.
     """
     return Offloaded(policy, steps, fetch)
 

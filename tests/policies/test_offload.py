@@ -14,6 +14,8 @@ from kvjax import decoding, host_memory
 from kvjax.analysis import recall
 from kvjax.cache import layer_specs
 from kvjax.policies import (
+    KIVI,
+    AdaKV,
     ByHead,
     ByLayer,
     CateKV,
@@ -232,6 +234,12 @@ def test_device_bytes_fall(tiny):
         assert kept < 0.4 * whole
         assert far.host_nbytes(tiny.config, 1, 8000, 100) >= 0.5 * whole
         assert policy.host_nbytes(tiny.config, 1, 8000, 100) == 0
+
+
+@pytest.mark.parametrize("policy", [AdaKV(budget=64), KIVI()], ids=lambda policy: policy.name)
+def test_stores_of_another_kind_are_refused(policy):
+    with pytest.raises(PolicyError, match="has its keys and values in a store of its own"):
+        offloaded(policy).nbytes(TINY, 1, 100, 10)
 
 
 def test_what_cannot_be_done(monkeypatch):

@@ -1,0 +1,32 @@
+"""Methods combined, on the default model and real text."""
+
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.policies import CateKV, ChunkKV, DuoAttention, Quest, ShadowKV, quantized
+
+pytestmark = pytest.mark.slow
+
+PROMPT = (Path(__file__).parents[2] / "docs" / "loomings.txt").read_text(encoding="utf-8").strip()
+QUEST = Quest(budget=128, page=8, recent=32, exempt=0, gqa="sum")
+SHADOW = ShadowKV(budget=128, outlier_chunks=8)
+
+COMBINATIONS = {
+    "CateKV × Quest": CateKV(budget=256, adaptive=QUEST),
+    "CateKV × ShadowKV": CateKV(budget=256, adaptive=SHADOW),
+    "DuoAttention × CateKV": DuoAttention(budget=256, sinks=16, retrieval=CateKV(budget=256)),
+    "ChunkKV × KIVI": quantized(ChunkKV(budget=256), bits=4),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_text_goes_on_as_with_the_full_cache(name, smollm2):
+    """The first words are the full cache's, from less memory, as much as was predicted."""
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    full = kvjax.generate(smollm2, PROMPT, **options)
+    got = kvjax.generate(smollm2, PROMPT, policy=COMBINATIONS[name], **options)
+    assert got.tokens[:4] == full.tokens[:4]
+    held = COMBINATIONS[name].nbytes(smollm2.config, 1, got.stats.prompt_tokens, 8, smollm2.dtype)
+    assert got.stats.cache_bytes == held < full.stats.cache_bytes
