@@ -75,12 +75,10 @@ def test_what_it_refuses(talker, tiny):
 def test_the_values_of_the_harnesss_own_model(smollm2, shared, tmp_path):
     """WikiText, rolling, and last words as in LAMBADA: within 1e-3 of the hf model on the same weights in float32."""
     transformers = pytest.importorskip("transformers")
-    from lm_eval.models.huggingface import HFLM
-
     from kvjax.conversion import convert
 
     convert(None, tmp_path / "hf", format="safetensors", dtype="float32")
-    theirs = HFLM(
+    theirs = pytest.importorskip("lm_eval.models.huggingface").HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32"),
         tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
         max_length=1024,
