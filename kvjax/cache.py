@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,6 +17,9 @@ from kvjax import host_memory
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
 from kvjax.pallas_kernels import Rotation, decode_attention
+
+BLOCK = 1024
+"""Slots that `attend_many` takes at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +249,65 @@ def attend(
         keys = spec.rope.rotate_by_table(keys, place, keys.shape[2])
     attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)
     return attended.out, attended.probs
+
+
+def places(pos: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
+    """Positions of `count` tokens that stand one after the other from `pos` on."""
+    return pos[:, None] + jnp.arange(count, dtype=jnp.int32)
+
+
+def insert_many(slots: Slots, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], pos: Int[Array, "B S"]) -> Slots:
+    """Put S new tokens into each head's next slots, which are free, with weight 1."""
+    count = pos.shape[1]
+    rows, heads = _heads(slots.next)
+    at = rows[..., None], heads[..., None], slots.next[..., None] + jnp.arange(count, dtype=jnp.int32)
+    return dataclasses.replace(
+        slots,
+        k=slots.k.at[at].set(jnp.swapaxes(k, 1, 2).astype(slots.k.dtype)),
+        v=slots.v.at[at].set(jnp.swapaxes(v, 1, 2).astype(slots.v.dtype)),
+        pos=slots.pos.at[at].set(pos[:, None]),
+        weight=slots.weight.at[at].set(1.0),
+        next=slots.next + count,
+        seen=slots.seen + count,
+    )
+
+
+def attend_many(
+    spec: LayerSpec, slots: Slots, q: Float[Array, "B S N H"], q_pos: Int[Array, "B S"]
+) -> Float[Array, "B S N H"]:
+    """Attention of S rotated queries a row, each over the live slots of tokens up to its own position.
+
+    `BLOCK` slots are taken at a time, as in flash attention (Dao et al. 2022), so that room is needed for the logits of a block only.
+    """
+    batch, count, heads, dim = q.shape
+    size = slots.pos.shape[-1]
+    block = min(BLOCK, size)
+    grouped = jnp.moveaxis(q.reshape(batch, count, spec.num_kv_heads, -1, dim), 1, 3)  # [B, K, G, S, H]
+    window = jnp.iinfo(jnp.int32).max if spec.window is None else spec.window
+
+    def step(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, out = sums
+        at = jnp.minimum(i * block, size - block)  # the last block overlaps the one before
+        k, v, pos, weight = (
+            jax.lax.dynamic_slice_in_dim(x, at, block, axis=2) for x in (slots.k, slots.v, slots.pos, slots.weight)
+        )
+        fresh = at + jnp.arange(block, dtype=jnp.int32) >= i * block
+        seen = (weight > 0) & fresh
+        before = q_pos[:, None, :, None] - pos[:, :, None]
+        seen = (seen[:, :, None] & (before >= 0) & (before < window))[:, :, None]
+        logits = jnp.einsum("bkgsh,bkch->bkgsc", grouped, k, preferred_element_type=jnp.float32) * spec.scale
+        logits = jnp.where(seen, logits + jnp.log(jnp.maximum(weight, 1.0))[:, :, None, None], -jnp.inf)
+        higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
+        kept = jnp.where(jnp.isfinite(highest), jnp.exp(highest - higher), 0.0)
+        share = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isfinite(higher), higher, 0.0)[..., None]), 0.0)
+        v = jnp.where((weight > 0)[..., None], v, jnp.zeros((), v.dtype))
+        added = jnp.einsum("bkgsc,bkch->bkgsh", share.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return higher, total * kept + jnp.sum(share, axis=-1), out * kept[..., None] + added
+
+    shape = grouped.shape[:-1]
+    start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(grouped.shape, jnp.float32)
+    _, total, out = jax.lax.fori_loop(0, -(-size // block), step, start)
+    return jnp.moveaxis(out / total[..., None], 3, 1).reshape(q.shape).astype(q.dtype)
 
 
 def _heads(like: Int[Array, "B K"]) -> tuple[Int[Array, "B 1"], Int[Array, "1 K"]]:

@@ -48,6 +48,20 @@ class Decoding:
     seed: UInt32[Array, " B"]
 
 
+def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"]) -> Decoding:
+    """The state of a batch that has read nothing yet."""
+    nothing = jnp.zeros(seed.shape, jnp.int32)
+    return Decoding(
+        # Copied, since arrays of a state may be one and the same, and the programs take them over.
+        caches=jax.tree.map(jnp.copy, tuple(policy.init(spec) for spec in specs)),
+        token=nothing,
+        pos=jnp.zeros_like(nothing),
+        steps=jnp.zeros((), jnp.int32),
+        done=jnp.zeros(seed.shape, bool),
+        seed=jnp.copy(seed),
+    )
+
+
 def padded(prompts: Sequence[Sequence[int]], size: int | None = None) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Prompts of any lengths as one array, padded on the right to `size` or a common bucket, and their lengths."""
     tokens = np.zeros((len(prompts), bucket(max(map(len, prompts))) if size is None else size), np.int32)
@@ -173,6 +187,11 @@ def _answer(
     return state, tokens, logprobs
 
 
+def _extend(policy: Policy, specs: Specs, params: Params, state: Decoding, tokens: Int[Array, "B S"]) -> Decoding:
+    caches = transformer.extend(params, state.caches, tokens, state.pos, policy, specs)
+    return dataclasses.replace(state, caches=caches, pos=state.pos + tokens.shape[1])
+
+
 def _draw(
     logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
@@ -203,4 +222,11 @@ whatever is kept of the past was chosen before they came. Then it draws: rows wi
 more, until the one with the most has drawn `count` <= `CHUNK`, or all are done. Returns the new state (the old one's buffers
 are reused), and tokens and log-probabilities, each row's draws from column 0; row b has drawn as many as `state.steps` grew by,
 less `lengths[b] - 1`.
+"""
+
+extend = Program(_extend, static=2, donate=(3,))
+"""`extend(policy, specs, params, state, tokens)`: read tokens [B, S] into the caches, at the state's positions.
+
+A piece of a long prompt: of memory it takes the caches, and what S tokens need. Returns the new state (the old one's buffers
+are reused), whose drawn token is none that follows from what was read: `answer` goes on with the tokens after these.
 """

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax import decoding, host_memory
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.offload import hits
 from kvjax.prompts import Prompt, Question, question_ids, token_ids
 from kvjax.sampling import Greedy, Sample, make_sampler
@@ -106,6 +106,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     question: Question | Sequence[Question] | None = None,
+    prefill_chunk: int | None = None,
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
@@ -123,6 +124,10 @@ def generate(
         ignore_eos: go on past end tokens.
         question: text or token ids that follow the prompt (one for each prompt of a list), read only once the prompt has been
             compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones.
+        prefill_chunk: read prompts so many tokens at a time, with compression between them, so that no memory is needed for the
+            whole of one: each token attends to what the cache holds when its turn comes, as in decoding. Of a batch, the tokens
+            beyond the shortest prompt are read one by one. Not for policies that choose from a prompt as a whole. Fractional
+            budgets then count the longest prompt, rounded up to a bucket.
 
     Returns:
         A `Generation`; for a list of prompts a list of them.
@@ -132,7 +137,9 @@ def generate(
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
     sampling = temperature, top_k, top_p, min_p
-    run = _Run(params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question)
+    run = _Run(
+        params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question, prefill_chunk
+    )
     for _ in run.chunks(decoding.CHUNK):
         pass
     generations = run.generations()
@@ -154,6 +161,7 @@ def stream(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     question: Question | None = None,
+    prefill_chunk: int | None = None,
 ) -> Iterator[str]:
     """Continue one prompt and yield its text as it comes.
 
@@ -164,7 +172,9 @@ def stream(
     Args and errors: as for `generate`.
     """
     sampling = temperature, top_k, top_p, min_p
-    run = _Run(params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question)
+    run = _Run(
+        params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question, prefill_chunk
+    )
     if not run.single:
         raise ValueError("stream continues one prompt; call generate for a list")
     if params.tokenizer is None:
@@ -248,6 +258,7 @@ class _Run:
         stop: str | Sequence[str],
         ignore_eos: bool,
         question: Any,
+        prefill_chunk: int | None = None,
     ) -> None:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}; give a whole number, 1 or more")
@@ -266,6 +277,14 @@ class _Run:
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
         self.rows = [_Row(*ids, decode) for ids in zip(prompts, questions, strict=True)]
+        if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+            raise ValueError(f"prefill_chunk={prefill_chunk!r}; give a whole number of tokens, 1 or more")
+        if prefill_chunk is not None and self.policy.grows:
+            raise PolicyError(
+                f"{self.policy.name} chooses what it keeps from the prompt as a whole, so the prompt cannot be read in pieces; leave "
+                "prefill_chunk out, or take a policy that compresses while decoding, such as treekv or chelsea"
+            )
+        self.prefill_chunk = prefill_chunk
         self._check_lengths()
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
@@ -340,34 +359,41 @@ class _Run:
         longest = self._longest(rows)
         dtype = self.params.dtype
         new_tokens = self._new_tokens(rows[0])
-        specs = layer_specs(self.params.config, len(rows), longest, new_tokens, dtype)
+        if self.prefill_chunk is not None:  # all tokens are new ones to the cache
+            longest, new_tokens = 0, bucket(longest) + new_tokens
+        shapes = self.params.config, len(rows), longest, new_tokens, dtype
+        specs = layer_specs(*shapes)
         weights = dataclasses.replace(self.params, tokenizer=None)  # which is no part of a program
-        tokens, lengths = decoding.padded([row.prompt for row in rows], specs[0].prompt_len)
         seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
         ends = jnp.asarray(self.ends, jnp.int32)
 
-        args = (self.policy, specs, weights, tokens, lengths, seed, self.sampler, ends)
-        self._compile(decoding.prefill, args)
-        start = time.perf_counter()
-        state, logprobs = decoding.prefill(*args)
-        first = np.asarray(state.token)
-        self.prefill_seconds += time.perf_counter() - start
+        rest, first = [row.question for row in rows], None
+        if self.prefill_chunk is not None:
+            state, read = self._extended(rows, specs, weights, seed, self.prefill_chunk)
+            rest = [row.prompt[read:] + row.question for row in rows]
+        else:
+            tokens, lengths = decoding.padded([row.prompt for row in rows], specs[0].prompt_len)
+            args = (self.policy, specs, weights, tokens, lengths, seed, self.sampler, ends)
+            self._compile(decoding.prefill, args)
+            start = time.perf_counter()
+            state, first = decoding.prefill(*args)
+            np.asarray(state.token)
+            self.prefill_seconds += time.perf_counter() - start
         leaves = jax.tree.leaves(state.caches)
         on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
-        shapes = self.params.config, len(rows), longest, new_tokens, dtype
         self.host_cache_bytes += on_host
         self.cache_bytes += sum(leaf.nbytes for leaf in leaves) - on_host
         self.full_cache_bytes += Full().nbytes(*shapes)
         self.step_bytes_read += self.policy.bytes_read(*shapes)
-        given = decoding.padded([row.question for row in rows]) if rows[0].question else ()
+        given = decoding.padded(rest) if rest[0] else ()
         if not given:
-            self._collect(rows, first[:, None], np.asarray(logprobs)[:, None], [1] * len(rows))
+            self._collect(rows, np.asarray(state.token)[:, None], np.asarray(first)[:, None], [1] * len(rows))
 
-        steps, before = 0, [len(row.question) - 1 for row in rows]  # a row's first draw comes after so many steps
+        steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first draw comes after so many steps
         while (drawn := steps - max(before)) < self.max_new_tokens and any(row.stop_reason is None for row in rows):
             yield False
             if self.stop or any(row.stop_reason is not None for row in rows):
-                state = state.replace(done=jnp.asarray([row.stop_reason is not None for row in rows]))
+                state = dataclasses.replace(state, done=jnp.asarray([row.stop_reason is not None for row in rows]))
             program = decoding.answer if given else decoding.decode
             count = min(size, self.max_new_tokens - max(drawn, 0))
             args = (self.policy, specs, weights, state, *given, jnp.asarray(count, jnp.int32), self.sampler, ends)
@@ -382,6 +408,26 @@ class _Run:
         recalled, found = hits(state.caches)
         self.recalled, self.found = self.recalled + recalled, self.found + found
         yield True
+
+    def _extended(
+        self, rows: list[_Row], specs: decoding.Specs, weights: Params, seed: Any, size: int
+    ) -> tuple[decoding.Decoding, int]:
+        """The state after as many tokens as all rows have in whole pieces, but for a last one; and how many these are.
+
+        Pieces are of `size` tokens, and towards the end of a sixteenth of that.
+        """
+        state, read = decoding.empty(self.policy, specs, seed), 0
+        shortest = min(len(row.prompt) for row in rows)
+        for piece in dict.fromkeys((size, max(size // 16, 1))):
+            while read + piece < shortest:
+                tokens = jnp.asarray([row.prompt[read : read + piece] for row in rows], jnp.int32)
+                args = (self.policy, specs, weights, state, tokens)
+                self._compile(decoding.extend, args)
+                start = time.perf_counter()
+                state = jax.block_until_ready(decoding.extend(*args))
+                self.prefill_seconds += time.perf_counter() - start
+                read += piece
+        return state, read
 
     def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
         """Take each row's next `counts` draws, as far as it was asked for them."""

@@ -29,6 +29,9 @@ class CachePolicy(Protocol):
     def prefill(self, spec: Any, q: Array, k: Array, v: Array, lengths: Array, carry: Any) -> tuple[Any, Any]: ...
     def append(self, spec: Any, state: Any, k: Array, v: Array, pos: Array) -> Any: ...
     def attend(self, spec: Any, state: Any, q: Array, pos: Array, carry: Any) -> tuple[Array, Any, Any]: ...
+    def extend(
+        self, spec: Any, state: Any, q: Array, k: Array, v: Array, pos: Array, carry: Any
+    ) -> tuple[Array, Any, Any]: ...
     def foresee(self, spec: Any, queries: Callable[[], Array], pos: Array, carry: Any) -> Any: ...
 
 
@@ -140,6 +143,42 @@ def decode_step(
     return _logits(params, x), tuple(updated)
 
 
+def extend(
+    params: Params,
+    states: Sequence[Any],
+    tokens: Int[Array, "B S"],
+    pos: Int[Array, " B"],
+    policy: CachePolicy,
+    specs: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Read S tokens a row, at original positions from `pos` on, into the caches; no logits.
+
+    What each token attends to is what it would in `decode_step`, one after the other, but weights are read once for all.
+    """
+    places = pos + jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
+    x = _embed(params, tokens)
+    updated, carry = [], None
+    for layer, spec, state in zip(params.layers, specs, states, strict=True):
+
+        def attend(q: Array, k: Array, v: Array, spec: Any = spec, state: Any = state) -> Array:
+            nonlocal carry
+            out, state, carry = policy.extend(spec, state, q, k, v, pos, carry)
+            updated.append(state)
+            return out
+
+        before, x = x, _block(params.config, layer, x, attend)
+        if len(updated) < len(specs):
+            following = specs[len(updated)]
+            queries = jnp.swapaxes(_queries_ahead(params, len(updated), before), 0, 1)
+
+            def look(_: None, token: tuple[Any, ...], following: Any = following) -> tuple[None, Any]:
+                q, at, told = token
+                return None, policy.foresee(following, lambda: q, at, told)
+
+            _, carry = jax.lax.scan(look, None, (queries, places, carry))
+    return tuple(updated)
+
+
 def _embed(params: Params, tokens: Array) -> Array:
     return jnp.take(params.embed, tokens, axis=0)
 
@@ -163,7 +202,7 @@ def _heads(config: ModelConfig, x: Array, w: Array, bias: Array | None, norm: Ar
     return h if norm is None else rms_norm(h, norm, config.norm_eps)
 
 
-def _queries_ahead(params: Params, layer: int, x: Float[Array, "B D"]) -> Float[Array, "B N H"]:
+def _queries_ahead(params: Params, layer: int, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
     """The queries that a layer would have for the attention input of the one before it, whose residual stream was `x`."""
     config, p = params.config, params.layers[layer].attn
     return _heads(config, rms_norm(x, params.layers[layer - 1].attn_norm, config.norm_eps), p.q, p.q_bias, p.q_norm)

@@ -147,6 +147,32 @@ class Policy:
         """
         return state
 
+    def extend(
+        self,
+        spec: LayerSpec,
+        state: State,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        pos: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Float[Array, "B S N H"], State, Carry]:
+        """Read S tokens a row, which stand at original positions from `pos` on: what a piece of a long prompt goes through.
+
+        The result is that of `append`, `attend` and `compress` for one token after the other, which this is; a policy that
+        can have it sooner overrides this. `carry` holds every token's, stacked in front.
+        """
+
+        def one(state: State, token: tuple[Any, ...]) -> tuple[State, tuple[Array, Carry]]:
+            q, k, v, pos, carry = token
+            out, state, carry = self.attend(spec, self.append(spec, state, k, v, pos), q, pos, carry)
+            return self.compress(spec, state), (out, carry)
+
+        places = jnp.swapaxes(cache.places(pos, q.shape[1]), 0, 1)
+        tokens = *(jnp.swapaxes(x, 0, 1) for x in (q, k, v)), places, carry
+        state, (out, carry) = jax.lax.scan(one, state, tokens)
+        return jnp.swapaxes(out, 0, 1), state, carry
+
     def slots(self, spec: LayerSpec, state: State) -> Slots:
         """One layer's slots in all its KV heads, for looking at what is kept."""
         return state if isinstance(state, Slots) else state.slots

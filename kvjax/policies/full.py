@@ -3,7 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-from .base import Policy
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerSpec, Slots
+
+from .base import Carry, Policy
 from .registry import register
 
 
@@ -15,3 +20,17 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     paper: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need"
     keeps: ClassVar[str] = "every token"
+
+    def extend(
+        self,
+        spec: LayerSpec,
+        state: Slots,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        pos: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Float[Array, "B S N H"], Slots, Carry]:
+        places = cache.places(pos, q.shape[1])
+        state = cache.insert_many(state, spec.rope.rotate(k, places[..., None]), v, places)
+        return cache.attend_many(spec, state, spec.rope.rotate(q, places[..., None]), places), state, carry
