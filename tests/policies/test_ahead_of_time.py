@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 LAYERS = 4
 """Enough for policies that treat the first two differently; every further layer is the same program again."""
 
-WORKSPACE = {"chelsea": 6}
-"""Layers' caches that a step may need room for, where not one: Chelsea clusters a layer at a time, in float32, beside what it merges into."""
+WORKSPACE = {"chelsea": 6, "kivi": 10}
+"""Layers' caches that a step may need room for, where not one: Chelsea clusters a layer at a time, in float32, beside what it merges into;
+KIVI's packed layer is a fifth of a full one, and its rows are narrower than the 128 lanes that a TPU pads them to."""
 
 CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=LAYERS, windows=())
 
