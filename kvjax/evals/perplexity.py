@@ -172,7 +172,7 @@ def read(
         )
         texts = jnp.asarray(inputs), jnp.asarray(targets)
         pos = np.full(len(tokens), start) + shift
-        caches, *found = _stream(policy, specs, params, caches, *texts, jnp.asarray(pos, jnp.int32), jnp.int32(count))
+        caches, *found = stream(policy, specs, params, caches, *texts, jnp.asarray(pos, jnp.int32), jnp.int32(count))
         for kept, new in zip((scores, best), found, strict=True):
             kept.append(np.asarray(new)[:, :count])
         if save is not None and start + count < last:
@@ -208,5 +208,7 @@ def _stream_chunk(
     return jax.lax.fori_loop(0, count, proceed, (caches, *buffers))
 
 
-_stream = Program(_stream_chunk, static=2, donate=(3,))
+stream = Program(_stream_chunk, static=2, donate=(3,))
+"""`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
+
 _score = Program(transformer.token_logprobs, static=0)
