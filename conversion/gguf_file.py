@@ -37,7 +37,7 @@ _PLAIN = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 """Elements dequantised at a time: their float32 temporaries stay within a few megabytes."""
 
 
@@ -245,7 +245,10 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, orders: Mapping[str, np.ndarr
     row = nbytes // shape[0]
 
     def decode(rows: np.ndarray) -> np.ndarray:
-        return rows.view(_PLAIN[kind.name]) if kind.name in _PLAIN else gguf.quants.dequantize(rows, kind)
+        if kind.name in _PLAIN:
+            return rows.view(_PLAIN[kind.name])
+        # What `gguf.quants.dequantize` calls for every 16 rows, here for all: a third of the time.
+        return getattr(gguf.quants, kind.name).dequantize_rows(rows)
 
     def read(start: int, out: np.ndarray) -> None:
         # A map for this tensor alone: its pages leave memory with it.
