@@ -16,7 +16,6 @@ RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 64, size).tolist() for size in (60, 41, 52)]
 QUESTIONS = [RNG.integers(0, 64, size).tolist() for size in (9, 1, 4)]
 POLICIES = [
-    kvjax.Full(),
     kvjax.StreamingLLM(budget=24),
     kvjax.ChunkKV(budget=0.3, chunk=4, window=4),
 ]
