@@ -1,7 +1,7 @@
 """Compiling for a TPU that this machine does not have, by the real compiler: Mosaic, its layout rules and its memory limits.
 
-    step = compile_for("v5e", function, *shapes)
-    print(step.memory_analysis().temp_size_in_bytes)
+step = compile_for("v5e", function, *shapes)
+print(step.memory_analysis().temp_size_in_bytes)
 """
 
 import functools

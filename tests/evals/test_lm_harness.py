@@ -71,7 +71,7 @@ def test_what_it_refuses(talker, tiny):
         lm_harness.register()(talker, policy="treekv", bugdet=3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_values_of_the_harnesss_own_model(smollm2, shared, tmp_path):
     """WikiText, rolling, and last words as in LAMBADA: within 1e-3 of the hf model on the same weights in float32."""
     transformers = pytest.importorskip("transformers")
