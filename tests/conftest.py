@@ -1,5 +1,6 @@
 """What all tests share: strict JAX, checked annotations, real data where it is at hand, and a tiny model."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import runtime_types
 
 runtime_types.install()
 
+from kvjax import decoding
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
 
@@ -29,6 +31,21 @@ def strict_jax():
     """No silent promotion of types: what is mixed is mixed on purpose."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs():
+    """Compiled programs are let go of when they are very many.
+
+    On a CPU each takes several memory mappings, of which Linux gives a process 65530; the compiler crashes when there are no more.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend):
+            program.forget()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
