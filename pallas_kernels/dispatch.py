@@ -9,7 +9,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -19,8 +19,6 @@ Implementation = Literal["auto", "xla", "tpu", "gpu"]
 """Who is asked to compute. `"auto"` chooses; any other must serve or raise `Unsupported`."""
 
 Chosen = Literal["xla", "tpu", "gpu"]
-
-Result = TypeVar("Result")
 
 
 class Unsupported(ValueError):
