@@ -45,7 +45,6 @@ def main() -> None:
     args = parser.parse_args()
     if jax.default_backend() == "cpu":  # where the compiler would take what is timed out of its loop
         parser.error("there is nothing to time on a CPU: run it where JAX finds a GPU or TPU")
-    rows = []
     slug = "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
     out = args.out or Path(f"benchmarks/results/kernels-{slug}.json")
     header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
@@ -54,7 +53,6 @@ def main() -> None:
         (module, case)
         for module in modules
         for case in importlib.import_module(f"benchmarks.kernel_cases.{module}").cases()
-        if args.tune or not case.part
     ]
     rows = _earlier(out, header, [case for _, case in cases]) if args.update else []
     for module, case in cases:

@@ -23,7 +23,6 @@ class Case:
         tolerance: the largest error that is right.
         bytes: fewest bytes that must be moved through device memory: each input that counts read once, each output written once.
         flops: floating-point operations that must be done.
-        part: whether it is a part of another operation, which is looked at only when tuning.
     """
 
     operation: str
@@ -35,7 +34,6 @@ class Case:
     tolerance: float
     bytes: int
     flops: int
-    part: bool = False
 
 
 def relative_error(out: Any, expected: np.ndarray) -> float:

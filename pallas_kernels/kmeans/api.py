@@ -24,8 +24,9 @@ def kmeans(
     mean of its tokens as they are, not normalised; a centroid without tokens stays. A last assignment follows. All of it stays
     on the device.
 
-    Sums are matrix products with one-hot labels, which add up in a fixed order: equal inputs give equal clusters. Tokens of
-    16 bits are compared with centroids rounded to as many; the centroids themselves are kept in float32.
+    Sums do not depend on the order of additions, which is either fixed (products with one-hot labels) or of integers (on GPUs):
+    equal inputs give equal clusters. Tokens of 16 bits are compared with centroids rounded to as many; the centroids themselves
+    are kept in float32.
 
     Args:
         x: what is clustered, for each of B rows and K heads.
