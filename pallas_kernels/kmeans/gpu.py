@@ -1,7 +1,9 @@
-"""k-means on GPUs: a Pallas body searches for the nearest centroid, and XLA scatters integers.
+"""k-means on GPUs: a Pallas body searches for the nearest centroid, and XLA scatters tokens into sums.
 
-Floating-point sums depend on the order in which atomic additions happen to arrive; sums of integers do not. So tokens are added up as
-integers, and equal inputs give equal clusters at the speed of a scatter, a third of the time of products with one-hot labels.
+Atomic additions arrive in any order, and floating-point sums depend on it where they round. So tokens are rounded first, to multiples
+of one power of two, so coarse that no sum needs more than float32's 24 bits: then none rounds, and equal inputs give equal
+clusters. Integers would do as well, but only additions of floats come in fours (k-means of 64 x 8192 tokens, 128 channels,
+256 clusters, 20 iterations, on an H200: 9.9 ms with integers, 10.4 with products of one-hot labels in place of the scatter).
 """
 
 import functools
@@ -13,8 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 from ..nearest import gpu as nearest
 from .lloyd import Distance, lloyd
 
-BITS = 30
-"""Of the integers' 31 that hold the largest sum there can be; the last one is for what rounding adds."""
+BITS = 23
+"""Of the 24 that float32 holds exactly; the last one is for what rounding adds."""
+
+LEAST_EXPONENT = -80
+"""Of sums: channels with smaller values in them add up to zero."""
 
 
 def refuses(x: Array) -> str | None:
@@ -47,17 +52,21 @@ def cluster_sums(
 ) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
     """The sum over each cluster's tokens and their number, in float32, whatever the order of additions.
 
-    Tokens are rounded to multiples of a power of two: the least that keeps the sum over the fullest cluster inside 32 bits, were
-    every token in it the channel's largest. With n tokens in that cluster a channel keeps 30 - log2 n bits below its largest value.
+    With n tokens in the fullest cluster, tokens of 16 bits keep 23 - log2(n) bits below their channel's largest value. Wider ones
+    are added up in two parts, the second of which holds what the first has rounded off.
 
     Args:
         largest: each channel's largest absolute value.
         labels: each token's cluster; tokens with labels of `size` or more belong to none, and may hold anything.
     """
-    count = jax.vmap(jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=size)))
-    counts = count(jnp.ones_like(labels), labels)
-    fullest = jnp.max(counts, axis=-1).astype(jnp.float32)
-    _, exponent = jnp.frexp(largest * fullest[..., None])
-    step = (exponent - BITS)[:, :, None]
-    whole = jnp.round(jnp.ldexp(x.astype(jnp.float32), -step)).astype(jnp.int32)
-    return jnp.ldexp(count(whole, labels).astype(jnp.float32), step), counts.astype(jnp.float32)
+    scatter = jax.vmap(jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=size)))
+    counts = scatter(jnp.ones(labels.shape, jnp.float32), labels)
+    fullest = jnp.max(counts, axis=-1)[..., None]
+    rest, sums = x.astype(jnp.float32), jnp.zeros((), jnp.float32)
+    for _ in range(1 if x.dtype.itemsize == 2 else 2):
+        _, exponent = jnp.frexp(largest * fullest)
+        unit = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, LEAST_EXPONENT) - BITS)
+        part = jnp.round(rest / unit[:, :, None]) * unit[:, :, None]
+        sums += scatter(part, labels)
+        rest, largest = rest - part, unit
+    return sums, counts

@@ -11,6 +11,7 @@ from policies.oracle_clusterkv import kmeans as lloyd
 
 from kvjax.pallas_kernels import kmeans
 from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.kmeans.gpu import cluster_sums
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
@@ -81,6 +82,28 @@ class TestKmeans:
         centroids, labels = cluster(implementation, x, init, 1)
         np.testing.assert_allclose(centroids[0, 0, :, :2], [[1.5, 0.05], [-1, -1]])
         assert labels.tolist() == [[[0, 0]]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_on_gpus_do_not_depend_on_the_order_of_tokens(dtype):
+    """To the last bit, with channels of very different sizes, one of zeros, and NaN where there is no token."""
+    random = np.random.default_rng(11)
+    x = random.normal(size=(2, 2, 500, 16)) * 10.0 ** random.integers(-6, 6, size=(2, 2, 1, 16))
+    x[..., 3], labels = 0, random.integers(0, 8, size=(2, 2, 500)) % 7
+    x[labels == 6] = np.nan
+    x = np.asarray(jnp.asarray(x, dtype))
+    largest = np.nanmax(np.abs(x.astype(np.float32)), axis=2)
+    order = random.permutation(500)
+    total = jax.jit(functools.partial(cluster_sums, size=6))
+    sums, counts = total(jnp.asarray(x), largest, labels)
+    again, _ = total(jnp.asarray(x[:, :, order]), largest, labels[:, :, order])
+    np.testing.assert_array_equal(sums, again)
+    for place in np.ndindex(2, 2):
+        for c in range(6):
+            mine = x[place][labels[place] == c].astype(np.float64)
+            assert counts[*place, c] == len(mine)
+            bound = largest[place] * len(mine) * (2.0**-13 if dtype == "bfloat16" else 2.0**-23)
+            assert (np.abs(sums[*place, c] - mine.sum(axis=0)) <= bound).all()
 
 
 def test_distances_differ():
