@@ -3,7 +3,7 @@
 Atomic additions arrive in any order, and floating-point sums depend on it where they round. So tokens are rounded first, to multiples
 of one power of two, so coarse that no sum needs more than float32's 24 bits: then none rounds, and equal inputs give equal
 clusters. Integers would do as well, but only additions of floats come in fours (k-means of 64 x 8192 tokens, 128 channels,
-256 clusters, 20 iterations, on an H200: 9.9 ms with integers, 10.4 with products of one-hot labels in place of the scatter).
+256 clusters, 20 iterations, on an H200: 5.0 ms so, 9.9 with integers, 10.4 with products of one-hot labels for a scatter).
 """
 
 import functools
