@@ -12,7 +12,10 @@ held.
 import argparse
 import dataclasses
 import math
+import multiprocessing
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +37,20 @@ def main() -> None:
     parser.add_argument("--budgets", default="0.125,0.25,0.5,1.0", help="fractions of prompt + scored tokens")
     parser.add_argument("--policies", default=",".join(kvjax.policies.policies()))
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="policies measured at a time, each in a process of its own; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/policy-quality.json"))
     args = parser.parse_args()
 
-    params = kvjax.load(args.model, dtype=args.dtype)
+    prepare(args)
     total = args.prompt + args.scored
-    budgets = [float(budget) for budget in args.budgets.split(",")]
-    names = [name for name in args.policies.split(",") if name != "full"]
-    policies = [kvjax.get_policy(name, budget=budget) for name in names for budget in budgets]
+    policies = chosen(args.policies.split(","), [float(budget) for budget in args.budgets.split(",")])
     for policy in policies:  # what cannot work is told before anything runs
-        policy.bind(params.config).check(total)
-    texts = [read(params, path, args.skip, total) for path in args.text]
+        policy.bind(SHARED["params"].config).check(total)
     header = report.header(
         model=args.model or "SmolLM2-135M-Instruct (the default model)",
         texts=[path.name for path in args.text],
@@ -54,13 +60,45 @@ def main() -> None:
         dtype=args.dtype,
     )
     rows: list[dict[str, Any]] = []
-    full = measure(params, texts, args.prompt, kvjax.Full())
-    for policy in [full.policy, *policies]:
-        measured = full if policy is full.policy else measure(params, texts, args.prompt, policy)
+    full = measure(kvjax.Full())
+    for measured in (full, *all_of(policies, args)):
         rows.append(row(measured, full, args.text))
         report.write(args.out, header, rows)
         print(line(rows[-1]), flush=True)
     print(tables.quality(rows))
+
+
+SHARED: dict[str, Any] = {}
+"""The model, the texts' tokens and the length of their prompts, in every process."""
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Load what each process needs."""
+    SHARED["params"] = params = kvjax.load(args.model, dtype=args.dtype)
+    SHARED["texts"] = [read(params, path, args.skip, args.prompt + args.scored) for path in args.text]
+    SHARED["prompt"] = args.prompt
+
+
+def chosen(names: list[str], budgets: list[float]) -> list[kvjax.Policy]:
+    """Each policy at each budget; those that save bits, not tokens, at each number of bits."""
+    found = []
+    for name in names:
+        fields = {field.name for field in dataclasses.fields(kvjax.get_policy(name))}
+        if "budget" in fields:
+            found += [kvjax.get_policy(name, budget=budget) for budget in budgets]
+        elif "bits" in fields:
+            found += [kvjax.get_policy(name, bits=bits) for bits in (2, 4, 8)]
+    return found
+
+
+def all_of(policies: list[kvjax.Policy], args: argparse.Namespace) -> Iterator["Measured"]:
+    """Each policy's measurement, in order, as many at a time as asked for."""
+    if args.jobs == 1:
+        yield from map(measure, policies)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, spawn, initializer=prepare, initargs=(args,)) as pool:
+        yield from pool.map(measure, policies)
 
 
 def read(params: kvjax.Params, path: Path, skip: int, count: int) -> list[int]:
@@ -80,16 +118,17 @@ class Measured:
     seconds: float
 
 
-def measure(params: kvjax.Params, texts: list[list[int]], prompt: int, policy: kvjax.Policy) -> Measured:
+def measure(policy: kvjax.Policy) -> Measured:
     """Read all texts, as one batch, under one policy."""
     start = time.perf_counter()
-    return Measured(policy, continuation(params, texts, prompt, policy), time.perf_counter() - start)
+    texts = continuation(SHARED["params"], SHARED["texts"], SHARED["prompt"], policy)
+    return Measured(policy, texts, time.perf_counter() - start)
 
 
 def row(measured: Measured, full: Measured, paths: list[Path]) -> dict[str, Any]:
     """A row of the result file: over all texts, and each apart. Perplexity is exp of the mean over all predicted tokens."""
     return {
-        "policy": measured.policy.name,
+        "policy": name(measured.policy),
         "budget": getattr(measured.policy, "budget", None),
         "perplexity": perplexity(measured.texts),
         "agreement": agreement(measured.texts, full.texts),
@@ -100,6 +139,12 @@ def row(measured: Measured, full: Measured, paths: list[Path]) -> dict[str, Any]
             for path, text, other in zip(paths, measured.texts, full.texts, strict=True)
         },
     }
+
+
+def name(policy: kvjax.Policy) -> str:
+    """What the table calls a policy."""
+    bits = getattr(policy, "bits", None)
+    return str(policy.name) if bits is None else f"{policy.name}, {bits} bits"
 
 
 def perplexity(texts: list[Continuation]) -> float:

@@ -81,6 +81,12 @@ def test_the_script(script, tiny, capsys):
     assert tables.quality(rows) in capsys.readouterr().out
 
 
+def test_bits_instead_of_budgets(script):
+    rows = script("--policies", "kivi", "--budgets", "0.5")["rows"]
+    assert [row["policy"] for row in rows] == ["full", "kivi, 2 bits", "kivi, 4 bits", "kivi, 8 bits"]
+    assert [row["budget"] for row in rows] == [None] * 4
+
+
 def test_what_cannot_work_is_told_first(script):
     with pytest.raises(kvjax.PolicyError, match="gives 10 slots"):
         script("--policies", "streaming_llm,chunkkv", "--budgets", "0.125")
