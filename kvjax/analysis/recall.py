@@ -1,4 +1,4 @@
-"""Whether ClusterKV recalls the tokens that matter, and how often it has them at hand already (ClusterKV, section V-B and V-C).
+"""Whether policies recall the tokens that matter, and how often they have them at hand already (ClusterKV, section V-B and V-C).
 
 Queries are those of the plain model reading a text, so that all policies are asked the same.
 """
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec
 from kvjax.models.rope import Rope
 from kvjax.plots import _matplotlib
-from kvjax.policies import ClusterKV
+from kvjax.policies import ClusterKV, InfiniGen, Quest
 
 from .recording import Recorded
 
@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+Recaller = ClusterKV | Quest | InfiniGen
+"""Policies that recall, and exempt some first layers from it."""
+
+
 class Recalled(NamedTuple):
     """What one layer's queries recall after a prompt: S steps, N query heads, T tokens of the whole text.
 
     Attributes:
-        chosen: sinks and tokens of the selected clusters: of `budget` tokens all, where there are so many.
+        chosen: what is read of the tokens before the tail, ClusterKV's sinks among them: of `budget` tokens all, where there
+            are so many.
         logits: attention logits, -inf for tokens that are read anyway (of the tail) or are yet to come.
     """
 
@@ -36,11 +41,13 @@ class Recalled(NamedTuple):
     logits: Float[np.ndarray, "S N T"]
 
 
-def replay(policy: ClusterKV, layer: Recorded, prompt: int) -> Recalled:
+def replay(policy: Recaller, layer: Recorded, prompt: int) -> Recalled:
     """Give a layer's recorded prompt to the policy, then the rest of the text token by token.
 
     Args:
-        policy: of which only what it does in layers that are not exempt matters.
+        policy: not bound to a model; only what it does in layers that are not exempt matters. InfiniGen is given the layer's own
+            queries, of which it would otherwise have only those that the layer before foresees, and takes its directions from
+            the prompt's.
         layer: what `kvjax.analysis.recording.record` found in this layer.
         prompt: how many of the T tokens are the prompt.
 
@@ -49,11 +56,11 @@ def replay(policy: ClusterKV, layer: Recorded, prompt: int) -> Recalled:
     """
     spec, heads = _spec(policy, layer, prompt), layer.q.shape[1]
     total = spec.max_tokens
-    chosen, clustered = (np.asarray(x) for x in _replay(policy, spec, *map(jnp.asarray, (layer.q, layer.k, layer.v))))
+    chosen, tail = (np.asarray(x) for x in _replay(policy, spec, *map(jnp.asarray, (layer.q, layer.k, layer.v))))
     chosen = np.repeat(chosen, heads // chosen.shape[1], axis=1)
     keys = np.repeat(layer.k, heads // layer.k.shape[1], axis=1)
     logits = np.einsum("snh,tnh->snt", layer.q[prompt:], keys) * np.float32(spec.scale)
-    asked = np.arange(total) < clustered[:, None]
+    asked = np.arange(total) < tail[:, None]
     return Recalled(chosen, np.where(asked[:, None], logits, -np.inf))
 
 
@@ -79,9 +86,9 @@ def recall_rate(chosen: Bool[np.ndarray, "*S T"], logits: Float[np.ndarray, "*S 
 
     Of tokens with equal logits the first counts as more attended. Where nothing is chosen, the rate is 1.
     """
-    rank = np.argsort(np.argsort(-logits, axis=-1, kind="stable"), axis=-1, kind="stable")
     size = chosen.sum(axis=-1, keepdims=True)
-    both = np.sum(chosen & (rank < size), axis=-1)
+    ranked = np.take_along_axis(chosen, np.argsort(-logits, axis=-1, kind="stable"), axis=-1)
+    both = np.sum(ranked & (np.arange(ranked.shape[-1]) < size), axis=-1)
     return np.where(size[..., 0] > 0, both / np.maximum(size[..., 0], 1), 1.0)
 
 
@@ -104,7 +111,7 @@ def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
 
 def rates(
     layers: Sequence[Recorded],
-    policies: Mapping[str, ClusterKV],
+    policies: Mapping[str, Recaller],
     budgets: Sequence[int],
     prompt: int,
     progress: Callable[[int, int], None] | None = None,
@@ -157,7 +164,7 @@ def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> "Figure":
     return figure
 
 
-def _spec(policy: ClusterKV, layer: Recorded, prompt: int) -> LayerSpec:
+def _spec(policy: Recaller, layer: Recorded, prompt: int) -> LayerSpec:
     """A layer that is not exempt, for a recorded text; errors as for `replay`."""
     total, heads, dim = layer.q.shape
     if not 0 < prompt < total:
@@ -185,9 +192,9 @@ def _spec(policy: ClusterKV, layer: Recorded, prompt: int) -> LayerSpec:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _replay(
-    policy: ClusterKV, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
+    policy: Recaller, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
 ) -> tuple[Bool[Array, "S R T"], Int[Array, " S"]]:
-    """What each head chooses at each step, and how many tokens are sinks or in clusters by then."""
+    """What each head chooses at each step of the tokens before the tail, and where the tail begins by then."""
     size = spec.prompt_len
     lengths = jnp.full((1,), size, jnp.int32)
     start, _ = policy.prefill(spec, q[None, :size], k[None, :size], v[None, :size], lengths, None)
@@ -197,9 +204,10 @@ def _replay(
         q, k, v, pos = inputs
         state = policy.append(spec, state, k, v, pos)
         index, live = (x[0] for x in policy.recall(spec, state, q))
-        live &= index < state.clustered
+        tail = policy.tail(state)[0]
+        live &= index < tail
         chosen = jnp.zeros((len(index), policy.capacity(spec)), bool)
         chosen = chosen.at[jnp.arange(len(index), dtype=jnp.int32)[:, None], index].max(live)
-        return policy.compress(spec, state), (chosen[:, : spec.max_tokens], state.clustered[0])
+        return policy.compress(spec, state), (chosen[:, : spec.max_tokens], tail)
 
     return jax.lax.scan(step, start, (q[size:, None], k[size:, None], v[size:, None], pos))[1]

@@ -11,7 +11,7 @@ from policies.oracle_clusterkv import ClusterHead
 
 from kvjax.analysis import recall
 from kvjax.analysis.recording import Recorded
-from kvjax.policies import ClusterKV
+from kvjax.policies import ClusterKV, InfiniGen, Quest
 
 POLICY = ClusterKV(budget=12, sinks=3, exempt=0, n_clusters=8, window=6, new_clusters=2)
 PROMPT = 40
@@ -81,6 +81,31 @@ def test_mean_queries_choose_for_the_whole_group(layer):
     chosen = recall.replay(dataclasses.replace(POLICY, gqa="mean"), layer, PROMPT).chosen
     assert chosen.shape == (20, 4, 60)
     np.testing.assert_array_equal(chosen[:, 0::2], chosen[:, 1::2])
+
+
+def test_quest_chooses_the_pages_with_the_highest_bounds(layer):
+    """Three pages of four tokens, by the most that any key within a page's ranges can have as product with the query."""
+    replayed = recall.replay(Quest(budget=12, page=4, exempt=0), layer, PROMPT)
+    for step, head in np.ndindex(20, 4):
+        seen = PROMPT + step + 1
+        query = layer.q[seen - 1, head].astype(np.float64)
+        pages = [layer.k[at : min(at + 4, seen), head // 2] for at in range(0, seen, 4)]
+        bounds = [np.sum(np.maximum(query * page.min(axis=0), query * page.max(axis=0))) for page in pages]
+        best = np.argsort(-np.asarray(bounds), kind="stable")[:3]
+        expected = [token for page in best for token in range(4 * page, min(4 * page + 4, seen))]
+        assert np.flatnonzero(replayed.chosen[step, head]).tolist() == sorted(expected)
+        assert np.isfinite(replayed.logits[step, head]).sum() == seen
+
+
+def test_infinigen_that_knows_all_channels_chooses_the_top_of_its_group(layer):
+    """All tokens are near enough the highest score, and all channels count: the best of the group's mean query, and the newest."""
+    replayed = recall.replay(InfiniGen(budget=12, alpha=1e9, share=1.0, exempt=0), layer, PROMPT)
+    for step, head in np.ndindex(20, 4):
+        pos, group = PROMPT + step, head // 2
+        query = layer.q[pos, 2 * group : 2 * group + 2].mean(axis=0, dtype=np.float64)
+        best = np.argsort(-(layer.k[:pos, group] @ query), kind="stable")[:11]
+        assert np.flatnonzero(replayed.chosen[step, head]).tolist() == sorted(best.tolist())
+        assert np.isfinite(replayed.logits[step, head]).sum() == pos
 
 
 def test_recall_rate_is_the_share_of_the_top():
