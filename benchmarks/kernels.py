@@ -45,8 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     if jax.default_backend() == "cpu":  # where the compiler would take what is timed out of its loop
         parser.error("there is nothing to time on a CPU: run it where JAX finds a GPU or TPU")
-    slug = "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
-    out = args.out or Path(f"benchmarks/results/kernels-{slug}.json")
+    out = args.out or Path(f"benchmarks/results/kernels-{report.device_slug()}.json")
     header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
     modules = sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case")
     cases = [
