@@ -36,6 +36,7 @@ class LayerSpec:
         rope: the rotation that positions stand for.
         scale: factor on attention logits.
         window: sliding attention window in tokens, None where attention is full.
+        kv_heads: which of the layer's KV heads these are, None for all.
     """
 
     layer: int
@@ -50,6 +51,7 @@ class LayerSpec:
     rope: Rope
     scale: float
     window: int | None = None
+    kv_heads: tuple[int, ...] | None = None
 
     @property
     def max_tokens(self) -> int:

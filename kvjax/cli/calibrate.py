@@ -13,17 +13,36 @@ from .progress import bar
 
 def calibrate(
     method: Annotated[
-        Literal["catekv", "chelsea", "duoattention"], typer.Argument(help="The policy to calibrate for.")
+        Literal["catekv", "chelsea", "duoattention", "infinigen", "razorattention"],
+        typer.Argument(help="The policy to calibrate for; razorattention is another way for duoattention."),
     ],
-    data: Annotated[list[Path], typer.Option("--data", "-d", metavar="FILE", help="Plain text to read; repeatable.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Profile to write, as JSON.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="FILE",
+            help="Plain text to read; repeatable. razorattention reads random tokens instead.",
+            show_default=False,
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw the scores too: .png, .svg or .pdf. Needs the `plot` extra.", show_default=False
+            metavar="FILE",
+            help="Draw the scores of heads too, where there are any: .png, .svg or .pdf. Needs the `plot` extra.",
+            show_default=False,
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Pieces of text, spread evenly over the files.")] = 16,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Pieces of text, spread evenly over the files: by default 16; or of random tokens, 1.",
+            show_default=False,
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each piece.")] = 2048,
     settings: Annotated[
         list[str] | None,
@@ -35,24 +54,29 @@ def calibrate(
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:
-    """Score a model's attention heads on text, once, for the policies that treat them differently.
+    """Look at a model's attention heads as they read, once, for the policies that treat them differently.
 
-    The profile that is written holds a score and a label for every KV head; give it to the policy with
-    `--set profile=FILE`. The default model needs none: its profiles come with kvjax.
+    The profile that is written holds a score and a label for every KV head; for infinigen, the directions in which its queries are
+    largest. Give it to the policy with `--set profile=FILE`. The default model needs none: its profiles come with kvjax.
     """
     from kvjax.calibration.making import METHODS, make_profile
+    from kvjax.policies import HeadProfile
 
-    chosen = read_settings(
-        METHODS[method].Settings, settings or ()
-    )  # before the model is loaded: mistakes show at once
-    missing = [file for file in data if not file.is_file()]
+    # Before the model is loaded: mistakes show at once.
+    chosen, files = read_settings(METHODS[method].settings, settings or ()), data or []
+    if METHODS[method].reads_text != bool(files):
+        need = "give text to read" if METHODS[method].reads_text else "random tokens are read; leave it out"
+        raise typer.BadParameter(f"{method}: {need}", param_hint="--data")
+    if plot is not None and METHODS[method].profile is not HeadProfile:
+        raise typer.BadParameter(f"{method}: there are no scores of heads to draw", param_hint="--plot")
+    missing = [file for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{missing[0]}: no such file")
     params = read_model(model, dtype, compilation_cache)
     with bar() as begin:
-        profile = make_profile(params, method, data, chosen, samples, length, begin(f"Calibrating {method}"))
+        profile = make_profile(params, method, files, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)
-    if plot is not None:
+    if plot is not None and isinstance(profile, HeadProfile):
         from kvjax.plots import head_map
 
         head_map(profile).savefig(plot, dpi=150)

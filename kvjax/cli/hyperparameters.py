@@ -51,7 +51,7 @@ def read_settings(cls: type[T], settings: Sequence[str]) -> T:
     for setting in settings:
         name, text = setting_name(setting), setting.partition("=")[2].strip()
         if name not in hints:
-            raise ValueError(f"there is no setting {name!r}; there are {', '.join(hints)}")
+            raise ValueError(f"there is no setting {name!r}; there are {', '.join(hints) or 'none'}")
         try:
             values[name] = parse_value(text, hints[name])
         except ValueError as error:

@@ -36,6 +36,7 @@ from .registry import get_policy as get_policy
 from .registry import policies as policies
 from .registry import register as register
 from .shadowkv import ShadowKV as ShadowKV
+from .skewing import SkewProfile as SkewProfile
 from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM
 from .tova import TOVA as TOVA

@@ -249,7 +249,7 @@ class ByHead(Policy):
         return [
             (
                 policy,
-                dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads)),
+                dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads), kv_heads=heads),
                 np.asarray(heads),
             )
             for policy, layers in zip(self.groups, self.heads, strict=True)

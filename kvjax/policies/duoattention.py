@@ -22,6 +22,9 @@ from .streaming_llm import Stream, StreamingLLM
 RETRIEVAL, STREAMING = "retrieval", "streaming"
 """Labels of heads in a profile."""
 
+RAZOR = "razorattention"
+"""The other way of telling these heads apart."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Streaming(StreamingLLM):
@@ -60,7 +63,9 @@ class DuoAttention(Policy):
     """Retrieval heads keep everything, streaming heads sinks and recent tokens (Xiao et al. 2024, DuoAttention, section 2).
 
     How much of each head's attention to the middle of a text a model needs is a number α learned beforehand, by `kvjax calibrate
-    duoattention`. The heads with the smallest ones stream, at original positions. Each layer has two caches of their own shapes,
+    duoattention`. The heads with the smallest ones stream, at original positions. Or which heads retrieve is told by how they
+    attend to repeated random tokens, by `kvjax calibrate razorattention` (Tang et al. 2024, RazorAttention; of which this is the
+    choice of heads, without its compensation token). Each layer has two caches of their own shapes,
     so what streaming heads drop is really freed. Prompts are read with full attention in all heads, as the first
     chunk of a prompt is in the published code, whose later chunks stream.
 
@@ -68,9 +73,10 @@ class DuoAttention(Policy):
         budget: slots of a streaming head: a number of tokens, or a fraction of prompt + new tokens. 320 as the published
             deployment has; its training has 128 sinks and 256 recent tokens.
         sinks: first tokens that streaming heads keep; the rest of the budget is recent tokens.
-        sparsity: share of streaming heads; None for 0.5, or 0.75 in models whose heads share no keys (section 3.1).
+        sparsity: share of streaming heads; None for 0.5, or 0.75 in models whose heads share no keys (section 3.1), and for the
+            labels as they are in a profile by RazorAttention.
         profile: a `HeadProfile` or a file of one; or labels "retrieval" and "streaming" as [layer][head], whose shares are as they
-            are; None takes the profile that comes with kvjax for the model.
+            are; None takes the profile that comes with kvjax for the model, and "razorattention" the one by RazorAttention.
         retrieval: another policy for retrieval heads, such as `Quest()`; or one that has kinds of heads itself, such as `CateKV()`,
             of which the streaming heads are then taken out.
     """
@@ -130,9 +136,12 @@ class DuoAttention(Policy):
     def _labels(self, config: ModelConfig) -> Labels:
         if isinstance(self.profile, tuple):
             return self.profile
-        found = find(self.name, config, self.profile)
+        method = RAZOR if self.profile == RAZOR else self.name
+        found = find(method, config, None if self.profile == RAZOR else self.profile, others=(RAZOR,))
         if found is None:
-            raise missing(self.name, config)
+            raise missing(method, config)
+        if found.method == RAZOR and self.sparsity is None:
+            return found.labels
         shared = config.num_heads > config.num_kv_heads
         return head_labels(found.scores, (0.5 if shared else 0.75) if self.sparsity is None else self.sparsity)
 

@@ -13,11 +13,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
+from kvjax.models.config import ModelConfig
 
-from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
+from .base import Carry, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import best_pages
+from .profile import find
 from .recalling import Recalling
 from .registry import register
+from .skewing import SkewProfile
+
+PROMPT = "prompt"
+"""What to say for directions of the prompt's own queries, instead of a profile."""
 
 
 @flax.struct.dataclass
@@ -44,14 +50,15 @@ class InfiniGen(Recalling):
 
     While a layer computes, the next one's queries are told from this one's attention input, which changes little from layer to
     layer, with the next one's weights. Their scores are taken in a few directions: each head's queries and keys are turned so
-    that most of their size is in few channels (by the singular vectors of the queries), and the `share` of channels with the
-    largest sums of absolute values is used. A layer's heads read as many tokens as on average have a score within `alpha` of their
+    that most of their size is in few channels (by the singular vectors of a sample text's queries, which `kvjax calibrate
+    infinigen` finds once for a model), and the `share` of channels in which the prompt's queries and keys have the largest sums
+    of absolute values is used. A layer's heads read as many tokens as on average have a score within `alpha` of their
     head's highest, and each takes its best. So what is selected is known before the layer begins, which is what
     moving it from the host takes: `offloaded(InfiniGen())`.
 
-    Differences: the paper finds the directions beforehand on a sample text, and keeps the part of the query weights that they need;
-    here they are those of the prompt's own queries, so that nothing has to be prepared, and the whole query projection is
-    computed ahead. Query heads that share keys are averaged. (The published code for Llama takes the first head's highest score
+    Differences: the paper keeps the part of the query weights that the directions need; here the whole query projection is computed
+    ahead. Query heads that share keys share their directions, and are averaged. A cache that begins without a prompt takes a
+    profile's first directions. (The published code for Llama takes the first head's highest score
     for all heads; here each has its own, as in the paper.)
 
     Attributes:
@@ -59,6 +66,8 @@ class InfiniGen(Recalling):
         alpha: how far below its head's highest score, scaled as in attention, a token's may be to count (4 for OPT, 5 for Llama-2).
         share: of the channels that scores are told by (the published scripts have 0.2, the default of the published code is 0.1).
         exempt: first layers, which read everything.
+        profile: the directions: a `SkewProfile` or a file of one; "prompt" for those of the prompt's own queries; None for the profile
+            that comes with kvjax for the model, and "prompt" for models that none comes for.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -72,13 +81,25 @@ class InfiniGen(Recalling):
     alpha: float = 4.0
     share: float = 0.2
     exempt: int = 2
+    profile: SkewProfile | str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, alpha=0, exempt=0)
         if not 0 < self.share <= 1:
             raise PolicyError(f"{self.name}: share={self.share}; give a share of the channels, above 0 and up to 1")
+        if not isinstance(self.profile, SkewProfile | str | None):
+            raise PolicyError(
+                f"{self.name}: profile={self.profile!r}; give a SkewProfile, the file of one, or {PROMPT!r}"
+            )
         if isinstance(self.budget, int):
             self.check(0)
+
+    def bind(self, config: ModelConfig) -> Policy:
+        """The policy with the profile itself, or "prompt"."""
+        if self.profile == PROMPT:
+            return self
+        found = find(self.name, config, self.profile, SkewProfile)
+        return dataclasses.replace(self, profile=PROMPT if found is None else found)
 
     def check(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
@@ -113,10 +134,13 @@ class InfiniGen(Recalling):
         if not self.recalls(spec):
             return slots
         channels = self._channels(spec)
-        skew = jnp.eye(spec.head_dim, channels, dtype=spec.dtype)
+        vectors = self._offline(spec)
+        skew = jnp.eye(spec.head_dim, dtype=jnp.float32) if vectors is None else vectors
         return Speculation(
             slots=slots,
-            skew=jnp.broadcast_to(skew, (*slots.next.shape, *skew.shape)),
+            skew=jnp.broadcast_to(
+                skew[..., :channels].astype(spec.dtype), (*slots.next.shape, spec.head_dim, channels)
+            ),
             partial=jnp.zeros((*slots.pos.shape, channels), spec.dtype),
             budget=budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)),
         )
@@ -177,18 +201,27 @@ class InfiniGen(Recalling):
     def _skew(
         self, spec: LayerSpec, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B K H P"]:
-        """The right singular vectors of a group's queries, those in which queries and keys are largest."""
+        """Of the directions, those in which a group's queries and keys are largest."""
         inside = cache.in_prompt(lengths, k.shape[1])[..., None, None]
         q, k = (jnp.where(inside, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (q, k))
         grouped = q.reshape(*k.shape[:3], -1, spec.head_dim)
-        gram = jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest")
-        vectors = jnp.linalg.eigh(gram)[1]
+        vectors = self._offline(spec)
+        if vectors is None:  # the right singular vectors of all the prompt's queries
+            vectors = jnp.linalg.eigh(jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest"))[1]
+        vectors = jnp.broadcast_to(vectors, (spec.batch, *vectors.shape[-3:]))
         sizes = sum(
             jnp.sum(jnp.abs(jnp.einsum(f"{axes},bkhi->{axes[:-1]}i", x, vectors, precision="highest")), axis=summed)
             for x, axes, summed in ((grouped, "btkgh", (1, 3)), (k, "btkh", 1))
         )
         best = jax.lax.top_k(sizes, self._channels(spec))[1]
         return jnp.take_along_axis(vectors, best[:, :, None], axis=-1)
+
+    def _offline(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
+        """The profile's directions for this layer's heads, if there is a profile."""
+        if not isinstance(self.profile, SkewProfile):
+            return None
+        matrices = self.profile.layer(spec.layer, spec.head_dim)
+        return jnp.asarray(matrices if spec.kv_heads is None else matrices[list(spec.kv_heads)])
 
     def _channels(self, spec: LayerSpec) -> int:
         return math.ceil(Fraction(self.share).limit_denominator(10_000) * spec.head_dim)

@@ -1,4 +1,4 @@
-"""Head profiles: what calibration has found out about every KV head of one model, as a small JSON file."""
+"""Profiles: what calibration has found out about one model, as a small JSON file. Of its KV heads, a `HeadProfile`."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,10 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+from jaxtyping import Float
 
 from kvjax.models.config import ModelConfig
 
@@ -20,39 +23,56 @@ Labels = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadProfile:
-    """Scores and labels of a model's KV heads. Hashable, so that it can be a policy's hyperparameter.
+class Profile:
+    """Base of all profiles: of which model, and how it was made. Hashable, so that it can be a policy's hyperparameter.
+
+    Class attributes:
+        noun: what people call it.
+        tables: fields with what was found out, sequences of layers; each has one line a layer in the file.
 
     Attributes:
-        method: the policy that it is for ("catekv", "chelsea").
+        method: the method that it was made for ("catekv", "chelsea").
         model: `fingerprint` of the model that it was made with.
         data: the text that it was made from.
         settings: how it was made, as pairs of name and value.
-        scores: [L][K], what the labels were decided by; the method says what it means.
-        labels: [L][K], which kind of head each is.
         version: of the layout.
     """
+
+    noun: ClassVar[str] = "profile"
+    tables: ClassVar[tuple[str, ...]] = ()
 
     method: str
     model: str
     data: str
     settings: tuple[tuple[str, Any], ...]
-    scores: tuple[tuple[float, ...], ...]
-    labels: Labels
-    version: int = VERSION
+    version: int = dataclasses.field(default=VERSION, kw_only=True)
 
-    def heads(self, label: str) -> list[tuple[int, int]]:
-        """The (layer, head) pairs that have this label, in order."""
-        return [(i, j) for i, layer in enumerate(self.labels) for j, other in enumerate(layer) if other == label]
+    @classmethod
+    def of(cls, found: Any, **about: Any) -> Self:
+        """A profile of what a calibration has found.
 
-    def require(self, method: str, config: ModelConfig) -> None:
-        """Raise `PolicyError` unless this profile is for this method and this model."""
-        if self.method != method:
-            raise PolicyError(f"{method}: the profile is for {self.method!r}; {_remedy(method)}")
+        Args:
+            about: all other fields.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """The tables of a file as fields.
+
+        Raises:
+            ValueError: they are not such as they should be, which the message describes.
+        """
+        raise NotImplementedError
+
+    def require(self, methods: Sequence[str], config: ModelConfig) -> None:
+        """Raise `PolicyError` unless this profile is for one of these methods, of which the first asks, and for this model."""
+        if self.method not in methods:
+            raise PolicyError(f"{methods[0]}: the profile is for {self.method!r}; {_remedy(methods[0])}")
         if self.model != fingerprint(config):
             raise PolicyError(
-                f"{method}: the profile was made for the model {self.model}, but this one is {fingerprint(config)}; "
-                + _remedy(method)
+                f"{methods[0]}: the profile was made for the model {self.model}, but this one is {fingerprint(config)}; "
+                + _remedy(self.method)
             )
 
     def save(self, path: str | Path) -> None:
@@ -65,38 +85,79 @@ class HeadProfile:
             "settings": dict(self.settings),
         }
         lines = [f"  {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
-        for name in ("scores", "labels"):
+        for name in self.tables:
             rows = ",\n".join(f"    {json.dumps(row)}" for row in getattr(self, name))
             lines.append(f'  "{name}": [\n{rows}\n  ]')
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def load(path: str | Path) -> HeadProfile:
+@dataclasses.dataclass(frozen=True)
+class HeadProfile(Profile):
+    """Scores and labels of a model's KV heads.
+
+    Attributes:
+        scores: [L][K], what the labels were decided by; the method says what it means.
+        labels: [L][K], which kind of head each is.
+    """
+
+    noun: ClassVar[str] = "head profile"
+    tables: ClassVar[tuple[str, ...]] = ("scores", "labels")
+
+    scores: tuple[tuple[float, ...], ...]
+    labels: Labels
+
+    @classmethod
+    def of(cls, found: tuple[Float[np.ndarray, "L K"], Labels], **about: Any) -> Self:
+        scores, labels = found
+        return cls(scores=rows(np.round(scores.astype(float), 4).tolist()), labels=labels, **about)
+
+    @classmethod
+    def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
+        kinds = (("scores", (int, float)), ("labels", str))
+        right = all(_is_table(found[field], kind) for field, kind in kinds)
+        if not right or [len(row) for row in found["scores"]] != [len(row) for row in found["labels"]]:
+            raise ValueError("scores and labels should be [layer][head], numbers and texts")
+        return {field: rows(found[field]) for field, _ in kinds}
+
+    def heads(self, label: str) -> list[tuple[int, int]]:
+        """The (layer, head) pairs that have this label, in order."""
+        return [(i, j) for i, layer in enumerate(self.labels) for j, other in enumerate(layer) if other == label]
+
+
+P = TypeVar("P", bound=Profile)
+
+
+def load(path: str | Path, kind: type[P] = HeadProfile) -> P:
     """Read a profile.
 
     Raises:
         OSError: the file cannot be read.
-        PolicyError: it is not a profile, or one of another version.
+        PolicyError: it is not a profile of this kind, or one of another version.
     """
-    return _parse(Path(path).read_text(encoding="utf-8"), str(path))
+    return _parse(Path(path).read_text(encoding="utf-8"), str(path), kind)
 
 
-def shipped(method: str, config: ModelConfig) -> HeadProfile | None:
+def shipped(method: str, config: ModelConfig, kind: type[P] = HeadProfile) -> P | None:
     """The profile that comes with the library for this method and model, if there is one."""
     file = resources.files("kvjax.policies") / "profiles" / f"{method}-{fingerprint(config)}.json"
-    return _parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
+    return _parse(file.read_text(encoding="utf-8"), file.name, kind) if file.is_file() else None
 
 
-def find(method: str, config: ModelConfig, profile: HeadProfile | str | None) -> HeadProfile | None:
+def find(
+    method: str, config: ModelConfig, profile: P | str | None, kind: type[P] = HeadProfile, others: Sequence[str] = ()
+) -> P | None:
     """The profile that a policy's hyperparameter stands for: itself, a file, or (None) the shipped one if there is one.
 
+    Args:
+        others: methods whose profiles serve as well.
+
     Raises:
-        PolicyError: it was made for another method or model, or the file is not a profile.
+        PolicyError: it was made for another method or model, or the file is not a profile of this kind.
     """
-    found = load(profile) if isinstance(profile, str) else profile
+    found = load(profile, kind) if isinstance(profile, str) else profile
     if found is None:
-        return shipped(method, config)
-    found.require(method, config)
+        return shipped(method, config, kind)
+    found.require((method, *others), config)
     return found
 
 
@@ -122,31 +183,30 @@ def rows(table: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
 
 
 def _remedy(method: str) -> str:
-    return f"make one with `kvjax calibrate {method} --model … --data … --out FILE` and give it as profile=FILE"
+    return f"make one with `kvjax calibrate {method}` and give it as profile=FILE"
 
 
-def _parse(text: str, name: str) -> HeadProfile:
+def _parse(text: str, name: str, kind: type[P]) -> P:
     """A profile from JSON, every field of it checked."""
     try:
         found: Any = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PolicyError(f"{name} is not a head profile: not JSON ({error})") from None
-    fields = {field.name for field in dataclasses.fields(HeadProfile)}
+        raise PolicyError(f"{name} is not a {kind.noun}: not JSON ({error})") from None
+    fields = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(found, dict) or set(found) != fields:
         got = sorted(found) if isinstance(found, dict) else type(found).__name__
-        raise PolicyError(f"{name} is not a head profile: it has {got}, but should have {sorted(fields)}")
+        raise PolicyError(f"{name} is not a {kind.noun}: it has {got}, but should have {sorted(fields)}")
     if found["version"] != VERSION:
-        raise PolicyError(f"{name} is a head profile of version {found['version']}, but this kvjax reads {VERSION}")
-    kinds = (("scores", (int, float)), ("labels", str))
-    tables_are_right = all(_is_table(found[field], kind) for field, kind in kinds)
-    if not tables_are_right or [len(row) for row in found["scores"]] != [len(row) for row in found["labels"]]:
-        raise PolicyError(f"{name} is not a head profile: scores and labels should be [layer][head], numbers and texts")
+        raise PolicyError(f"{name} is a {kind.noun} of version {found['version']}, but this kvjax reads {VERSION}")
     texts_are_right = all(isinstance(found[field], str) for field in ("method", "model", "data"))
     if not texts_are_right or not isinstance(found["settings"], dict):
-        raise PolicyError(f"{name} is not a head profile: method, model and data should be texts, settings an object")
+        raise PolicyError(f"{name} is not a {kind.noun}: method, model and data should be texts, settings an object")
     found["settings"] = rows(list(found["settings"].items()))
-    found.update((field, rows(found[field])) for field, _ in kinds)
-    return HeadProfile(**found)
+    try:
+        found |= kind.read_tables(found)
+    except ValueError as error:
+        raise PolicyError(f"{name} is not a {kind.noun}: {error}") from None
+    return kind(**found)
 
 
 def _is_table(value: Any, kind: Any) -> bool:

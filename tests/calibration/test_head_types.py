@@ -197,7 +197,7 @@ def test_the_default_model_has_its_profiles(smollm2, method, label, count, tmp_p
     assert found is not None
     assert len(found.heads(label)) == count
     assert [len(layer) for layer in found.labels] == [3] * 30
-    settings = METHODS[method].Settings(**dict(found.settings))
+    settings = METHODS[method].settings(**dict(found.settings))
     assert tuple(dataclasses.asdict(settings).items()) == found.settings
     if method == "chelsea":
         assert outlier_heads(np.asarray(found.scores), settings.fraction, settings.first_layers) == found.labels

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.models import Params
+from kvjax.policies import HeadProfile, SkewProfile
 from kvjax.policies.profile import fingerprint, load
 
 SMALL = ["--samples", 2, "--length", 64]
@@ -58,6 +59,45 @@ def test_profile_and_picture(
     used = json.loads(kvjax_command("generate", "--model", checkpoint, *options, "hello there, " * 4).stdout)
     assert used["policy"]["profile"] == str(out)
     assert len(used["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "reads", "kind"),
+    [
+        ("infinigen", "infinigen", ["--data"], SkewProfile),
+        ("razorattention", "duoattention", [], HeadProfile),
+    ],
+)
+def test_profiles_of_another_kind(
+    kvjax_command, checkpoint: Path, params: Params, text: Path, tmp_path, method, policy, reads, kind
+):
+    """Directions, and heads that are told from random tokens; for the policies that take them."""
+    out = tmp_path / "profile.json"
+    data = [*reads, text] if reads else []
+    result = kvjax_command("calibrate", method, "--model", checkpoint, *data, *SMALL, "-o", out)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    profile = load(out, kind)
+    assert (profile.method, profile.model) == (method, fingerprint(params.config))
+    options = ["--policy", policy, "--budget", 0.6, "--set", f"profile={out}", "-n", 4, "--json", "--ignore-eos"]
+    options += ["--set", "sinks=4"] if policy == "duoattention" else ["--set", "exempt=0"]
+    used = json.loads(kvjax_command("generate", "--model", checkpoint, *options, "hello there, " * 4).stdout)
+    assert used["policy"]["profile"] == str(out)
+    assert len(used["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["catekv"], "catekv: give text to read"),
+        (["razorattention", "--data", "book.txt"], "random tokens are read; leave it out"),
+        (["infinigen", "--data", "book.txt", "--plot", "heads.png"], "no scores of heads to draw"),
+        (["infinigen", "--data", "book.txt", "--set", "x=1"], "no setting 'x'; there are none"),
+    ],
+)
+def test_what_does_not_go_with_the_method(kvjax_command, tmp_path: Path, arguments, says) -> None:
+    result = kvjax_command("calibrate", *arguments, "-o", tmp_path / "profile.json", "--model", "nowhere")
+    assert result.exit_code != 0
+    assert says in " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,15 @@ from policies.driver import ROPE, rotate, softmax
 
 
 class InfiniLayer:
-    """All KV heads of a layer: rotated keys, values, and the directions that scores are told by."""
+    """All KV heads of a layer: rotated keys, values, and the directions that scores are told by.
 
-    def __init__(self, budget: int, alpha: float, channels: int, kv_heads: int) -> None:
-        self.budget, self.alpha, self.channels = budget, alpha, channels
+    Directions are chosen among the columns of `matrices` [K, H, H], or else among the prompt's own singular vectors.
+    """
+
+    def __init__(
+        self, budget: int, alpha: float, channels: int, kv_heads: int, matrices: np.ndarray | None = None
+    ) -> None:
+        self.budget, self.alpha, self.channels, self.matrices = budget, alpha, channels, matrices
         self.keys: list[list[np.ndarray]] = [[] for _ in range(kv_heads)]
         self.values: list[list[np.ndarray]] = [[] for _ in range(kv_heads)]
         self.skew: list[np.ndarray] = []
@@ -30,9 +35,13 @@ class InfiniLayer:
                 for pos in range(len(queries))
                 for n in range(head * group, (head + 1) * group)
             ]
-            _, _, vt = np.linalg.svd(np.stack(turned))
-            size = np.abs(np.stack(turned) @ vt.T).sum(axis=0) + np.abs(np.stack(held) @ vt.T).sum(axis=0)
-            self.skew.append(vt.T[:, np.argsort(-size, kind="stable")[: self.channels]])
+            a = (
+                np.linalg.svd(np.stack(turned))[2].T
+                if self.matrices is None
+                else self.matrices[head].astype(np.float64)
+            )
+            size = np.abs(np.stack(turned) @ a).sum(axis=0) + np.abs(np.stack(held) @ a).sum(axis=0)
+            self.skew.append(a[:, np.argsort(-size, kind="stable")[: self.channels]])
 
     def selected(self, turned: np.ndarray) -> list[set[int]]:
         """Of each KV head, what it reads besides the newest token, for rotated queries [N, H]."""

@@ -12,11 +12,21 @@ from policies.oracle_infinigen import InfiniLayer
 import kvjax
 from kvjax.cache import layer_specs
 from kvjax.models import transformer
+from kvjax.models.presets import PRESETS
 from kvjax.models.transformer import rms_norm
-from kvjax.policies import Full, InfiniGen, Policy, PolicyError, by_head, by_layer, offloaded
+from kvjax.policies import Full, InfiniGen, Policy, PolicyError, SkewProfile, by_head, by_layer, offloaded
+from kvjax.policies.profile import fingerprint
+
+
+def skew_profile(layers: int, heads: int, dim: int, model: str = "") -> SkewProfile:
+    """Random orthogonal matrices."""
+    random = np.random.default_rng(4).normal(size=(layers, heads, dim, dim))
+    return SkewProfile.of(np.linalg.qr(random)[0], method="infinigen", model=model, data="nothing", settings=())
+
 
 CONFIGURATIONS = {
     "gqa": ({"budget": 12, "alpha": 2.0, "share": 0.375}, 4, 2),
+    "a sample's directions": ({"budget": 12, "alpha": 2.0, "share": 0.375, "profile": skew_profile(1, 2, 8)}, 4, 2),
     "mha, all channels": ({"budget": 20, "alpha": 1.0, "share": 1.0}, 2, 2),
     "the budget decides": ({"budget": 5, "alpha": 50.0, "share": 0.25}, 4, 1),
 }
@@ -41,8 +51,9 @@ def test_equals_the_literal_algorithm(name):
     for i in range(STEPS):
         pos = case.lengths + i
         picks.append(jax.device_get(select(states[i + 1], jnp.asarray(case.q[np.arange(ROWS), pos]), jnp.asarray(pos))))
+    matrices = options["profile"].layer(0, 8) if "profile" in options else None
     for row, length in enumerate(case.lengths.tolist()):
-        literal = InfiniLayer(options["budget"], options["alpha"], states[0].skew.shape[-1], kv_heads)
+        literal = InfiniLayer(options["budget"], options["alpha"], states[0].skew.shape[-1], kv_heads, matrices)
         literal.prefill(case.q[row, :length], case.k[row, :length], case.v[row, :length])
         for i in range(STEPS):
             pos = length + i
@@ -66,6 +77,63 @@ def test_all_channels_tell_the_true_scores():
     for row, head in np.ndindex(ROWS, 2):
         products = np.asarray(state.slots.k)[row, head, : pos[row]] @ turned[row, head]
         assert set(index[row, head][live[row, head]].tolist()) == set(np.argsort(-products)[:8].tolist())
+
+
+# A profile's directions.
+
+PROFILE = skew_profile(2, 2, 16, fingerprint(TINY))
+
+
+def test_where_directions_come_from(tmp_path):
+    """A profile, its file, or the prompt; for a model that none comes for the prompt."""
+    PROFILE.save(tmp_path / "skew.json")
+    bound = InfiniGen(profile=str(tmp_path / "skew.json")).bind(TINY)
+    assert bound == InfiniGen(profile=PROFILE).bind(TINY) == bound.bind(TINY)
+    assert hash(bound) == hash(InfiniGen(profile=PROFILE))
+    assert InfiniGen().bind(TINY) == InfiniGen(profile="prompt").bind(TINY) == InfiniGen(profile="prompt")
+    assert len(repr(bound)) < 1000
+
+
+def test_the_default_model_has_directions():
+    """Orthogonal matrices of its 30 layers and 3 KV heads."""
+    profile = InfiniGen().bind(PRESETS["smollm2-135m"]).profile
+    for layer in range(30):
+        turned = profile.layer(layer, 64)
+        np.testing.assert_allclose(turned.swapaxes(1, 2) @ turned, np.stack([np.eye(64)] * 3), atol=5e-3)
+
+
+def test_without_a_prompt_the_first_directions_are_taken():
+    spec = layer_specs(TINY, 3, 0, 8, jnp.float32)[1]
+    state = InfiniGen(budget=4, exempt=0, share=0.25, profile=PROFILE).init(spec)
+    np.testing.assert_array_equal(state.skew, np.stack([PROFILE.layer(1, 16)[..., :4]] * 3))
+
+
+def test_parts_have_the_directions_of_their_heads():
+    policy = InfiniGen(budget=4, exempt=0, share=0.5, profile=skew_profile(2, 2, 8))
+    split = by_head({"a": policy, "b": Full()}, [["b", "a"]] * 2)
+    case = inputs()
+    whole, part = run(policy, case)[0], run(split, case)[0][0]
+    np.testing.assert_allclose(part.skew[:, 0], whole.skew[:, 1], atol=1e-6)
+    np.testing.assert_allclose(part.partial[:, 0], whole.partial[:, 1], atol=1e-5)
+
+
+def test_profiles_that_do_not_fit(tmp_path):
+    other = dataclasses.replace(TINY, hidden_size=50)
+    with pytest.raises(
+        PolicyError, match=f"{fingerprint(TINY)}, but .* {fingerprint(other)}; .*kvjax calibrate infinigen"
+    ):
+        InfiniGen(profile=PROFILE).bind(other)
+    with pytest.raises(PolicyError, match=r"2 layers of \[512\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
+        InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
+    file = tmp_path / "skew.json"
+    for damage, says in (
+        ((PROFILE.matrices[0], "not base64"), "one base64 text a layer"),
+        (('"matrices"', '"scores"'), "is not a skew profile: it has"),
+    ):
+        PROFILE.save(file)
+        file.write_text(file.read_text().replace(*damage))
+        with pytest.raises(PolicyError, match=says):
+            InfiniGen(profile=str(file)).bind(TINY)
 
 
 # What is foreseen.
@@ -155,6 +223,7 @@ def test_partial_keys_are_a_fifth():
         ({"alpha": -1.0}, "alpha=-1.0"),
         ({"share": 0.0}, "share=0.0"),
         ({"exempt": -1}, "exempt=-1"),
+        ({"profile": 3}, "profile=3; give a SkewProfile"),
     ],
 )
 def test_bad_hyperparameters(options, says):
