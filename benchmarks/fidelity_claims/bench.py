@@ -14,6 +14,9 @@ from .claim import Row
 
 T = TypeVar("T")
 
+CHARACTERS = 8
+"""Of a text, for each token wanted, are tokenised: about twice as many as a token has."""
+
 FULL = "full"
 """What rows call the full cache."""
 
@@ -45,21 +48,21 @@ class Bench:
             raise ValueError(f"{len(self.books)} books, where {count} are read; give more")
         found = []
         for book in self.books[:count]:
-            tokens = self.params.tokenizer.encode(book.read_text(encoding="utf-8"))[skip : skip + length]
+            beginning = book.read_text(encoding="utf-8")[: CHARACTERS * (skip + length)]
+            tokens = self.params.tokenizer.encode(beginning)[skip : skip + length]
             if len(tokens) < length:
-                raise ValueError(
-                    f"{book} has {skip + len(tokens)} tokens, fewer than {skip + length}; give a longer one"
-                )
+                raise ValueError(f"{book} begins with fewer than {skip + length} tokens; give a longer one")
             found.append(tokens)
         return found
 
-    def each(self, jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-        """Results of all jobs, by name; a line on the terminal for each that is done."""
+    def each(self, jobs: Mapping[str, Callable[[], T]], of: str = "") -> dict[str, T]:
+        """Results of all jobs, by name; a line on the terminal for each that is done, which begins with `of`."""
 
         def run(name: str) -> T:
             start = time.perf_counter()
             found = jobs[name]()
-            print(f"  {name:50s} {time.perf_counter() - start:6.1f} s\n", end="", flush=True)  # threads share the line
+            line = f"  {of}{name:50s} {time.perf_counter() - start:6.1f} s\n"
+            print(line, end="", flush=True)  # whole, as other threads print too
             return found
 
         with ThreadPoolExecutor(self.threads) as pool:
@@ -69,17 +72,16 @@ class Bench:
 def continued(
     bench: Bench, methods: Mapping[str, kvjax.Policy], texts: Sequence[Sequence[int]], prompt: int, at: str
 ) -> list[Row]:
-    """Perplexity of what follows prompts, agreement with the full cache, and bytes held, by method and text; FULL included."""
+    """Perplexity of what follows prompts, agreement with the full cache, and bytes held, of all methods and FULL."""
     policies = {FULL: kvjax.Full(), **methods}
     found = bench.each(
         {
-            f"{name}, {at}": lambda policy=policy: continuation(bench.params, texts, prompt, policy)
+            name: lambda policy=policy: continuation(bench.params, texts, prompt, policy)
             for name, policy in policies.items()
         }
     )
-    rows, full = [], found[f"{FULL}, {at}"]
-    for name in policies:
-        mine = found[f"{name}, {at}"]
+    rows, full = [], found[FULL]
+    for name, mine in found.items():
         rows += [
             Row("perplexity", name, at, [text.scores.perplexity for text in mine]),
             Row("agreement", name, at, [text.agreement(other) for text, other in zip(mine, full, strict=True)]),
@@ -89,7 +91,7 @@ def continued(
 
 
 def needles(bench: Bench, methods: Mapping[str, kvjax.Policy], task: NeedleInAHaystack, at: str) -> list[Row]:
-    """Share of needles found, by method and example; FULL included. Policies see the question, as in the papers."""
+    """Needles found, of all methods and FULL. Policies see the question, as in the papers."""
     policies = {FULL: kvjax.Full(), **methods}
     batch = len(task.lengths) * len(task.depths) * task.samples
     found = bench.each(

@@ -11,8 +11,9 @@ from .claim import Claim, Measured
 TITLE = "CateKV: fewer whole heads, by needles"
 
 ABOUT = """\
-A sentence with a number is hidden in a book at depths from beginning to end, and asked for at the end of the prompt. A share r of the
-KV heads keeps everything, the others a sixteenth of the prompt. StreamingLLM and SnapKV keep in all heads what CateKV holds at r = 0.4."""
+A sentence with a number is hidden in a book at depths from beginning to end, and asked for at the end of the prompt.
+A share r of the KV heads keeps everything, the others a sixteenth of the prompt. StreamingLLM and SnapKV keep as
+much in all heads as CateKV does on average at r = 0.4."""
 
 PLACE = "all methods"
 SETTING = "12 tasks of RULER at 128k tokens, Llama-3-8B-1M, 41 % of the cache"

@@ -1,4 +1,4 @@
-"""CateKV (Jiang et al. 2025), Figure 7: some heads whole and the others with a small budget, which CateKV or DuoAttention fills."""
+"""CateKV (Jiang et al. 2025), Figure 7: some heads whole, the others with a budget that CateKV or DuoAttention fills."""
 
 from kvjax.calibration.catekv import Settings, adaptive_by_sample, head_scores, vote
 from kvjax.calibration.recording import cut
@@ -28,8 +28,8 @@ def streaming(ratio: float) -> str:
 def methods(bench: Bench, budget: int, ratios: tuple[float, ...] = RATIOS) -> dict[str, Policy]:
     """Both methods at every ratio, heads with a small budget having `budget` slots for the prompt.
 
-    CateKV's types are voted anew for every ratio, on samples of the reference text; DuoAttention's heads are those of the profile
-    that comes with kvjax, the highest first.
+    CateKV's types are voted anew for every ratio, on samples of the reference text; DuoAttention's whole heads are those with the
+    highest scores in the profile that comes with kvjax.
     """
     count, length = (2, 512) if bench.small else (16, 2048)
     samples, _ = cut(bench.params, [bench.reference], count, length)

@@ -8,10 +8,10 @@ from .claim import Claim, Measured
 TITLE = "CateKV: fewer whole heads, by agreement"
 
 ABOUT = """\
-The beginning of each book is prefilled, the rest read token by token through what was kept. A share r of the KV heads keeps
-everything; the others keep a small budget of the prompt: chunks chosen once (CateKV) or the first and last tokens (streaming heads, as in
-DuoAttention). Consistent heads keep all new tokens besides; streaming heads stay at their budget. CateKV's head types are found on
-WikiText-2 for every ratio, DuoAttention's are learned."""
+The beginning of each book is prefilled, the rest read token by token through what was kept. A share r of the KV
+heads keeps everything; the others keep a small budget of the prompt: chunks chosen once (CateKV) or the first and
+last tokens (streaming heads, as in DuoAttention). Consistent heads keep all new tokens besides; streaming heads stay
+at their budget. CateKV's head types are found on WikiText-2 for every ratio, DuoAttention's are learned."""
 
 PLACE = "all ratios"
 SETTING = "accuracy on RULER at 128k tokens, Llama-3 and Llama-3.1; a figure"

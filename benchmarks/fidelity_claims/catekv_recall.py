@@ -15,10 +15,10 @@ from .claim import Claim, Measured, Row
 TITLE = "CateKV: attention recalled"
 
 ABOUT = """\
-The share of attention, while a book is read on after its prompt, that goes to tokens chosen in four ways: once, as consistent heads
-do; the first and last ones, as streaming heads do; chunks chosen for every query by Quest's bounds; and the tokens with the most
-attention, chosen for every query, which is the most there can be. All KV heads choose in all four ways; tokens after the prompt count
-as kept."""
+The share of attention, while a book is read on after its prompt, that goes to tokens chosen in four ways: once, as
+consistent heads do; the first and last ones, as streaming heads do; chunks chosen for every query by Quest's bounds;
+and the tokens with the most attention, chosen for every query, which is the most there can be. All KV heads choose
+in all four ways; tokens after the prompt count as kept."""
 
 SETTING = "one text of 128k tokens, budget 2048, chunks of 8"
 PLACE = "all heads"
@@ -64,7 +64,7 @@ def measure(bench: Bench) -> Measured:
     streaming = np.zeros((config.num_layers, config.num_kv_heads, prompt), bool)
     streaming[..., : budget // 16] = streaming[..., budget // 16 - budget :] = True
     found: dict[str, list[float]] = {}
-    for text in bench.pieces(books, prompt + steps, 0 if bench.small else 4096):
+    for i, text in enumerate(bench.pieces(books, prompt + steps, 0 if bench.small else 4096), 1):
         recorded = record(bench.params, text)
         jobs = {
             "consistent": partial(kept, bench.params, recorded, text[:prompt], policy),
@@ -72,7 +72,7 @@ def measure(bench: Bench) -> Measured:
             "quest": partial(heads.page_recall, recorded, prompt, budget, budget // 32, budget // 8),
             "top-k": partial(heads.top_recall, recorded, prompt, budget),
         }
-        for name, shares in bench.each(jobs).items():
+        for name, shares in bench.each(jobs, f"book {i}: ").items():
             found.setdefault(name, []).append(float(np.mean(shares)))
     settings = {"books": books, "prompt": prompt, "queries": steps, "budget": budget, "chunk": policy.chunk}
     return Measured(settings, [Row("attention recalled", name, PLACE, shares) for name, shares in found.items()])

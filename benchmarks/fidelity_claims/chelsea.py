@@ -10,9 +10,10 @@ from .claim import Claim, Measured
 TITLE = "Chelsea: a cache of a fifth"
 
 ABOUT = """\
-The beginning of each book is prefilled under a policy, the rest read token by token through what it kept. No method ever holds more
-than its share of the tokens: SnapKV, which keeps new tokens besides, starts with as many fewer. The paper scores LongBench's tasks;
-here it is the perplexity of that rest, and how often the likeliest next token is the full cache's."""
+The beginning of each book is prefilled under a policy, the rest read token by token through what it kept. All
+methods are given a fifth of all tokens, the new ones included: SnapKV, which keeps new tokens besides, keeps as many
+fewer of the prompt. The paper scores LongBench's tasks; here it is the perplexity of that rest, and how often the
+likeliest next token is the full cache's."""
 
 PLACE = "cache of 20 %"
 WITHOUT = "chelsea without outlier heads"

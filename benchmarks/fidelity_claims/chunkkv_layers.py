@@ -15,10 +15,10 @@ from .claim import Claim, Measured, Row
 TITLE = "ChunkKV: what layers keep"
 
 ABOUT = """\
-A book's beginning is the prompt, of which each policy keeps a tenth. Over all layers: the mean absolute difference of its keys and
-values from the full cache's, where what is dropped counts as zero; the cosine of the angle between attention over all and over what
-is kept, for the queries that follow; and the Jaccard similarity of what adjacent layers keep, averaged over KV heads (the paper logs
-the first head alone)."""
+A book's beginning is the prompt, of which each policy keeps a tenth. Over all layers: the mean absolute difference
+of its keys and values from the full cache's, where what is dropped counts as zero; the cosine of the angle between
+attention over all and over what is kept, for the queries that follow; and the Jaccard similarity of what adjacent
+layers keep, averaged over KV heads (the paper logs the first head alone)."""
 
 PLACE = "10 % of the prompt"
 SETTING = "LLaMA-3-8B-Instruct, LongBench, 10 %; the table is an image in the text that this was made from"
@@ -65,12 +65,12 @@ def measure(bench: Bench) -> Measured:
         "h2o": H2O(budget=budget),
     }
     found: dict[tuple[str, str], list[float]] = {}
-    for text in bench.pieces(books, prompt + steps, 0 if bench.small else 4096):
+    for i, text in enumerate(bench.pieces(books, prompt + steps, 0 if bench.small else 4096), 1):
         recorded = record(bench.params, text)
         jobs = {
             name: partial(losses, bench.params, recorded, text[:prompt], policy) for name, policy in policies.items()
         }
-        for name, values in bench.each(jobs).items():
+        for name, values in bench.each(jobs, f"book {i}: ").items():
             for measured, value in values.items():
                 found.setdefault((measured, name), []).append(value)
     settings = {"books": books, "prompt": prompt, "queries": steps, "slots": budget, "window": window}

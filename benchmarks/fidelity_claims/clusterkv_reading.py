@@ -8,8 +8,8 @@ from .claim import Claim, Measured
 TITLE = "ClusterKV: perplexity at a budget of 1024"
 
 ABOUT = """\
-The beginning of each book is prefilled, the rest read token by token with each query reading the tokens that it recalls. All methods
-keep everything, and read everything in the first two layers."""
+The beginning of each book is prefilled, the rest read token by token with each query reading the tokens that it
+recalls. All methods keep everything, and read everything in the first two layers."""
 
 PLACE = "budget 1024"
 SETTING = "PG19 up to 32000 tokens, GLM4-9B-Chat, budget 1024"

@@ -15,11 +15,11 @@ from .claim import Claim, Measured, Row
 TITLE = "ClusterKV: recall of important tokens"
 
 ABOUT = """\
-Of the tokens that a query selects, the share that is among as many tokens with the largest attention weights, averaged over
-query heads, steps and some layers. Queries are those of the plain model reading books, so all methods are asked the same. InfiniGen is
-given the layer's own queries instead of foreseeing them from the layer before, and selects as many tokens as the others, so its
-numbers here are an upper bound; its directions are those of the prompt's queries. It selects for each KV head, the others for each
-query head."""
+Of the tokens that a query selects, the share that is among as many tokens with the largest attention weights,
+averaged over query heads, steps and some layers. Queries are those of the plain model reading books, so all methods
+are asked the same. InfiniGen is given the layer's own queries instead of foreseeing them from the layer before, and
+selects as many tokens as the others, so its numbers here are an upper bound; its directions are those of the
+prompt's queries. It selects for each KV head, the others for each query head."""
 
 BUDGETS = (256, 512, 1024, 2048)
 SETTING = "one text of NarrativeQA, 32k tokens"
@@ -70,11 +70,11 @@ def measure(bench: Bench) -> Measured:
     every = max(1, bench.params.config.num_layers // 4)
     layers = range(min(2, every), bench.params.config.num_layers, every)
     found: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    for text in bench.pieces(books, prompt + steps, 0 if bench.small else 4096):
+    for i, text in enumerate(bench.pieces(books, prompt + steps, 0 if bench.small else 4096), 1):
         recorded = record(bench.params, text)
         read = [recorded[i] for i in layers]
         jobs = {f"{name}, {budget}": partial(rate, cases[name, budget], read, prompt) for name, budget in cases}
-        for case, value in zip(cases, bench.each(jobs).values(), strict=True):
+        for case, value in zip(cases, bench.each(jobs, f"book {i}: ").values(), strict=True):
             found[case].append(value)
     settings = {"books": books, "prompt": prompt, "queries": steps, "layers": ", ".join(map(str, layers))}
     return Measured(

@@ -17,13 +17,15 @@ ORDER = ("treekv", "chelsea", "clusterkv", "chunkkv", "catekv")
 INTRODUCTION = """\
 # Fidelity
 
-What the five papers claim about quality, tested here: on another model, other texts and other sizes than theirs, all of which each
-section gives. `python -m benchmarks.fidelity` measures, and writes this page from what it has measured.
+What the five papers claim about quality, tested here: on another model, other texts and other sizes than theirs, all
+of which each section gives. `python -m benchmarks.fidelity` measures, and writes this page from what it has
+measured.
 
-Where a section compares methods, it compares them sample by sample (a book, or a question). A claim **holds** ("yes") if the mean difference is in
-its favour by more than two standard errors of that mean, against every method that it names; it **fails** ("no") if it is as clearly
-against it for any of them; else it is **undecided**. A margin, where a claim has one, is taken off the difference. A claim that fails
-here need not be wrong where the paper tested it: this model is far smaller, and in most sections the measure is another one.
+Where a section compares methods, it compares them sample by sample (a book, or a question). A claim **holds**
+("yes") if the mean difference is in its favour by more than two standard errors of that mean, against every method
+that it names; it **fails** ("no") if it is as clearly against it for any of them; else it is **undecided**. A
+margin, where a claim has one, is taken off the difference. A claim that fails here need not be wrong where the paper
+tested it: this model is far smaller, and in most sections the measure is another one.
 """
 
 
@@ -72,11 +74,10 @@ def _claims(claims: Sequence[Claim], measured: Table) -> str:
     """A row a claim: what the paper says, what was found here, the rule, and whether it holds."""
     lines = ["| claim | in the paper | here | rule | holds |", "| --- | --- | --- | --- | --- |"]
     for claim in claims:
-        here = f"{claim.ours(measured)} ({claim.at})"
         verdict = claim.verdict(measured)
-        lines.append(
-            f"| {claim.says} | {claim.where}: {claim.paper} | {here if verdict != 'not measured' else ''} | {claim.rule} | {verdict} |"
-        )
+        here = "" if verdict == "not measured" else f"{claim.ours(measured)} ({claim.at})"
+        cells = claim.says, f"{claim.where}: {claim.paper}", here, claim.rule, verdict
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,10 +15,10 @@ from .claim import Claim, Measured, Row
 TITLE = "TreeKV: long texts through a small cache"
 
 ABOUT = """\
-Books are read token by token into a cache that starts empty; the perplexity is that of each book's first tokens, as many as the
-column says. The paper's model was trained on 4k tokens, so that 8k and 16k are beyond its window. TreeKV and StreamingLLM give tokens
-positions in the cache; H2O and TOVA keep the original ones, as their authors' code does, and so does the full cache: beyond the
-trained window these three are on unknown ground."""
+Books are read token by token into a cache that starts empty; the perplexity is that of each book's first tokens, as
+many as the column says. The paper's model was trained on 4k tokens, so that 8k and 16k are beyond its window. TreeKV
+and StreamingLLM give tokens positions in the cache; H2O and TOVA keep the original ones, as their authors' code
+does, and so does the full cache: beyond the trained window these three are on unknown ground."""
 
 SETTING = "PG19, Llama-2-7B, cache 1024 = 4 sinks + 512 + 508 recent"
 

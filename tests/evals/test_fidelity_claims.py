@@ -230,11 +230,16 @@ def test_small_sizes_need_a_file_of_their_own(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_all_sections_run(smollm2, shared, monkeypatch, tmp_path):
-    """On the default model, at small sizes."""
-    out = tmp_path / "small.json"
-    monkeypatch.setattr(fidelity.kvjax, "load", lambda model, dtype: smollm2)
-    options = ["--small", "--texts", str(shared / "data" / "text"), "--out", str(out)]
+def test_all_sections_run(shared, monkeypatch, tmp_path):
+    """On a small real model and at small sizes; without DuoAttention, for which the model has no profile."""
+    out, both = tmp_path / "small.json", catekv_ratios.methods
+
+    def methods(*args):
+        return {name: policy for name, policy in both(*args).items() if policy.name == "catekv"}
+
+    monkeypatch.setattr(catekv_ratios, "methods", methods)
+    model, texts = shared / "data/models/stories260K-hf", shared / "data/text"
+    options = ["--small", "--model", str(model), "--texts", str(texts), "--threads", "2", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["fidelity", *options])
     fidelity.main()
     found = json.loads(out.read_text())
