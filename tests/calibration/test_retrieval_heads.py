@@ -11,8 +11,9 @@ from policies.driver import make_case, rotate, softmax
 from kvjax.calibration.making import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads
 from kvjax.models import ModelConfig, init
+from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
-from kvjax.policies import DuoAttention, rotated
+from kvjax.policies import DuoAttention, PolicyError, rotated
 
 
 def matched(rope, q, k, period: int, ahead: int, window: int) -> float:
@@ -129,6 +130,16 @@ def test_the_best_of_either_score_retrieve(share):
         assert got == want
         assert min(scores[head] for head in got) >= 1
         assert all(scores[head] <= 1 for head in set(np.ndindex(*shape)) - got)
+
+
+def test_the_default_model_has_its_heads():
+    """Of 90 KV heads 13 for induction and one for echo, unless it is among them."""
+    config = PRESETS["smollm2-135m"]
+    streaming = DuoAttention(profile="razorattention").bind(config).heads[-1]
+    assert 90 - sum(map(len, streaming)) in (13, 14)
+    assert DuoAttention(profile="razorattention", sparsity=0.5).bind(config) != DuoAttention().bind(config)
+    with pytest.raises(PolicyError, match="kvjax calibrate razorattention"):
+        DuoAttention(profile="razorattention").bind(dataclasses.replace(config, hidden_size=50))
 
 
 def test_a_vocabulary_smaller_than_a_sample(tiny):
