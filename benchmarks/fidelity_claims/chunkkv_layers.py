@@ -21,7 +21,7 @@ attention over all and over what is kept, for the queries that follow; and the J
 layers keep, averaged over KV heads (the paper logs the first head alone)."""
 
 PLACE = "10 % of the prompt"
-SETTING = "LLaMA-3-8B-Instruct, LongBench, 10 %; the table is an image in the text that this was made from"
+SETTING = "LLaMA-3-8B-Instruct, LongBench, 10 %; the table itself was not at hand"
 
 CLAIMS = (
     Claim(
@@ -45,7 +45,7 @@ CLAIMS = (
     Claim(
         "Adjacent layers keep more alike than under SnapKV and H2O",
         "Tables 2 and 16, section 3.3",
-        "higher for all models (LLaMA-3-8B, Mistral-7B, Qwen2-7B; the tables are images in the text that this was made from)",
+        "higher for all models (LLaMA-3-8B, Mistral-7B, Qwen2-7B; the tables themselves were not at hand)",
         "Jaccard of adjacent layers",
         "chunkkv",
         ("snapkv", "h2o"),

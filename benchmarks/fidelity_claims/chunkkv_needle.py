@@ -16,7 +16,7 @@ shorter than the paper's."""
 
 PLACE = "128 slots"
 SETTING = "LLaMA-3-8B-Instruct, 8k tokens, 128 slots"
-IMAGES = "the table is an image in the text that this was made from"
+UNSEEN = "the table itself was not at hand"
 
 CLAIMS = (
     Claim(
@@ -31,7 +31,7 @@ CLAIMS = (
     Claim(
         "Chunks of 10 find more than chunks of 3 and of 30",
         "Tables 10 and 20, section 4.4",
-        f"best at 10, worse at 3 and 30 ({IMAGES})",
+        f"best at 10, worse at 3 and 30 ({UNSEEN})",
         "needle accuracy",
         "chunkkv",
         (chunks(3), chunks(30)),
@@ -41,7 +41,7 @@ CLAIMS = (
         Claim(
             f"Chunks of {size} do about as well as chunks of 10",
             "Table 10, section 4.4",
-            f"stable from 5 to 20 ({IMAGES}); the margin is this page's",
+            f"stable from 5 to 20 ({UNSEEN}); the margin is this page's",
             "needle accuracy",
             chunks(size),
             ("chunkkv",),
