@@ -11,6 +11,7 @@ held.
 
 import argparse
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import time
@@ -52,7 +53,7 @@ def main() -> None:
     for policy in policies:  # what cannot work is told before anything runs
         policy.bind(SHARED["params"].config).check(total)
     header = report.header(
-        model=args.model or "SmolLM2-135M-Instruct (the default model)",
+        model=Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)",
         texts=[path.name for path in args.text],
         prompt_tokens=args.prompt,
         scored_tokens=args.scored,
@@ -61,7 +62,7 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
     full = measure(kvjax.Full())
-    for measured in (full, *all_of(policies, args)):
+    for measured in itertools.chain([full], all_of(policies, args)):
         rows.append(row(measured, full, args.text))
         report.write(args.out, header, rows)
         print(line(rows[-1]), flush=True)

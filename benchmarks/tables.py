@@ -59,8 +59,9 @@ def _quality_cell(row: dict[str, Any]) -> str:
 
 
 def measured_quality() -> list[dict[str, Any]]:
-    """Rows of the policies' comparison; CateKV's come from a run of its own, on the same texts."""
-    found = rows("policy-quality-h200.json") + rows("policy-quality-catekv-h200.json")
+    """Rows of the policies' comparison, which took several runs on the same texts."""
+    runs = ("", "catekv-", "baselines-1-", "baselines-2-")
+    found = [row for run in runs for row in rows(f"policy-quality-{run}h200.json")]
     return list({(row["policy"], row["budget"]): row for row in found}.values())
 
 
