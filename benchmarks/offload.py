@@ -27,7 +27,7 @@ from kvjax import decoding
 from kvjax.models import ModelConfig, init
 from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
-from kvjax.policies import Policy, Recalling, get_policy, offloaded
+from kvjax.policies import Policy, get_policy, offloaded
 
 TINY = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
 CHECKED = {"tiny": TINY, "smollm2-like": dataclasses.replace(PRESETS["smollm2-135m"], num_layers=4, windows=())}
@@ -55,7 +55,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     for policy in args.policies:
-        recalls = isinstance(get_policy(policy.partition(":")[0]), Recalling)
+        recalls = get_policy(policy.partition(":")[0]).memory == "bandwidth"
         for mode in [mode for mode in args.modes if recalls or mode != "layer"]:
             rows.append({"policy": policy, "mode": mode} | in_a_process(policy, mode))
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items() if name != "header"), flush=True)
@@ -130,7 +130,7 @@ def check(config: ModelConfig, name: str, mode: str, steps: int) -> float:
     if mode != "plain":
         assert got[0].stats.host_cache_bytes > 0
         assert got[0].stats.cache_bytes < want[0].stats.cache_bytes
-        assert (got[0].stats.hit_rate is not None) == isinstance(policy, Recalling)
+        assert (got[0].stats.hit_rate is not None) == (policy.memory == "bandwidth")
     return max(float(np.max(np.abs(np.subtract(a.logprobs, b.logprobs)))) for a, b in zip(got, want, strict=True))
 
 

@@ -88,6 +88,10 @@ class Policy:
     def check(self, tokens: int) -> None:
         """Raise `PolicyError` if the policy cannot serve a sequence that will reach `tokens` tokens."""
 
+    def recalls(self, spec: LayerSpec) -> bool:
+        """Whether queries of this layer read a selection of all that is kept, and not simply everything; see `Recalling`."""
+        return False
+
     def capacity(self, spec: LayerSpec) -> int:
         """Slots to allocate in one head of this layer."""
         return cache.round_slots(spec.max_tokens)

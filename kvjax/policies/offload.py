@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import flax.struct
 import jax
@@ -15,8 +15,9 @@ from kvjax import cache, host_memory
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, State
+from .base import Carry, Policy, PolicyError, State
 from .recalling import Recalling
+from .wrapper import Wrapper
 
 BLOCK = 128
 """Slots of a head that are fetched at a time."""
@@ -49,7 +50,7 @@ class Recalled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Offloaded(Policy):
+class Offloaded(Wrapper):
     """A policy with its keys and values in host memory; made by `offloaded`.
 
     Attributes:
@@ -59,7 +60,8 @@ class Offloaded(Policy):
             so, for devices that read a whole layer faster than its host finds the parts.
     """
 
-    policy: Policy
+    verb: ClassVar[str] = "offloaded"
+
     steps: int = 1
     fetch: Literal["selected", "layer"] = "selected"
 
@@ -69,33 +71,6 @@ class Offloaded(Policy):
         if self.fetch not in ("selected", "layer"):
             raise PolicyError(f"{self.name}: fetch={self.fetch!r}; give one of 'selected', 'layer'")
 
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"offloaded({self.policy.name})"
-
-    @property
-    def memory(self) -> Memory:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.memory
-
-    @property
-    def stage(self) -> Stage:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.stage
-
-    @property
-    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.grows
-
-    @property
-    def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.merges
-
-    @property
-    def positions(self) -> Literal["original", "cache"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.positions
-
-    def each(self, wrap: Callable[[Policy], Policy]) -> Policy:
-        return self.policy.each(lambda policy: wrap(dataclasses.replace(self, policy=policy)))
-
     def bind(self, config: ModelConfig) -> Policy:
         """Every part of the policy offloaded by itself, so that those that recall are known."""
         if not host_memory.available():
@@ -103,16 +78,7 @@ class Offloaded(Policy):
                 f"{self.name}: {jax.devices()[0].platform} devices have no memory of kind pinned_host in this JAX; use the "
                 "policy without offloading"
             )
-        return self.policy.bind(config).each(self._around)
-
-    def _around(self, policy: Policy) -> Policy:
-        return policy if isinstance(policy, Offloaded) else dataclasses.replace(self, policy=policy)
-
-    def check(self, tokens: int) -> None:
-        self.policy.check(tokens)
-
-    def capacity(self, spec: LayerSpec) -> int:
-        return self.policy.capacity(spec)
+        return super().bind(config)
 
     def layer_bytes_read(self, spec: LayerSpec) -> int:
         return self.policy.layer_bytes_read(spec)
@@ -152,23 +118,22 @@ class Offloaded(Policy):
             near = _moved(state, host_memory.to_device)
             out, after, carry = self.policy.attend(spec, near, q, pos, carry)
             return out, _returned(after, near, state), carry
-        assert isinstance(self.policy, Recalling)
         q = spec.rope.rotate(q, pos[:, None])
-        index, live = self.policy.selected(spec, state.inner, self.policy.asking(q, carry))
+        index, live = self._recalling.selected(spec, state.inner, self._recalling.asking(q, carry))
         state, selected = self._fetch(spec, state, index, live)
 
         if state.ends:
-            rest, held = self.policy.resident(spec, state.inner)
+            rest, held = self._recalling.resident(spec, state.inner)
             heads = index.shape[1] // spec.num_kv_heads
             place = self._place(spec, rest)[:, None, :, None]
             ends = jax.tree.map(lambda x: jnp.repeat(jnp.take_along_axis(x, place, axis=2), heads, axis=1), state.ends)
             rest, held = (jnp.broadcast_to(x[:, None], (*index.shape[:2], x.shape[-1])) for x in (rest, held))
             selected = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), selected, ends)
             index, live = (jnp.concatenate(x, axis=2) for x in ((index, rest), (live, held)))
-        unused = [(0, 0), (0, 0), (0, self.policy.reads(spec) - index.shape[-1]), (0, 0)]
+        unused = [(0, 0), (0, 0), (0, self._recalling.reads(spec) - index.shape[-1]), (0, 0)]
         selected = tuple(jnp.pad(x, unused) for x in selected)
         index, live = (jnp.pad(x, unused[:3]) for x in (index, live))
-        out = self.policy.read(spec, state.inner, q, pos, index, live, selected)
+        out = self._recalling.read(spec, state.inner, q, pos, index, live, selected)
         return out, state, carry
 
     def foresee(
@@ -183,23 +148,26 @@ class Offloaded(Policy):
                 return compress(state)
             near = _moved(state, host_memory.to_device)
             return _returned(compress(near), near, state)
-        assert isinstance(self.policy, Recalling)
 
         def tail(pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
             return jnp.take_along_axis(state.ends[0], self._place(spec, pos)[:, None, :, None], axis=2)
 
-        return dataclasses.replace(state, inner=self.policy.regroup(spec, state.inner, tail))
+        return dataclasses.replace(state, inner=self._recalling.regroup(spec, state.inner, tail))
 
     def slots(self, spec: LayerSpec, state: State) -> Slots:
         if not isinstance(state, Recalled):
             return self.policy.slots(spec, _moved(state, host_memory.to_device))
-        assert isinstance(self.policy, Recalling)
-        store = host_memory.to_device(self.policy.store(state.inner))
-        return self.policy.slots(spec, self.policy.with_store(state.inner, store))
+        store = host_memory.to_device(self._recalling.store(state.inner))
+        return self.policy.slots(spec, self._recalling.with_store(state.inner, store))
+
+    @property
+    def _recalling(self) -> Recalling:
+        """The policy, in layers that recall."""
+        return cast(Recalling, self.policy)
 
     def _placed(self, spec: LayerSpec, state: State) -> State:
         """A state that the policy has made, with its keys and values on the host."""
-        if not (isinstance(self.policy, Recalling) and self.policy.recalls(spec)):
+        if not self.policy.recalls(spec):
             moved = _moved(state, host_memory.to_host)
             if not any(map(host_memory.on_host, jax.tree.leaves(moved))):
                 raise PolicyError(
@@ -207,8 +175,8 @@ class Offloaded(Policy):
                     "it without offloading"
                 )
             return moved
-        store, ends = self.policy.store(state), ()
-        first, latest = self.policy.ends(spec)
+        store, ends = self._recalling.store(state), ()
+        first, latest = self._recalling.ends(spec)
         if first + latest > 0:
             place = jnp.arange(first + latest, dtype=jnp.int32)
             # Of the ring, the last position of the prompt that belongs at each place.
@@ -217,18 +185,17 @@ class Offloaded(Policy):
             pos = jnp.maximum(pos, 0)[:, None, :, None]
             ends = jax.tree.map(lambda x: jnp.take_along_axis(x, pos, axis=2, mode="clip"), store)
 
-        heads, size = self.policy.selects(spec)
+        heads, size = self._recalling.selects(spec)
         slot = jnp.full((spec.batch, heads, self.steps * size), -1, jnp.int32)
         recent = tuple(jnp.zeros((*slot.shape, spec.head_dim), spec.dtype) for _ in store)
         zeros = jnp.zeros((spec.batch, heads), jnp.int32)
         queries = jnp.zeros((spec.batch,), jnp.int32)
-        inner = self.policy.with_store(state, host_memory.to_host(store))
+        inner = self._recalling.with_store(state, host_memory.to_host(store))
         return Recalled(inner, ends, recent, slot, queries, zeros, zeros)
 
     def _place(self, spec: LayerSpec, pos: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """Where in `ends` the token at a position is, if it is there."""
-        assert isinstance(self.policy, Recalling)
-        first, latest = self.policy.ends(spec)
+        first, latest = self._recalling.ends(spec)
         return jnp.where(pos < first, pos, first + pos % max(latest, 1))
 
     def _fetch(
@@ -244,8 +211,7 @@ class Offloaded(Policy):
             ),
             state.recent,
         )
-        assert isinstance(self.policy, Recalling)
-        store = self.policy.store(state.inner)
+        store = self._recalling.store(state.inner)
         if self.fetch == "layer":
             store = host_memory.to_device(store)
         got = _filled(got, store, index, missing)
@@ -253,7 +219,7 @@ class Offloaded(Policy):
         def latest(new: Array, old: Array) -> Array:
             return jnp.concatenate([new, old[:, :, : old.shape[2] - new.shape[2]]], axis=2)
 
-        first, counted = self.policy.ends(spec)[0], state.queries > 0
+        first, counted = self._recalling.ends(spec)[0], state.queries > 0
         seen = state.inner.slots.seen
 
         def count(tokens: Bool[Array, "B R S"], sinks: Int[Array, " B"]) -> Int[Array, "B R"]:

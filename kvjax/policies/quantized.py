@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import flax.struct
@@ -19,6 +18,7 @@ from kvjax.pallas_kernels.masking import MASKED
 from .base import Carry, Memory, Policy, PolicyError, Stage, State, check_fields
 from .full import Full
 from .registry import register
+from .wrapper import Wrapper
 
 BLOCK = 512
 """Slots of a head that are unpacked at a time."""
@@ -65,7 +65,7 @@ class PackedSlots:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized(Policy):
+class Quantized(Wrapper):
     """A policy whose keys and values are kept in a few bits; made by `quantized`.
 
     Attributes:
@@ -73,10 +73,10 @@ class Quantized(Policy):
         bits, group, residual: see `KIVI`.
     """
 
-    memory: ClassVar[Memory] = "quantised"
-    stage: ClassVar[Stage] = "both"
+    verb: ClassVar[str] = "quantized"
+    memory: ClassVar[Memory] = "quantised"  # pyright: ignore[reportIncompatibleMethodOverride]
+    stage: ClassVar[Stage] = "both"  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    policy: Policy
     bits: Bits = 2
     group: int = 32
     residual: int = 32
@@ -84,24 +84,7 @@ class Quantized(Policy):
     def __post_init__(self) -> None:
         _check(self, self.group, self.residual)
 
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"quantized({self.policy.name})"
-
-    @property
-    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.grows
-
-    def each(self, wrap: Callable[[Policy], Policy]) -> Policy:
-        return self.policy.each(lambda policy: wrap(dataclasses.replace(self, policy=policy)))
-
-    def bind(self, config: ModelConfig) -> Policy:
-        """Every part of the policy quantised by itself."""
-        return self.policy.bind(config).each(self._around)
-
-    def _around(self, policy: Policy) -> Policy:
-        if isinstance(policy, Quantized):
-            return policy
+    def admit(self, policy: Policy) -> None:
         changed = [
             name
             for name in ("append", "attend", "compress")
@@ -113,10 +96,6 @@ class Quantized(Policy):
                 "groups of tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as "
                 "full, snapkv, chunkkv or catekv"
             )
-        return dataclasses.replace(self, policy=policy)
-
-    def check(self, tokens: int) -> None:
-        self.policy.check(tokens)
 
     def capacity(self, spec: LayerSpec) -> int:
         """Slots to allocate, in whole groups."""

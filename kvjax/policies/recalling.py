@@ -27,7 +27,6 @@ class Recalling(Policy):
     memory: ClassVar[Memory] = "bandwidth"
 
     def recalls(self, spec: LayerSpec) -> bool:
-        """Whether this layer reads a selection, and not simply everything."""
         raise NotImplementedError
 
     def ends(self, spec: LayerSpec) -> tuple[int, int]:

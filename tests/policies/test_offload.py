@@ -18,6 +18,7 @@ from kvjax.policies import (
     AdaKV,
     ByHead,
     ByLayer,
+    CaM,
     CateKV,
     Chelsea,
     ClusterKV,
@@ -224,6 +225,15 @@ def test_compositions_are_offloaded_part_by_part(tiny):
     cate = offloaded(CateKV(budget=64, profile=labels)).bind(TINY)
     assert isinstance(cate, ByHead)
     assert all(isinstance(group, Offloaded) for group in cate.groups)
+
+
+@pytest.mark.parametrize("policy", [CaM(), Chelsea(), ClusterKV(), StreamingLLM()], ids=lambda policy: policy.name)
+def test_what_is_said_of_a_policy_is_said_of_it_offloaded(policy):
+    far, spec = offloaded(policy), layer_specs(TINY, 1, 6000, 16, jnp.float32)[1]
+    for trait in ("memory", "stage", "grows", "merges", "adds", "positions"):
+        assert getattr(far, trait) == getattr(policy, trait)
+    assert far.name == f"offloaded({policy.name})"
+    assert (far.recalls(spec), far.capacity(spec)) == (policy.recalls(spec), policy.capacity(spec))
 
 
 def test_device_bytes_fall(tiny):
