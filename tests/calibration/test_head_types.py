@@ -190,9 +190,15 @@ def test_samples_that_cannot_be_cut(reader, tiny, tmp_path):
         cut(tiny, [file], 1, 3)
 
 
-@pytest.mark.parametrize(("method", "label", "count"), [("catekv", "adaptive", 36), ("chelsea", "outlier", 4)])
+@pytest.mark.parametrize(
+    ("method", "label", "count"),
+    [("catekv", "adaptive", 36), ("chelsea", "outlier", 4), ("razorattention", "retrieval", 14)],
+)
 def test_the_default_model_has_its_profiles(smollm2, method, label, count, tmp_path):
-    """36 of its 90 KV heads are adaptive (40 %), 4 are outliers (4 %); the files are such as `kvjax calibrate` writes."""
+    """36 of its 90 KV heads are adaptive (40 %), 4 are outliers (4 %), 14 retrieve (14 % and 1 %).
+
+    The files are such as `kvjax calibrate` writes.
+    """
     found = shipped(method, smollm2.config)
     assert found is not None
     assert len(found.heads(label)) == count
