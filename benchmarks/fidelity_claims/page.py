@@ -40,8 +40,8 @@ def sections() -> dict[str, ModuleType]:
 def render(content: Mapping[str, Any]) -> str:
     """The page, of a result file's content."""
     header, measured = content["header"], {row["section"]: row for row in content["rows"]}
-    modules = {name: module for name, module in sections().items() if name in measured}
-    tables = {name: table(measured[name]["rows"]) for name in modules}
+    modules = sections()
+    tables = {name: table(measured[name]["rows"] if name in measured else []) for name in modules}
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     settings = header["settings"]
     parts = [
@@ -50,6 +50,11 @@ def render(content: Mapping[str, Any]) -> str:
         _summary({name: module.CLAIMS for name, module in modules.items()}, tables),
     ]
     for name, module in modules.items():
+        if name not in measured:
+            parts.append(
+                f"## {module.TITLE}\n\n{module.ABOUT}\n\nNot measured.\n\n{_claims(module.CLAIMS, tables[name])}"
+            )
+            continue
         about = ", ".join(f"{key} {value}" for key, value in measured[name]["settings"].items())
         parts += [
             f"## {module.TITLE}\n\n{module.ABOUT}\n\nHere: {about}.\n",
