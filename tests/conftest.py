@@ -26,6 +26,19 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if CI else "local")
 
 
+# Most tests compile many small programs and run each a few times: without the backend's optimisations, which take a third of the time.
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True)
+def optimised(request: pytest.FixtureRequest):
+    """Programs are optimised as users have them where a test is marked so, and for the default model, which computes for long."""
+    wanted = request.node.get_closest_marker("optimised") or "smollm2" in request.fixturenames
+    jax.config.update("jax_disable_most_optimizations", not wanted)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def strict_jax():
     """No silent promotion of types: what is mixed is mixed on purpose."""

@@ -15,6 +15,8 @@ from kvjax.models import ModelConfig, abstract, transformer
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import get_policy
 
+pytestmark = pytest.mark.optimised
+
 CONFIG = ModelConfig("llama", 512, 128, 256, 2, 4, 2, 32, 8192, RopeConfig(1e4, 32))
 
 PASSES = 5.0

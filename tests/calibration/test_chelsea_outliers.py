@@ -135,6 +135,7 @@ def test_four_percent_take_a_fifth_to_a_sixth(tiny):
     assert Chelsea(profile=heads).bind(config).groups[1].budget == pytest.approx(0.16 / 0.96)
 
 
+@pytest.mark.slow
 def test_generation_with_outlier_heads(tiny):
     heads = profile_of(tiny, [["clustered", "outlier"], ["clustered", "clustered"]])
     policy = Chelsea(budget=0.5, sinks=2, recent=4, chunk=4, every=2, profile=heads)

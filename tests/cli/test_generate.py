@@ -127,6 +127,7 @@ def test_dtype(generate) -> None:
 
 
 @pytest.mark.network
+@pytest.mark.slow
 def test_the_default_model_under_treekv(kvjax_command, smollm2: Params) -> None:
     result = kvjax_command(
         "generate", "--policy", "treekv", "--budget", 256, "--max-new-tokens", 12, "--json", "The capital of France is"

@@ -42,7 +42,10 @@ print(status("VmHWM") - before, sum(leaf.nbytes for leaf in jax.tree.leaves(para
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
-@pytest.mark.parametrize("form", ["float32", "bfloat16 as float32", "gguf", "orbax"])
+@pytest.mark.parametrize(
+    "form",
+    ["float32", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bfloat16 as float32", "gguf", "orbax"))],
+)
 def test_peak_is_below_the_checkpoint_and_its_largest_tensor(tmp_path: Path, form: str) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     for path, fields in ((small, HF_CONFIG), (large, FIELDS)):

@@ -21,6 +21,7 @@ def gguf_file(smollm2: Params) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_weights_equal_transformers(gguf_file: Path, smollm2: Params) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

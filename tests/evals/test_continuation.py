@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import every_policy
+from policies.driver import each, every_policy
 
 import kvjax
 from kvjax.evals import Continuation, Perplexity, continuation
@@ -30,7 +30,7 @@ def test_full_cache_is_the_plain_model(tiny, full):
         assert result.scores.nll == pytest.approx(-chosen.mean(), abs=5e-5)
 
 
-@pytest.mark.parametrize("policy", WHOLE, ids=[policy.name for policy in WHOLE])
+@each(WHOLE)
 def test_a_whole_budget_agrees_with_the_full_cache(tiny, full, policy):
     for got, want in zip(continuation(tiny, TEXTS, PROMPT, policy), full, strict=True):
         assert got.agreement(want) == 1

@@ -40,6 +40,7 @@ def test_loglikelihood(talker, model):
         assert value == pytest.approx(logprobs(talker, tokens)[len(before) - 1 :].sum(), abs=2e-4)
 
 
+@pytest.mark.slow
 def test_rolling_windows(talker, model):
     """100 tokens in windows of 40: each token once, after at least one other."""
     text = "abcdefghij" * 10

@@ -23,7 +23,7 @@ from kvjax.pallas_kernels import (
 )
 from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
 MB = 2**20
 

@@ -44,6 +44,7 @@ def test_logits_equal_transformers(smollm2: Params, twin: Any) -> None:
         assert np.abs(logits[: len(ids)] - want).max() <= 1e-4 * want.std()
 
 
+@pytest.mark.slow
 def test_greedy_decoding_equals_transformers(smollm2: Params, twin: Any) -> None:
     """Each token drawn is the one transformers would draw next, so that by induction it draws the same 64."""
     torch = pytest.importorskip("torch")

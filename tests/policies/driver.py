@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pytest
+
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
@@ -120,6 +122,33 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
         return out, policy.compress(spec, state)
 
     return prefill, step
+
+
+SLOW = {
+    "adakv",
+    "cam",
+    "duoattention",
+    "expected_attention",
+    "h2o",
+    "infinigen",
+    "keydiff",
+    "knorm",
+    "pyramidkv",
+    "quest",
+    "random",
+    "shadowkv",
+    "snapkv",
+    "tova",
+}
+"""Policies built from the same parts as others: theirs are among the slow tests."""
+
+
+def each(policies: list[Policy]) -> pytest.MarkDecorator:
+    """One test for every policy."""
+    marks = {True: [pytest.mark.slow], False: []}
+    named = [(policy.name or type(policy).__name__, policy) for policy in policies]
+    params = [pytest.param(policy, id=name, marks=marks[name in SLOW]) for name, policy in named]
+    return pytest.mark.parametrize("policy", params)
 
 
 def every_policy(budget: int | float) -> list[Policy]:

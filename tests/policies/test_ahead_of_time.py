@@ -14,7 +14,7 @@ from kvjax.models import ModelConfig, abstract
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policies
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
 LAYERS = 4
 """Enough for policies that treat the first two differently; every further layer is the same program again."""

@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import Case, compiled, compositions, every_policy, kept, make_case, most, offloads, rotate, run
+from policies.driver import (
+    Case,
+    compiled,
+    compositions,
+    each,
+    every_policy,
+    kept,
+    make_case,
+    most,
+    offloads,
+    rotate,
+    run,
+)
 
 import kvjax
 from kvjax import decoding, host_memory
@@ -19,29 +31,6 @@ from kvjax.policies.quantized import PackedSlots
 TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
 AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
 FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)] + compositions(budget=0.5)
-
-SLOW = {
-    "adakv",
-    "cam",
-    "expected_attention",
-    "infinigen",
-    "keydiff",
-    "knorm",
-    "pyramidkv",
-    "random",
-    "shadowkv",
-    "tova",
-}
-"""Policies built from the same parts as others: theirs are among the slow tests."""
-
-
-def each(policies: list[Policy]) -> pytest.MarkDecorator:
-    """One test for every policy."""
-    marks = {True: [pytest.mark.slow], False: []}
-    named = [(policy.name or type(policy).__name__, policy) for policy in policies]
-    params = [pytest.param(policy, id=name, marks=marks[name in SLOW]) for name, policy in named]
-    return pytest.mark.parametrize("policy", params)
-
 
 STORES = Slots, Ragged
 """What keys and values are kept in."""
@@ -82,12 +71,12 @@ def test_leaves_keep_shape_and_type(policy):
 
 @each(TIGHT)
 def test_equal_policies_share_one_program(policy, tiny):
-    kvjax.generate(tiny, PROMPTS[0], policy=policy, **GREEDY)
+    kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
     before = decoding.prefill.executables, decoding.decode.executables
     same = kvjax.get_policy(policy)
     assert same is not policy
-    for prompt, seed in ((PROMPTS[0], 1), (PROMPTS[0][:50], 2)):
-        kvjax.generate(tiny, prompt, policy=same, seed=seed, **GREEDY)
+    for prompts, seed in ((PROMPTS, 1), ([prompt[:50] for prompt in PROMPTS], 2)):
+        kvjax.generate(tiny, prompts, policy=same, seed=seed, **GREEDY)
     assert (decoding.prefill.executables, decoding.decode.executables) == before
 
 
@@ -187,6 +176,7 @@ def test_budget_is_kept(policy):
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
+@pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 @each(TIGHT)
 def test_rows_are_independent(policy, tiny):
     together = kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
