@@ -1,6 +1,7 @@
-"""What all tests share: strict JAX, checked annotations, real data where it is at hand, and a tiny model."""
+"""What all tests share: quick compilation, strict JAX, checked annotations, real data where it is at hand, and a tiny model."""
 
 import gc
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -26,8 +27,15 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if CI else "local")
 
 
-# Most tests compile many small programs and run each a few times: without the backend's optimisations, which take a third of the time.
+# Most tests compile many small programs and run each a few times. So they do without the backend's optimisations, which take a third
+# of the time; and the fast ones, with the version of XLA that has a choice, without its newer emitters, which take half of the rest.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the emitters before XLA reads its flags, which it does once."""
+    if "not slow" in config.option.markexpr and importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture(autouse=True)

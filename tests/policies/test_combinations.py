@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.policies import CateKV, ChunkKV, DuoAttention, Quest, ShadowKV, quantized
+from kvjax.policies import CateKV, Chelsea, ChunkKV, DuoAttention, Quest, ShadowKV, pyramid, quantized
 
 pytestmark = pytest.mark.slow
 
@@ -18,15 +18,24 @@ COMBINATIONS = {
     "CateKV × ShadowKV": CateKV(budget=256, adaptive=SHADOW),
     "DuoAttention × CateKV": DuoAttention(budget=256, sinks=16, retrieval=CateKV(budget=256)),
     "ChunkKV × KIVI": quantized(ChunkKV(budget=256), bits=4),
+    "PyramidKV's budgets × ChunkKV": pyramid(ChunkKV(budget=256)),
+    "Chelsea × its outlier heads on the host": Chelsea(budget=0.6, offload_outliers=True),
 }
 
 
+OPTIONS = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def full(smollm2):
+    return kvjax.generate(smollm2, PROMPT, **OPTIONS)
+
+
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_text_goes_on_as_with_the_full_cache(name, smollm2):
+def test_text_goes_on_as_with_the_full_cache(name, smollm2, full):
     """The first words are the full cache's, from less memory, as much as was predicted."""
-    options = {"max_new_tokens": 8, "ignore_eos": True}
-    full = kvjax.generate(smollm2, PROMPT, **options)
-    got = kvjax.generate(smollm2, PROMPT, policy=COMBINATIONS[name], **options)
+    got = kvjax.generate(smollm2, PROMPT, policy=COMBINATIONS[name], **OPTIONS)
     assert got.tokens[:4] == full.tokens[:4]
     held = COMBINATIONS[name].nbytes(smollm2.config, 1, got.stats.prompt_tokens, 8, smollm2.dtype)
     assert got.stats.cache_bytes == held < full.stats.cache_bytes
+    assert (got.stats.host_cache_bytes > 0) == ("host" in name)
