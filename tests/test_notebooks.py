@@ -21,7 +21,7 @@ def execution():
     return module
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_without_a_complaint(path, execution, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
