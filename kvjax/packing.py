@@ -4,93 +4,116 @@ This is KIVI's scheme (Liu et al. 2024, section 3.1): code = round((x - zero) / 
 (greatest - least) / (2^bits - 1), so that no number is off by more than scale / 2 (but for the rounding of scale and zero).
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 Bits = Literal[2, 4, 8]
 """Sizes of a code."""
 
+Along = Literal["slots", "channels"]
+"""What a group of numbers runs along: slots of one channel, as keys have it, or channels of one slot, as values do."""
+
 
 @flax.struct.dataclass
 class Packed:
-    """Keys or values in a few bits. B rows, K KV heads, C slots, H head dim, W = ⌈H · bits / 8⌉ bytes.
+    """Keys or values in a few bits. B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
+
+    No array's rows are narrower than a head or the cache: a TPU would pad shorter ones to its 128 lanes, and copy them.
 
     Attributes:
-        codes: levels of a slot's channels: channel w of the first W in the lowest bits of byte w, of the next W in those above, and
-            so on, so that unpacking moves no byte to another lane.
-        scale, zero: of each group of numbers: [B, K, C / g, H] where it is g slots of one channel, [B, K, C, H / g] where it is g
-            channels of one slot.
+        codes: levels of n neighbouring slots in one byte for each channel, the first slot's in the lowest bits.
+        scale, zero: of each group of g numbers: [B, K, C / g, H] along slots, [B, K, H / g, C] along channels.
+        along: what groups run along.
     """
 
-    codes: UInt8[Array, "B K C W"]
-    scale: Float[Array, "B K C1 H1"]
-    zero: Float[Array, "B K C1 H1"]
+    codes: UInt8[Array, "B K CN H"]
+    scale: Float[Array, "B K X Y"]
+    zero: Float[Array, "B K X Y"]
+    along: Along = flax.struct.field(pytree_node=False)
 
-    def part(self, start: Any, size: int) -> "Packed":
-        """`size` slots from `start` on; both multiples of the slots in a group."""
-        ratio = self.codes.shape[2] // self.scale.shape[2]
+    def part(self, start: Any, size: int, bits: Bits) -> "Packed":
+        """`size` slots from `start` on; both multiples of the slots in a group and of those in a byte."""
+        count = 8 // bits
+        codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
+        axis, group = 3, 1
+        if self.along == "slots":
+            axis, group = 2, self.codes.shape[2] * count // self.scale.shape[2]
+        scale, zero = (
+            jax.lax.dynamic_slice_in_dim(x, start // group, size // group, axis=axis) for x in (self.scale, self.zero)
+        )
+        return Packed(codes, scale, zero, self.along)
 
-        def cut(x: Array, ratio: int) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start // ratio, size // ratio, axis=2)
 
-        return Packed(cut(self.codes, 1), cut(self.scale, ratio), cut(self.zero, ratio))
-
-
-def pack(x: Float[Array, "B K C H"], bits: Bits, group: tuple[int, int], dtype: Any) -> Packed:
-    """Keys or values in few bits.
+def quantise(
+    x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any
+) -> tuple[UInt8[Array, "B K C H"], Float[Array, "B K X Y"], Float[Array, "B K X Y"]]:
+    """Codes, a byte each, and what they are levels between: scales and zeros as in `Packed`.
 
     Args:
-        group: slots and channels of a group; they divide C and H.
+        group: slots or channels of a group; it divides C or H.
         dtype: type of scales and zeros.
     """
     batch, heads, slots, dim = x.shape
-    rows = x.astype(jnp.float32).reshape(batch, heads, slots // group[0], group[0], dim)
-
-    def extreme(reduce: Callable[..., Array]) -> Float[Array, "B K C1 H1"]:
-        of_channels = reduce(rows, axis=3)
-        return reduce(of_channels.reshape(*of_channels.shape[:3], -1, group[1]), axis=4)
-
-    low, high = extreme(jnp.min), extreme(jnp.max)
+    shape = (slots // group, group, dim) if along == "slots" else (slots, dim // group, group)
+    axis = 3 if along == "slots" else 4
+    groups = x.astype(jnp.float32).reshape(batch, heads, *shape)
+    low, high = jnp.min(groups, axis=axis), jnp.max(groups, axis=axis)
     scale = (high - low) / (2**bits - 1)
     # Codes are those of what is stored of scale and zero. In a group of equal numbers all codes are 0.
     scale, zero = jnp.where(scale > 0, scale, 1.0).astype(dtype), low.astype(dtype)
-    codes = (rows - _spread(zero, dim)) / _spread(scale, dim)
-    codes = jnp.clip(jnp.round(codes), 0, 2**bits - 1).astype(jnp.uint8).reshape(x.shape)
-    return Packed(_joined(codes, bits), scale, zero)
+    wide_scale, wide_zero = (jnp.expand_dims(y.astype(jnp.float32), axis) for y in (scale, zero))
+    codes = jnp.clip(jnp.round((groups - wide_zero) / wide_scale), 0, 2**bits - 1)
+    if along == "channels":
+        scale, zero = (jnp.swapaxes(y, 2, 3) for y in (scale, zero))
+    return codes.astype(jnp.uint8).reshape(x.shape), scale, zero
 
 
-def unpack(packed: Packed, bits: Bits, dim: int) -> Float[Array, "B K C H"]:
-    """The numbers again, in float32.
-
-    Args:
-        dim: H.
-    """
-    batch, heads, slots, _ = packed.codes.shape
-    codes = _split(packed.codes, bits)[..., :dim].astype(jnp.float32)
-    rows = codes.reshape(batch, heads, packed.scale.shape[2], -1, dim)
-    return (rows * _spread(packed.scale, dim) + _spread(packed.zero, dim)).reshape(batch, heads, slots, dim)
-
-
-def _spread(x: Float[Array, "B K C1 H1"], dim: int) -> Float[Array, "B K C1 1 H"]:
-    """What belongs to a group, for each of its channels."""
-    return jnp.repeat(x.astype(jnp.float32), dim // x.shape[-1], axis=-1)[:, :, :, None]
-
-
-def _joined(codes: UInt8[Array, "*S H"], bits: Bits) -> UInt8[Array, "*S W"]:
-    """Codes that each fill a byte, 8 / bits of them in one."""
+def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any) -> Packed:
+    """Keys or values in few bits; see `quantise`. C is a multiple of the slots in a byte."""
+    codes, scale, zero = quantise(x, bits, group, along, dtype)
+    batch, heads, slots, dim = x.shape
     count = 8 // bits
-    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % count)])
-    words, *others = jnp.split(codes, count, axis=-1)
-    for i, part in enumerate(others, start=1):
-        words |= part << jnp.uint8(bits * i)
-    return words
+    apart = codes.reshape(batch, heads, slots // count, count, dim)
+    joined = apart[:, :, :, 0]
+    for i in range(1, count):
+        joined |= apart[:, :, :, i] << jnp.uint8(bits * i)
+    return Packed(joined, scale, zero, along)
 
 
-def _split(words: UInt8[Array, "*S W"], bits: Bits) -> UInt8[Array, "*S H"]:
+def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
+    """The numbers again, in float32."""
+    batch, heads, rows, dim = packed.codes.shape
     mask = jnp.uint8(2**bits - 1)
-    return jnp.concatenate([(words >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=-1)
+    codes = jnp.stack([(packed.codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
+    slots = rows * codes.shape[3]
+    codes = codes.reshape(batch, heads, slots, dim).astype(jnp.float32)
+    scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
+    if packed.along == "slots":
+        groups = codes.reshape(batch, heads, scale.shape[2], -1, dim)
+        return (groups * scale[:, :, :, None] + zero[:, :, :, None]).reshape(batch, heads, slots, dim)
+    groups = codes.reshape(batch, heads, slots, scale.shape[2], -1)
+    scale, zero = (jnp.swapaxes(y, 2, 3)[..., None] for y in (scale, zero))
+    return (groups * scale + zero).reshape(batch, heads, slots, dim)
+
+
+def put(
+    packed: Packed, x: Float[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits, group: int, dtype: Any
+) -> Packed:
+    """One slot of each head set anew, in groups along channels; slots past the last are not set."""
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
+    at = rows[:, None], heads[None, :]
+    codes, scale, zero = quantise(x[:, :, None], bits, group, "channels", dtype)
+    byte, shift = slot // (8 // bits), (slot % (8 // bits) * bits).astype(jnp.uint8)[..., None]
+    others = packed.codes.at[*at, byte].get(mode="clip") & ~(jnp.uint8(2**bits - 1) << shift)
+    # Number by number, since the compiler would lay out scales anew for whole columns.
+    each = (*(y[..., None] for y in at), jnp.arange(scale.shape[2], dtype=jnp.int32), slot[..., None])
+    return Packed(
+        codes=packed.codes.at[*at, byte].set(others | (codes[:, :, 0] << shift), mode="drop"),
+        scale=packed.scale.at[each].set(scale[..., 0], mode="drop"),
+        zero=packed.zero.at[each].set(zero[..., 0], mode="drop"),
+        along="channels",
+    )

@@ -82,7 +82,7 @@ class Quantized(Wrapper):
     residual: int = 32
 
     def __post_init__(self) -> None:
-        _check(self, self.group, self.residual)
+        _check(self, self.bits, self.group, self.residual)
 
     def admit(self, policy: Policy) -> None:
         changed = [
@@ -98,8 +98,8 @@ class Quantized(Wrapper):
             )
 
     def capacity(self, spec: LayerSpec) -> int:
-        """Slots to allocate, in whole groups."""
-        return -(-self.policy.capacity(spec) // self.group) * self.group
+        """Slots to allocate, in whole groups and bytes."""
+        return -(-self.policy.capacity(spec) // self._unit) * self._unit
 
     def init(self, spec: LayerSpec) -> State:
         return self._packed(spec, self.policy.init(spec))
@@ -131,14 +131,14 @@ class Quantized(Wrapper):
         at = rows[:, None], heads[None, :]
         place = slot % residual
 
-        old = packing.pack(state.v_recent[*at, place][:, :, None], self.bits, (1, self._channels(spec)), spec.dtype)
-        where = jnp.where(slot >= residual, slot - residual, size)  # out of range, hence dropped, where there is none
-        values = jax.tree.map(lambda x, new: x.at[*at, where].set(new[:, :, 0], mode="drop"), state.v, old)
+        where = jnp.where(slot >= residual, slot - residual, size)  # past the last, hence dropped, where there is none
+        old = state.v_recent[*at, place]
+        values = packing.put(state.v, old, where, self.bits, self._channels(spec), spec.dtype)
 
         k_recent = state.k_recent.at[*at, place].set(spec.rope.rotate(k, pos[:, None]).astype(spec.dtype))
         v_recent = state.v_recent.at[*at, place].set(v.astype(spec.dtype))
         # Not inside `cond`, through whose branches the packed keys would be copied.
-        new = packing.pack(k_recent, self.bits, (self.group, 1), spec.dtype)
+        new = packing.pack(k_recent, self.bits, self.group, "slots", spec.dtype)
         due = (place == residual - 1)[..., None]
 
         def filled(x: Array, new: Array) -> Array:
@@ -169,9 +169,7 @@ class Quantized(Wrapper):
         """All slots unpacked."""
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
         residual = state.k_recent.shape[2]
-        packed_k, packed_v = (
-            packing.unpack(x, self.bits, spec.head_dim).astype(spec.dtype) for x in (state.k, state.v)
-        )
+        packed_k, packed_v = (packing.unpack(x, self.bits).astype(spec.dtype) for x in (state.k, state.v))
         live = state.live[..., None]
 
         def joined(packed: Array, recent: Array, exact: Bool[Array, "B K C"]) -> Array:
@@ -191,12 +189,10 @@ class Quantized(Wrapper):
         size = self.capacity(spec)
         room = [(0, 0), (0, 0), (0, size - slots.pos.shape[-1])]
         k, v = (jnp.pad(x, [*room, (0, 0)]) for x in (slots.k, slots.v))
-        residual = min(
-            self.residual, -(-(size + 1) // self.group) * self.group
-        )  # more than there is need for is of no use
+        residual = min(self.residual, -(-(size + 1) // self._unit) * self._unit)  # more is of no use
         state = PackedSlots(
-            k=packing.pack(k, self.bits, (self.group, 1), spec.dtype),
-            v=packing.pack(v, self.bits, (1, self._channels(spec)), spec.dtype),
+            k=packing.pack(k, self.bits, self.group, "slots", spec.dtype),
+            v=packing.pack(v, self.bits, self._channels(spec), "channels", spec.dtype),
             k_recent=jnp.zeros((*slots.next.shape, residual, spec.head_dim), spec.dtype),
             v_recent=jnp.zeros((*slots.next.shape, residual, spec.head_dim), spec.dtype),
             pos=jnp.pad(slots.pos, room, constant_values=-1),
@@ -211,6 +207,11 @@ class Quantized(Wrapper):
         return dataclasses.replace(
             state, k_recent=taken(k, latest), v_recent=taken(v, jnp.maximum(state.v_recent_slots, 0))
         )
+
+    @property
+    def _unit(self) -> int:
+        """Slots that whole groups and whole bytes take."""
+        return math.lcm(self.group, 8 // self.bits)
 
     def _channels(self, spec: LayerSpec) -> int:
         """Channels of a value's group."""
@@ -233,7 +234,8 @@ class KIVI(Policy):
         bits: of a number, besides its share of scale and zero: 2, 4 or 8.
         group: numbers that share a scale and a zero; of values, whose group is no longer than a head, the largest divisor of
             both this and the head dim.
-        residual: R, latest tokens that stay exact; a multiple of `group`. (The paper uses 32 and 128 for both.)
+        residual: R, latest tokens that stay exact; a multiple of `group`, and of the 8 / bits tokens whose numbers share a byte.
+            (The paper uses 32 and 128 for both.)
     """
 
     name: ClassVar[str] = "kivi"
@@ -247,7 +249,7 @@ class KIVI(Policy):
     residual: int = 32
 
     def __post_init__(self) -> None:
-        _check(self, self.group, self.residual)
+        _check(self, self.bits, self.group, self.residual)
 
     def bind(self, config: ModelConfig) -> Policy:
         return self._quantized.bind(config)
@@ -263,13 +265,18 @@ class KIVI(Policy):
         return Quantized(Full(), self.bits, self.group, self.residual)
 
 
-def _check(policy: Policy, group: int, residual: int) -> None:
+def _check(policy: Policy, bits: int, group: int, residual: int) -> None:
     """Raise `PolicyError` unless the hyperparameters of `policy` fit together."""
     check_fields(policy, group=1, residual=1)
     if residual % group:
         raise PolicyError(
             f"{policy.name}: residual={residual} and group={group}; keys are packed when `residual` tokens have come together, in "
             "whole groups, so give a multiple of group"
+        )
+    if residual % (8 // bits):
+        raise PolicyError(
+            f"{policy.name}: residual={residual} and bits={bits}; the numbers of {8 // bits} tokens share a byte, so give a multiple "
+            f"of {8 // bits} as residual"
         )
 
 
@@ -306,37 +313,52 @@ def packed_attention(
     _, kv_heads, size = visible.shape
     residual = state.k_recent.shape[2]
     grouped = q.reshape(batch, kv_heads, -1, dim).astype(jnp.float32)
-    places = jnp.arange(size, dtype=jnp.int32)
-    blocks, block = _blocks(size, size // state.k.scale.shape[2])
+    blocks, block = _blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
 
     def products(keys: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
         return jnp.einsum("bkgh,bkch->bkgc", grouped, keys.astype(jnp.float32)) * scale
 
-    def packed_logits(i: Int[Array, ""]) -> Float[Array, "B K G C"]:
-        return products(packing.unpack(state.k.part(i * block, block), bits, dim))
+    def write(i: Int[Array, ""], logits: Float[Array, "B K G C"]) -> Float[Array, "B K G C"]:
+        new = products(packing.unpack(state.k.part(i * block, block, bits), bits))
+        return jax.lax.dynamic_update_slice_in_dim(logits, new, i * block, axis=3)
 
-    logits = jax.lax.map(packed_logits, jnp.arange(blocks, dtype=jnp.int32))
-    logits = jnp.moveaxis(logits, 0, 3).reshape(batch, kv_heads, -1, size)
-    exact = (places >= state.k_packed[..., None])[:, :, None]
-    logits = jnp.where(exact, products(state.k_recent)[..., places % residual], logits)
-    visible = visible[:, :, None]
-    logits = jnp.where(visible, logits, MASKED)
-    share = jnp.where(visible, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
-    share /= jnp.maximum(jnp.sum(share, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    logits = jax.lax.fori_loop(0, blocks, write, jnp.zeros((*grouped.shape[:3], size), jnp.float32))
 
-    slot = state.v_recent_slots[:, :, None]
-    recent = jnp.where(slot >= 0, jnp.take_along_axis(share, jnp.maximum(slot, 0), axis=-1), 0.0)
-    out = jnp.einsum("bkgr,bkrh->bkgh", recent, state.v_recent.astype(jnp.float32))
-    packed = (places < state.next[..., None] - residual)[:, :, None]
-    share = jnp.where(packed, share, 0.0)
+    # The latest R slots apart: their values are exact, and the keys of those that are not packed yet.
+    start = jnp.maximum(state.next - residual, 0)[..., None]
+    latest = start + jnp.arange(residual, dtype=jnp.int32)
+    place = latest % residual
+
+    def among_latest(x: Array) -> Array:
+        """Of a [B, K, X, C], the latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
+        rows, heads, others = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in x.shape[:3]))
+        return x.at[rows[..., None], heads[..., None], others[..., None], latest[:, :, None]].get(mode="clip")
+
+    def at_places(recent: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+        return jnp.take_along_axis(recent, place[..., None], axis=2)
+
+    exact = (latest >= state.k_packed[..., None])[:, :, None]
+    late_logits = jnp.where(exact, products(at_places(state.k_recent)), among_latest(logits))
+    late_visible = among_latest(visible[:, :, None]) & (latest < state.next[..., None])[:, :, None]
+    late_logits = jnp.where(late_visible, late_logits, MASKED)
+    packed = (visible & (jnp.arange(size, dtype=jnp.int32) < start))[:, :, None]
+    logits = jnp.where(packed, logits, MASKED)
+
+    most = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.max(late_logits, axis=-1, keepdims=True))
+    share = jnp.where(packed, jnp.exp(logits - most), 0.0)
+    late_share = jnp.where(late_visible, jnp.exp(late_logits - most), 0.0)
+    total = jnp.sum(share, axis=-1, keepdims=True) + jnp.sum(late_share, axis=-1, keepdims=True)
 
     def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
-        values = packing.unpack(state.v.part(i * block, block), bits, dim)
+        values = packing.unpack(state.v.part(i * block, block, bits), bits)
         weights, there = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=3) for x in (share, packed))
         values = jnp.where(jnp.swapaxes(there, 2, 3), values, 0.0)
         return out + jnp.einsum("bkgc,bkch->bkgh", weights, values)
 
-    return jax.lax.fori_loop(0, blocks, add, out).reshape(batch, heads, dim).astype(q.dtype)
+    late_values = jnp.where(jnp.swapaxes(late_visible, 2, 3), at_places(state.v_recent).astype(jnp.float32), 0.0)
+    out = jax.lax.fori_loop(0, blocks, add, jnp.einsum("bkgr,bkrh->bkgh", late_share, late_values))
+    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return out.reshape(batch, heads, dim).astype(q.dtype)
 
 
 def _blocks(size: int, group: int) -> tuple[int, int]:

@@ -22,12 +22,6 @@ LAYERS = 4
 WORKSPACE = {"chelsea": 6}
 """Layers' caches that a step may need room for, where not one: Chelsea clusters a layer at a time, in float32, beside what it merges into."""
 
-PADDED = pytest.mark.xfail(
-    reason="rows of packed keys are narrower than the 128 lanes of a TPU, which pads and so copies them"
-)
-
-NAMES = [pytest.param(name, marks=[PADDED] if name == "kivi" else []) for name in policies()]
-
 CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=LAYERS, windows=())
 
 
@@ -44,7 +38,7 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
 
 
 @pytest.mark.parametrize("generation", ["v5e", "v6e"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", policies())
 def test_a_decode_step_copies_no_cache(name, generation):
     """What a step needs besides weights and cache is less than one layer's cache, so no layer's is copied."""
     policy = policy_for(name, CONFIG)

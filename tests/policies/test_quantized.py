@@ -68,29 +68,53 @@ def test_equals_the_literal_algorithm(name):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("group", [(4, 1), (1, 5), (2, 5)])
-def test_no_number_is_off_by_more_than_half_a_step(bits, group):
+@pytest.mark.parametrize(("group", "along"), [(4, "slots"), (5, "channels")])
+def test_no_number_is_off_by_more_than_half_a_step(bits, group, along):
     x = np.random.default_rng(bits).normal(size=(2, 3, 8, 10)).astype(np.float32) ** 3
-    packed = packing.pack(jnp.asarray(x), bits, group, jnp.float32)
+    packed = packing.pack(jnp.asarray(x), bits, group, along, jnp.float32)
     assert packed.codes.dtype == jnp.uint8
-    assert packed.codes.shape == (2, 3, 8, -(-10 * bits // 8))
-    back = np.asarray(packing.unpack(packed, bits, 10))
-    half = np.repeat(np.repeat(packed.scale, group[0], axis=2), group[1], axis=3) / 2
+    assert packed.codes.shape == (2, 3, 8 * bits // 8, 10)
+    assert packed.scale.shape == ((2, 3, 2, 10) if along == "slots" else (2, 3, 2, 8))
+    back = np.asarray(packing.unpack(packed, bits))
+    scale = packed.scale if along == "slots" else np.swapaxes(packed.scale, 2, 3)
+    half = np.repeat(scale, group, axis=2 if along == "slots" else 3) / 2
     assert (np.abs(back - x) <= half * (1 + 1e-4)).all()
-    for i in range(0, 8, group[0]):
-        for j in range(0, 10, group[1]):
-            at = (1, 2, slice(i, i + group[0]), slice(j, j + group[1]))
+    tall, wide = (group, 1) if along == "slots" else (1, group)
+    for i in range(0, 8, tall):
+        for j in range(0, 10, wide):
+            at = (1, 2, slice(i, i + tall), slice(j, j + wide))
             np.testing.assert_allclose(back[at], rounded(x[at].astype(np.float64), bits), atol=1e-4)
+
+
+def test_a_part_is_what_it_is_of_the_whole():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 24, 6)), jnp.float32)
+    for along in ("slots", "channels"):
+        packed = packing.pack(x, 4, 2, along, jnp.float32)
+        part = packing.unpack(packed.part(jnp.int32(8), 12, 4), 4)
+        np.testing.assert_array_equal(part, packing.unpack(packed, 4)[:, :, 8:20])
+
+
+def test_one_slot_is_set_and_no_other():
+    x, new = (np.random.default_rng(i).normal(size=(2, 3, 8, 6)).astype(np.float32) for i in range(2))
+    packed = packing.pack(jnp.asarray(x), 2, 3, "channels", jnp.float32)
+    slot = np.asarray([[0, 1, 5], [7, 8, 2]], np.int32)  # 8 is past the last
+    back = packing.unpack(packing.put(packed, jnp.asarray(new[:, :, 0]), jnp.asarray(slot), 2, 3, jnp.float32), 2)
+    want = np.array(packing.unpack(packed, 2))
+    alone = np.asarray(packing.unpack(packing.pack(jnp.asarray(new), 2, 3, "channels", jnp.float32), 2))
+    for row, head in np.ndindex(2, 3):
+        if slot[row, head] < 8:
+            want[row, head, slot[row, head]] = alone[row, head, 0]
+    np.testing.assert_array_equal(back, want)
 
 
 def test_codes_by_hand():
     """0, 1, 2, 3 in 2 bits fill one byte, the first in the lowest bits: 0b11100100; equal numbers come back exactly."""
-    x = jnp.asarray([[[[0.0, 1, 2, 3], [7, 7, 7, 7]]]])
-    packed = packing.pack(x, 2, (1, 4), jnp.float32)
-    assert packed.codes.tolist() == [[[[0b11100100], [0]]]]
-    assert packed.scale.tolist() == [[[[1.0], [1.0]]]]
-    assert packed.zero.tolist() == [[[[0.0], [7.0]]]]
-    np.testing.assert_array_equal(packing.unpack(packed, 2, 4), x)
+    x = jnp.asarray([[[[0.0, 7], [1, 7], [2, 7], [3, 7]]]])
+    packed = packing.pack(x, 2, 4, "slots", jnp.float32)
+    assert packed.codes.tolist() == [[[[0b11100100, 0]]]]
+    assert packed.scale.tolist() == [[[[1.0, 1.0]]]]
+    assert packed.zero.tolist() == [[[[0.0, 7.0]]]]
+    np.testing.assert_array_equal(packing.unpack(packed, 2), x)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +234,7 @@ def test_nothing_free_is_read():
     slots = np.arange(state.pos.shape[-1])
     groups = slots[::4]
     k_free = (groups >= np.asarray(state.k_packed)[..., None])[..., None]
-    v_free = (slots >= np.asarray(state.next)[..., None])[..., None]
+    v_free = (slots >= np.asarray(state.next)[..., None])[:, :, None]
 
     def poisoned(x, free):
         return x.replace(scale=jnp.where(free, jnp.nan, x.scale), zero=jnp.where(free, jnp.nan, x.zero))
