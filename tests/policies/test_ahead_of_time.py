@@ -16,7 +16,7 @@ from kvjax.policies import Policy, get_policy, policies
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
-LAYERS = 4
+LAYERS = 3
 """Enough for policies that treat the first two differently; every further layer is the same program again."""
 
 WORKSPACE = {"chelsea": 6}
