@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def optimised(request: pytest.FixtureRequest):
-    """Programs are optimised as users have them where a test is marked so, and for the default model, which computes for long."""
+    """Programs are optimised where a test is marked so, and for the default model, which computes for long."""
     wanted = request.node.get_closest_marker("optimised") or "smollm2" in request.fixturenames
     jax.config.update("jax_disable_most_optimizations", not wanted)
     yield
