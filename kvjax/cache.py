@@ -6,17 +6,18 @@ values never move while decoding.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax import host_memory
 from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Rope
-from kvjax.pallas_kernels import Rotation, decode_attention
+from kvjax.models.rope import NO_ROPE, Rope
+from kvjax.pallas_kernels import Rotation, Turned, decode_attention, write_slots
 
 BLOCK = 1024
 """Slots that `attend_many` takes at a time."""
@@ -197,30 +198,58 @@ def in_prompt(lengths: Int[Array, " B"], size: int) -> Bool[Array, "B T"]:
     return jnp.arange(size, dtype=jnp.int32) < lengths[:, None]
 
 
-def insert(slots: Slots, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Slots:
-    """Put one new token into each head's next slot, with weight 1."""
-    at = (*_heads(slots.next), slots.next)
-    return dataclasses.replace(
-        slots,
-        k=host_memory.write(slots.k, slots.next, k),
-        v=host_memory.write(slots.v, slots.next, v),
-        pos=slots.pos.at[at].set(pos[:, None]),
-        weight=slots.weight.at[at].set(1.0),
-        next=slots.next + 1,
-        seen=slots.seen + 1,
-    )
+def insert(
+    slots: Slots,
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    pos: Int[Array, " B"],
+    *,
+    rope: Rope = NO_ROPE,
+) -> Slots:
+    """Put one new token into each head's next slot, with weight 1.
+
+    Args:
+        rope: rotation by `pos` that the key is still to be given.
+    """
+    return insert_with(slots, k, v, pos, (), rope=rope)[0]
+
+
+def insert_with(
+    slots: Slots,
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    pos: Int[Array, " B"],
+    beside: Sequence[tuple[Shaped[Array, "B K C ..."], Any]],
+    *,
+    rope: Rope = NO_ROPE,
+) -> tuple[Slots, list[Array]]:
+    """`insert`, and what else a policy knows of the token in the same slots of other arrays.
+
+    Args:
+        beside: arrays and their values for the new token, as `write_slots` takes them.
+
+    Returns:
+        The cache, and the other arrays.
+    """
+    new_k = Turned(k, *rope.cos_sin(pos)) if rope.turns_halves_of(k.shape[-1]) else rope.rotate(k, pos[:, None])
+    if host_memory.on_host(slots.k):
+        new_k = new_k() if isinstance(new_k, Turned) else new_k
+        stored = [host_memory.write(store, slots.next, x) for store, x in ((slots.k, new_k), (slots.v, v))]
+        stores, values = [], []
+    else:
+        stored, stores, values = [], [slots.k, slots.v], [new_k, v]
+    arrays = [*stores, slots.pos, slots.weight, *(array for array, _ in beside)]
+    values += [pos[:, None], 1.0, *(value for _, value in beside)]
+    written = write_slots(arrays, slots.next, values, [slots.next, slots.seen])
+    *others, following, seen = written[len(stores) + 2 :]
+    return Slots(*stored, *written[: len(stores) + 2], next=following, seen=seen), others
 
 
 def evict(slots: Slots, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> Slots:
     """Free `slot` in the heads where `when` holds; the next token will take its place."""
-    rows, heads = _heads(slot)
     target = jnp.where(when, slot, slots.pos.shape[-1])  # out of range, hence dropped, where nothing is evicted
-    return dataclasses.replace(
-        slots,
-        pos=slots.pos.at[rows, heads, target].set(-1, mode="drop"),
-        weight=slots.weight.at[rows, heads, target].set(0.0, mode="drop"),
-        next=jnp.where(when, slot, slots.next),
-    )
+    pos, weight = write_slots([slots.pos, slots.weight], target, [-1, 0.0])
+    return dataclasses.replace(slots, pos=pos, weight=weight, next=jnp.where(when, slot, slots.next))
 
 
 def attend(

@@ -5,7 +5,7 @@ its memory does not depend on how many tokens are decoded in all.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy
+from kvjax.policies.base import Due, any_due
 from kvjax.program import Program
 from kvjax.sampling import Sampler
 
@@ -25,6 +26,9 @@ CHUNK = 256
 """Tokens a call of the decode program can return."""
 
 Specs = tuple[LayerSpec, ...]
+
+Loop = tuple[Any, ...]
+"""What a decoding loop carries: the number of steps, the `Decoding` state, and buffers for tokens and log-probabilities."""
 
 
 @flax.struct.dataclass
@@ -97,6 +101,47 @@ def step(
     return logits, tuple(policy.compress(spec, cache) for spec, cache in zip(specs, caches, strict=True))
 
 
+def _loop(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    proceed: Callable[[Loop], Array],
+    token: Callable[[Loop], Array],
+    draw: Callable[[Loop, Array], Loop],
+    start: Loop,
+) -> Loop:
+    """Steps while `proceed` says so, of which each reads `token` and has `draw` make of its logits what it will.
+
+    Where layers compress only now and then, a loop within runs until one of them is due: within a step, every layer would make
+    the host wait for the device to tell whether it is (with Chelsea on an H200 that took a fifth of a step).
+    """
+
+    def due(loop: Loop) -> Due:
+        return any_due(
+            told
+            for spec, cache in zip(specs, loop[1].caches, strict=True)
+            if not isinstance(told := policy.due(spec, cache), str)
+        )
+
+    def compress(caches: tuple[Any, ...], always: bool) -> tuple[Any, ...]:
+        """The layers that are to be asked after every token, or the others."""
+        return tuple(
+            policy.compress(spec, cache) if always == isinstance(policy.due(spec, cache), str) else cache
+            for spec, cache in zip(specs, caches, strict=True)
+        )
+
+    def body(loop: Loop) -> Loop:
+        i, state, *buffers = loop
+        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, policy, specs)
+        return draw((i, state.replace(caches=compress(caches, always=True)), *buffers), logits)
+
+    def until_due(loop: Loop) -> Loop:
+        i, state, *buffers = jax.lax.while_loop(lambda loop: proceed(loop) & ~jnp.any(due(loop)), body, loop)
+        return i, state.replace(caches=compress(state.caches, always=False)), *buffers
+
+    return jax.lax.while_loop(proceed, body if isinstance(due(start), str) else until_due, start)
+
+
 def _prefill(
     policy: Policy,
     specs: Specs,
@@ -125,16 +170,14 @@ def _decode(
     rows = state.token.shape[0]
     buffers = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
 
-    def proceed(carry: tuple[Any, ...]) -> Array:
-        i, state, _, _ = carry
+    def proceed(loop: Loop) -> Array:
+        i, state, _, _ = loop
         return (i < count) & ~jnp.all(state.done)
 
-    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, state, tokens, logprobs = carry
-        logits, caches = step(policy, specs, params, state.caches, state.token, state.pos)
+    def draw(loop: Loop, logits: Array) -> Loop:
+        i, state, tokens, logprobs = loop
         token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
-            caches=caches,
             token=token,
             pos=state.pos + 1,
             steps=state.steps + 1,
@@ -142,7 +185,8 @@ def _decode(
         )
         return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
 
-    _, state, tokens, logprobs = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state, *buffers))
+    start = jnp.zeros((), jnp.int32), state, *buffers
+    _, state, tokens, logprobs = _loop(policy, specs, params, proceed, lambda loop: loop[1].token, draw, start)
     return state, tokens, logprobs
 
 
@@ -162,19 +206,20 @@ def _answer(
     row = jnp.arange(rows, dtype=jnp.int32)
     state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
 
-    def proceed(carry: tuple[Any, ...]) -> Array:
-        i, state, _, _ = carry
+    def proceed(loop: Loop) -> Array:
+        i, state, _, _ = loop
         return (i < jnp.max(lengths) + count - 1) & ~jnp.all(state.done)
 
-    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, state, tokens, logprobs = carry
-        read = jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token)
-        logits, caches = step(policy, specs, params, state.caches, read, state.pos)
+    def read(loop: Loop) -> Array:
+        i, state, _, _ = loop
+        return jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token)
+
+    def draw(loop: Loop, logits: Array) -> Loop:
+        i, state, tokens, logprobs = loop
         token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
         drawn = i + 1 - lengths  # of what each row draws after its last given token, this is the how-manyth
         column = jnp.where(drawn < 0, size + CHUNK, drawn)  # out of range, hence dropped, while a row still reads
         state = state.replace(
-            caches=caches,
             token=token,
             pos=state.pos + 1,
             steps=state.steps + 1,
@@ -183,7 +228,8 @@ def _answer(
         tokens = tokens.at[row, column].set(token, mode="drop")
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
 
-    _, state, tokens, logprobs = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state, *buffers))
+    start = jnp.zeros((), jnp.int32), state, *buffers
+    _, state, tokens, logprobs = _loop(policy, specs, params, proceed, read, draw, start)
     return state, tokens, logprobs
 
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import prefill_attention
+from kvjax.pallas_kernels import Norm, gated_projection, prefill_attention, projection
 
 from .config import ModelConfig
-from .params import MLP, Attention, Layer, Params
+from .params import MLP, Layer, Params
 from .rope import Rope
 
 
@@ -185,31 +185,45 @@ def _embed(params: Params, tokens: Array) -> Array:
 
 def _block(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
-    h = _attention(config, layer.attn, rms_norm(x, layer.attn_norm, config.norm_eps), attend)
-    x = x + (h if layer.attn_post_norm is None else rms_norm(h, layer.attn_post_norm, config.norm_eps))
-    h = _mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps))
-    return x + (h if layer.mlp_post_norm is None else rms_norm(h, layer.mlp_post_norm, config.norm_eps))
+    p, eps = layer.attn, config.norm_eps
+    q, k, v = projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, eps))
+    q, k = _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm)
+    out = attend(q, k, _heads(config, v, p.v_bias))
+    x = _joined(config, x, out.reshape(*x.shape[:-1], -1), p.o, p.o_bias, layer.attn_post_norm)
+    h = _gated(layer.mlp, x, Norm(layer.mlp_norm, eps))
+    return _joined(config, x, h, layer.mlp.down, layer.mlp.down_bias, layer.mlp_post_norm)
 
 
-def _attention(config: ModelConfig, p: Attention, x: Array, attend: Attend) -> Array:
-    q, k = _heads(config, x, p.q, p.q_bias, p.q_norm), _heads(config, x, p.k, p.k_bias, p.k_norm)
-    out = attend(q, k, _heads(config, x, p.v, p.v_bias))
-    return _linear(out.reshape(*x.shape[:-1], -1), p.o, p.o_bias)
+def _joined(config: ModelConfig, x: Array, h: Array, w: Array, bias: Array | None, norm: Array | None) -> Array:
+    """The residual stream `x` with what `w` makes of `h` added."""
+    if bias is None and norm is None:
+        return projection(h, w, residual=x)[0]
+    (y,) = projection(h, w)
+    y = _biased(y, bias)
+    return x + (y if norm is None else Norm(norm, config.norm_eps)(y))
 
 
-def _heads(config: ModelConfig, x: Array, w: Array, bias: Array | None, norm: Array | None = None) -> Array:
-    h = _linear(x, w, bias).reshape(*x.shape[:-1], -1, config.head_dim)
-    return h if norm is None else rms_norm(h, norm, config.norm_eps)
+def _gated(p: MLP, x: Array, norm: Norm) -> Array:
+    if p.gate_bias is None and p.up_bias is None:
+        return gated_projection(x, p.gate, p.up, norm=norm)
+    gate, up = projection(x, p.gate, p.up, norm=norm)
+    return jax.nn.silu(_biased(gate, p.gate_bias)) * _biased(up, p.up_bias)
+
+
+def _heads(config: ModelConfig, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
+    h = _biased(h, bias).reshape(*h.shape[:-1], -1, config.head_dim)
+    return h if norm is None else Norm(norm, config.norm_eps)(h)
+
+
+def _biased(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
 
 
 def _queries_ahead(params: Params, layer: int, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
     """The queries that a layer would have for the attention input of the one before it, whose residual stream was `x`."""
     config, p = params.config, params.layers[layer].attn
-    return _heads(config, rms_norm(x, params.layers[layer - 1].attn_norm, config.norm_eps), p.q, p.q_bias, p.q_norm)
-
-
-def _mlp(p: MLP, x: Array) -> Array:
-    return _linear(jax.nn.silu(_linear(x, p.gate, p.gate_bias)) * _linear(x, p.up, p.up_bias), p.down, p.down_bias)
+    (q,) = projection(x, p.q, norm=Norm(params.layers[layer - 1].attn_norm, config.norm_eps))
+    return _heads(config, q, p.q_bias, p.q_norm)
 
 
 def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Array, v: Array) -> Array:
@@ -220,17 +234,5 @@ def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Ar
 
 def _logits(params: Params, x: Array) -> Array:
     head = params.embed if params.head is None else params.head
-    x = rms_norm(x, params.norm, params.config.norm_eps)
-    return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
-
-
-def _linear(x: Array, w: Float[Array, "O D"], bias: Array | None) -> Array:
-    y = jnp.einsum("...d,od->...o", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
-
-
-def rms_norm(x: Float[Array, "... D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x²) + eps) · gain, in float32 inside."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * jnp.broadcast_to(gain, x.shape)
+    (logits,) = projection(x, head, norm=Norm(params.norm, params.config.norm_eps), dtype=jnp.float32)
+    return logits

@@ -10,6 +10,11 @@ from .kmeans import kmeans as kmeans
 from .nearest import Nearest as Nearest
 from .nearest import nearest as nearest
 from .prefill_attention import prefill_attention as prefill_attention
+from .projection import Norm as Norm
+from .projection import gated_projection as gated_projection
+from .projection import projection as projection
 from .ragged_attention import ragged_attention as ragged_attention
 from .top_k import top_k as top_k
 from .window_scores import window_scores as window_scores
+from .write_slots import Turned as Turned
+from .write_slots import write_slots as write_slots

@@ -1,65 +1,108 @@
-"""A model's matrix products with the one token of a decoding step, in the ways there are to have XLA do them.
+"""The matrix products of a decoding step, with the norms, gates and sums around them, at Llama-3.1-8B's shapes.
 
-Nearly all the time of a step at batch 1 goes into these. They are no operation of `kvjax.pallas_kernels`: "xla" is what models do.
+Nearly all the time of a step at batch 1 goes into these. "xla" is what models do where no Pallas body serves.
 """
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.pallas_kernels import Norm, gated_projection, projection
+from kvjax.pallas_kernels.projection import gpu
+
 from .case import Case, relative_error
 
-SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-"""Outputs and inputs of Llama-3.1-8B's queries, keys and values in one; of what follows attention; of gate and up; of down; of the head."""
+LAYERS = (
+    ("q, k and v", (4096, 1024, 1024), 4096),
+    ("attention's output", (4096,), 4096),
+    ("gate and up", (14336, 14336), 4096),
+    ("down", (4096,), 14336),
+    ("vocabulary head", (128256,), 4096),
+)
+"""What it is, outputs of each matrix, inputs."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal weights, kept as [outputs, inputs]."""
-    for (outputs, inputs), rows in [(shape, rows) for shape in SHAPES for rows in (1, 8)]:
+    """Normal weights, kept as [outputs, inputs]; what goes into an output projection is not normed, but added to."""
+    for (name, outputs, depth), rows in product(LAYERS, (1, 8)):
+        way = partial(_way, name == "gate and up", name in ("attention's output", "down"))
         yield Case(
-            operation="projection",
-            shape=f"{rows} x {inputs} to {outputs}",
+            operation="gated_projection" if name == "gate and up" else "projection",
+            shape=f"{name}: {rows} x {depth} to {' + '.join(map(str, outputs))}",
             dtype="bfloat16",
-            inputs=partial(_inputs, rows, outputs, inputs),
+            inputs=partial(_inputs, rows, outputs, depth),
             variants={
-                "xla": _plain,
-                "padded to 8": partial(_padded, 8),
-                "padded to 16": partial(_padded, 16),
-                "inputs first": lambda x, w, transposed: _plain(x, transposed.T),
-                "multiply and sum": _summed,
+                "xla": partial(way, implementation="xla"),
+                "auto": way,
+                **{
+                    f"gpu {' '.join(map(str, sizes.values()))}": partial(way, sizes=sizes)
+                    for sizes in _candidates(rows, depth)
+                },
             },
-            error=_error,
-            tolerance=5e-3,
-            bytes=2 * (outputs * inputs + rows * (inputs + outputs)),
-            flops=2 * rows * outputs * inputs,
+            error=partial(_error, way.args),
+            tolerance=1e-2,
+            bytes=2 * (sum(outputs) * depth + rows * (depth + sum(outputs))),
+            flops=2 * rows * sum(outputs) * depth,
         )
 
 
-def _plain(x: jax.Array, w: jax.Array, *_: jax.Array) -> jax.Array:
-    return jnp.einsum("bd,od->bo", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+def _candidates(rows: int, depth: int) -> Iterator[dict[str, int]]:
+    one = product((4, 8, 16), (512, 1024, 2048), (4, 8), (1,))
+    more = product((16, 32, 64), (128, 256), (1, 2, 4), (3, 5))
+    for outputs, inputs, warps, stages in one if rows == 1 else more:
+        if depth % inputs == 0 and outputs * inputs <= 16384 and (rows == 1 or outputs >= 16 * warps):
+            yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages}
 
 
-def _padded(rows: int, x: jax.Array, w: jax.Array, *_: jax.Array) -> jax.Array:
-    """With more rows XLA takes another kernel."""
-    return _plain(jnp.pad(x, ((0, max(0, rows - len(x))), (0, 0))), w)[: len(x)]
+def _way(
+    gated: bool,
+    added: bool,
+    x: jax.Array,
+    gain: jax.Array,
+    residual: jax.Array,
+    *weights: jax.Array,
+    sizes: dict[str, int] | None = None,
+    implementation: Any = "auto",
+) -> list[jax.Array]:
+    norm = None if added else Norm(gain, 1e-5)
+    rest = {"norm": norm, "residual": residual if added else None}
+    if sizes is not None:
+        return gpu.projection(x, weights, **rest, dtype=x.dtype, gated=gated, sizes=sizes)
+    if gated:
+        return [gated_projection(x, *weights, norm=norm, implementation=implementation)]
+    return projection(x, *weights, **rest, implementation=implementation)
 
 
-def _summed(x: jax.Array, w: jax.Array, *_: jax.Array) -> jax.Array:
-    wide = w.astype(jnp.float32)
-    return jnp.stack([jnp.sum(wide * row.astype(jnp.float32), axis=-1) for row in x]).astype(x.dtype)
+def _inputs(rows: int, outputs: tuple[int, ...], depth: int, seed: int) -> tuple[jax.Array, ...]:
+    keys = iter(jax.random.split(jax.random.key(seed), 3 + len(outputs)))
+    x = jax.random.normal(next(keys), (rows, depth), jnp.bfloat16)
+    gain = jax.random.normal(next(keys), (depth,), jnp.bfloat16)
+    residual = jax.random.normal(next(keys), (rows, outputs[0]), jnp.bfloat16)
+    return (
+        x,
+        gain,
+        residual,
+        *(jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * depth**-0.5 for out in outputs),
+    )
 
 
-def _inputs(rows: int, outputs: int, inputs: int, seed: int) -> tuple[jax.Array, ...]:
-    first, second = jax.random.split(jax.random.key(seed))
-    w = jax.random.normal(second, (outputs, inputs), jnp.bfloat16)
-    return jax.random.normal(first, (rows, inputs), jnp.bfloat16), w, w.T.copy()
-
-
-def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the first 512 outputs."""
-    x, w = (np.asarray(given, np.float64) for given in (inputs[0], inputs[1][:512]))
-    return relative_error(out[:, :512], x @ w.T)
+def _error(way: tuple[bool, bool], inputs: tuple[Any, ...], out: list[Any]) -> float:
+    """Of the first 512 outputs of each matrix."""
+    gated, added = way
+    x, gain, residual, *weights = (
+        np.asarray(given[:512] if i > 2 else given, np.float64) for i, given in enumerate(inputs)
+    )
+    if not added:
+        x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain
+    expected = [x @ w.T for w in weights]
+    if gated:
+        gate, up = expected
+        expected = [gate / (1 + np.exp(-gate)) * up]
+    if added:
+        expected = [residual[:, :512] + expected[0]]
+    return max(relative_error(np.asarray(o, np.float64)[:, :512], e) for o, e in zip(out, expected, strict=True))

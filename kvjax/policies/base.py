@@ -16,6 +16,7 @@ reassigns positions rotates when it attends. `spec.rope` does either. The state'
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
@@ -35,6 +36,9 @@ State = Any
 
 Carry = Any
 """What travels from layer to layer: any pytree, or None."""
+
+Due = Bool[Array, " B"] | Literal["always", "never"]
+"""When `Policy.compress` has something to do: now in some rows, after every token, or never."""
 
 Memory = Literal["full", "freed", "bandwidth", "quantised"]
 """What becomes of the memory of what is dropped, see `Policy`."""
@@ -123,7 +127,7 @@ class Policy:
         self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
     ) -> State:
         """The state with one new token a row, at original position `pos`."""
-        return cache.insert(state, spec.rope.rotate(k, pos[:, None]), v, pos)
+        return cache.insert(state, k, v, pos, rope=spec.rope)
 
     def attend(
         self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
@@ -147,9 +151,16 @@ class Policy:
         """The state within its budget again; called after every decoded token.
 
         A method that compresses only now and then decides so by its own state, inside `jax.lax.cond`: rows of a ragged batch,
-        and policies composed with one another, each keep their own time.
+        and policies composed with one another, each keep their own time. `due` tells when that is.
         """
         return state
+
+    def due(self, spec: LayerSpec, state: State) -> Due:
+        """Whether `compress` has something to do now.
+
+        The decode loop runs until a layer's is due, instead of having every layer ask after every token.
+        """
+        return "never" if type(self).compress is Policy.compress else "always"
 
     def extend(
         self,
@@ -220,6 +231,15 @@ class Policy:
         held = jax.make_jaxpr(partial(self.init, spec))().out_avals
         host = _nbytes(leaf for leaf in held if leaf.memory_space == jax.memory.Space.Host)
         return _nbytes(held) - host, host
+
+
+def any_due(parts: Iterable[Due]) -> Due:
+    """Whether any of several answers of `Policy.due` is yes."""
+    told = list(parts)
+    asked = [part for part in told if not isinstance(part, str)]
+    if any(isinstance(part, str) and part == "always" for part in told):
+        return "always"
+    return functools.reduce(jnp.logical_or, asked) if asked else "never"
 
 
 def rotated(spec: LayerSpec, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

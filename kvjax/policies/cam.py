@@ -80,9 +80,8 @@ class CaM(StreamingLLM):
     def append(
         self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
     ) -> Merging:
-        new = jnp.arange(state.mass.shape[-1], dtype=jnp.int32) == state.slots.next[..., None]
-        slots = cache.insert(state.slots, k, v, pos)
-        return dataclasses.replace(state, slots=slots, mass=jnp.where(new, 0.0, state.mass))
+        slots, (mass,) = cache.insert_with(state.slots, k, v, pos, [(state.mass, 0.0)])
+        return dataclasses.replace(state, slots=slots, mass=mass)
 
     def attend(
         self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
@@ -91,7 +90,7 @@ class CaM(StreamingLLM):
         assert probs is not None
         # A zero that comes of the output: values must have been read before `compress` changes them, and where the compiler does
         # not see that they have, it copies the cache. (An optimization barrier is taken away too early to tell it.)
-        read = 0.0 * jnp.sum(out, axis=(1, 2), dtype=jnp.float32)
+        read = 0.0 * out[:, 0, 0].astype(jnp.float32)
         mass = state.mass + probs + read[:, None, None]
         return out, dataclasses.replace(state, mass=mass), carry
 

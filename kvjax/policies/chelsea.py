@@ -2,6 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar, Literal
 
 import flax.struct
@@ -184,17 +185,17 @@ class Chelsea(Policy):
         out, _, carry = super().attend(spec, state.slots, q, pos, carry)
         # So that clustering cannot start before attention has read the slots, and works in place; XLA would copy them all at
         # every step. (An optimization barrier goes before it decides that, and a row whose output is NaN is lost anyway.)
-        steps = state.steps + jnp.any(jnp.isnan(out), axis=(1, 2)).astype(jnp.int32)
+        steps = state.steps + jnp.isnan(out[:, 0, 0]).astype(jnp.int32)
         return out, dataclasses.replace(state, steps=steps), carry
 
     def compress(self, spec: LayerSpec, state: Centroids) -> Centroids:
-        return jax.lax.cond(jnp.any(self._due(state)), self._cluster, lambda state: state, state)
+        return jax.lax.cond(jnp.any(self.due(spec, state)), partial(self._cluster, spec), lambda state: state, state)
 
-    def _due(self, state: Centroids) -> Bool[Array, " B"]:
+    def due(self, spec: LayerSpec, state: Centroids) -> Bool[Array, " B"]:
         """Rows that have waited long enough."""
         return state.slots.next[:, 0] >= state.budget + self.every
 
-    def _cluster(self, state: Centroids) -> Centroids:
+    def _cluster(self, spec: LayerSpec, state: Centroids) -> Centroids:
         """The rows that are due, clustered to exactly their budgets."""
         slots = state.slots
         places = slots.pos.shape[-1]
@@ -204,7 +205,7 @@ class Chelsea(Policy):
         tokens = Clusters(kv, slots.pos, slots.weight)
         sinks, recent = self._regions(state.budget)
         size = slots.next[:, 0]
-        goal = jnp.where(self._due(state), state.budget, size)
+        goal = jnp.where(self.due(spec, state), state.budget, size)
 
         def unfinished(loop: tuple[Clusters, Array, Array]) -> Array:
             return jnp.any(loop[1] > goal)

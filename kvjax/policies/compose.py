@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 
-from .base import Carry, Policy, PolicyError, State
+from .base import Carry, Due, Policy, PolicyError, State, any_due
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,9 @@ class ByLayer(Policy):
 
     def compress(self, spec: LayerSpec, state: State) -> State:
         return self.at(spec).compress(spec, state)
+
+    def due(self, spec: LayerSpec, state: State) -> Due:
+        return self.at(spec).due(spec, state)
 
     def slots(self, spec: LayerSpec, state: State) -> Slots:
         return self.at(spec).slots(spec, state)
@@ -228,6 +231,9 @@ class ByHead(Policy):
         return tuple(
             policy.compress(sub, part) for (policy, sub, _), part in zip(self._parts(spec), state, strict=True)
         )
+
+    def due(self, spec: LayerSpec, state: tuple[State, ...]) -> Due:
+        return any_due(policy.due(sub, part) for (policy, sub, _), part in zip(self._parts(spec), state, strict=True))
 
     def slots(self, spec: LayerSpec, state: tuple[State, ...]) -> Slots:
         parts = [p.slots(sub, part) for (p, sub, _), part in zip(self._parts(spec), state, strict=True)]

@@ -11,7 +11,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.pallas_kernels import gather_attention
 
-from .base import Carry, Memory, Policy, State
+from .base import Carry, Due, Memory, Policy, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,9 @@ class Recalling(Policy):
     def regroup(self, spec: LayerSpec, state: State, keys: Callable[[Array], Array]) -> State:
         """`compress`, given a function from positions [B, W] in the tail to their keys [B, K, W, H]."""
         return state
+
+    def due(self, spec: LayerSpec, state: State) -> Due:
+        return "never" if type(self).regroup is Recalling.regroup else "always"
 
     def compress(self, spec: LayerSpec, state: State) -> State:
         if not self.recalls(spec):

@@ -175,12 +175,9 @@ class Evicting(ScoredPrompt):
     def append(
         self, spec: LayerSpec, state: Ranked, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
     ) -> Ranked:
-        new = jnp.arange(state.score.shape[-1], dtype=jnp.int32) == state.slots.next[..., None]
-        return dataclasses.replace(
-            state,
-            slots=super().append(spec, state.slots, k, v, pos),
-            score=jnp.where(new, self.arrival(spec, k, pos)[..., None], state.score),
-        )
+        beside = [(state.score, self.arrival(spec, k, pos))]
+        slots, (score,) = cache.insert_with(state.slots, k, v, pos, beside, rope=spec.rope)
+        return dataclasses.replace(state, slots=slots, score=score)
 
     def attend(
         self, spec: LayerSpec, state: Ranked, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry

@@ -123,15 +123,9 @@ class TreeKV(Policy):
     def append(
         self, spec: LayerSpec, state: Tree, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
     ) -> Tree:
-        slots = state.slots
-        new = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32) == slots.next[..., None]
-        return dataclasses.replace(
-            state,
-            slots=cache.insert(slots, k, v, pos),
-            rank=jnp.where(new, slots.count[..., None], state.rank),
-            score=jnp.where(new, 0.0, state.score),
-            steps=jnp.where(new, 0.0, state.steps),
-        )
+        beside = (state.rank, state.slots.count), (state.score, 0.0), (state.steps, 0.0)
+        slots, (rank, score, steps) = cache.insert_with(state.slots, k, v, pos, beside)
+        return dataclasses.replace(state, slots=slots, rank=rank, score=score, steps=steps)
 
     def attend(
         self, spec: LayerSpec, state: Tree, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry

@@ -13,7 +13,7 @@ import kvjax
 from kvjax.cache import layer_specs
 from kvjax.models import transformer
 from kvjax.models.presets import PRESETS
-from kvjax.models.transformer import rms_norm
+from kvjax.pallas_kernels import Norm
 from kvjax.policies import Full, InfiniGen, Policy, PolicyError, SkewProfile, by_head, by_layer, offloaded
 from kvjax.policies.profile import fingerprint
 
@@ -166,7 +166,7 @@ def test_queries_are_foreseen_by_the_weights(tiny):
     states = tuple(Full().init(spec) for spec in specs)
     token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
     transformer.decode_step(tiny, states, token, pos, Noting(), specs)
-    x = rms_norm(tiny.embed[token], tiny.layers[0].attn_norm, tiny.config.norm_eps)
+    x = Norm(tiny.layers[0].attn_norm, tiny.config.norm_eps)(tiny.embed[token])
     for layer, got in ((0, seen[0][0]), (1, seen[1][1])):
         np.testing.assert_allclose(got.reshape(2, -1), x @ tiny.layers[layer].attn.q.T, atol=1e-5)
     assert seen[0][1] is None

@@ -1,0 +1,99 @@
+"""A new entry in one slot a head for GPUs, as a Triton body: one program a row and head, which writes to every array."""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from ..dispatch import triton
+from .turned import Turned
+
+
+def refuses(arrays: Sequence[Array]) -> str | None:
+    """Why this body does not serve a case, or None if it does."""
+    if reason := triton():
+        return reason
+    for dim in (x.shape[3] for x in arrays if x.ndim == 4):
+        if dim & (dim - 1) or dim < 16:
+            return f"head dim {dim} is not a power of two from 16 on"
+    return None
+
+
+def write_slots(
+    arrays: Sequence[Array],
+    slot: Int[Array, "B K"],
+    values: Sequence[Array | Turned | int | float],
+    counters: Sequence[Array] = (),
+    *,
+    interpret: bool = False,
+) -> list[Array]:
+    """Arrays with a value in one slot a head, and counters one greater; see the public function."""
+    batch, heads = slot.shape
+    changed = [*arrays, *counters]
+    folded = [x.reshape(batch * heads, *x.shape[2:]) for x in arrays] + [x.reshape(-1) for x in counters]
+    # Where the slot is a counter, too, it is read where it is changed: given twice, it would be copied first.
+    counted = next((i for i, x in enumerate(counters) if x is slot), None)
+    inputs, parts = [slot.reshape(-1)] if counted is None else [], []
+    for array, value in zip(arrays, values, strict=True):
+        shape = (batch, heads, *array.shape[3:])
+        if isinstance(value, Turned):
+            new = [value.x.reshape(-1, shape[-1]), value.cos, value.sin]
+        else:
+            new = [jnp.broadcast_to(jnp.asarray(value, array.dtype), shape).reshape(-1, *shape[2:])]
+        inputs += new
+        parts.append(len(new))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas import triton as backend
+
+        written = pl.pallas_call(
+            functools.partial(_body, parts=parts, heads=heads, counted=counted),
+            grid=(batch * heads,),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in folded],
+            input_output_aliases={len(inputs) + i: i for i in range(len(folded))},
+            compiler_params=backend.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="write_slots",
+        )(*inputs, *folded)
+    return [new.reshape(x.shape) for new, x in zip(written, changed, strict=True)]
+
+
+def _body(*refs: Any, parts: Sequence[int], heads: int, counted: int | None) -> None:
+    """All arrays of one row and head."""
+    from jax.experimental.pallas import triton as backend
+
+    out_refs = refs[(len(refs) + sum(parts) + (counted is None)) // 2 :]
+    out_refs, counter_refs = out_refs[: len(parts)], out_refs[len(parts) :]
+    slot_ref, *value_refs = refs[: sum(parts) + 1] if counted is None else (counter_refs[counted], *refs[: sum(parts)])
+    value_refs, here = iter(value_refs), pl.program_id(0)
+    slot = slot_ref[here]
+    for counter_ref in counter_refs:
+        each = heads if counter_ref.shape[0] * heads == pl.num_programs(0) else 1  # heads that share a number
+        at, first = here // each, here % each == 0
+        count = jnp.broadcast_to(counter_ref[at] + 1, (1,))
+        backend.store(counter_ref.at[at + jnp.arange(1)], count, mask=jnp.broadcast_to(first, (1,)))
+    for part, out_ref in zip(parts, out_refs, strict=True):
+        exists = slot < out_ref.shape[1]
+        at = jnp.where(exists, slot, 0)
+        value_ref = next(value_refs)
+        if out_ref.ndim == 2:
+            value = jnp.broadcast_to(value_ref[here], (1,)).astype(out_ref.dtype)
+            backend.store(out_ref.at[here, at + jnp.arange(1)], value, mask=jnp.broadcast_to(exists, (1,)))
+            continue
+        dim = out_ref.shape[2]
+        if part == 1:
+            written = [(pl.ds(0, dim), value_ref[here])]
+        else:
+            cos, sin = (next(value_refs)[here // heads] for _ in range(2))
+            halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+            a, b = (value_ref[here, half].astype(jnp.float32) for half in halves)
+            turned = a * cos - b * sin, b * cos + a * sin
+            written = [(half, x.astype(value_ref.dtype)) for half, x in zip(halves, turned, strict=True)]
+        for span, value in written:
+            mask = jnp.broadcast_to(exists, value.shape)
+            backend.store(out_ref.at[here, at, span], value.astype(out_ref.dtype), mask=mask)
