@@ -1,27 +1,46 @@
 """Prefill and decoding by policy at real models' shapes, beside the memory-bound floor, with peers in the same run if asked for.
 
-    python -m benchmarks.decode --shape llama-3.1-8b --context 16384,65536 --batch 1,8 --policies full,treekv:0.2 --peers
+    python -m benchmarks.decode --grid --peers --compile-jobs 14    # what benchmarks/results/decode-<device>.json has
+    python -m benchmarks.decode --shape llama-3.1-8b --context 16384,65536 --batch 1,8 --policies full,treekv:0.2
 
 What `kvjax bench` measures, after a check: a small model's tokens and log-probabilities on this device are compared with the
-CPU's. With `--peers`, transformers and kvpress follow on the same shapes, see `benchmarks.peers`.
+CPU's. With `--peers`, transformers and kvpress follow on the shapes that have a prefill, see `benchmarks.peers`. A run that is
+cut short goes on where it was, if it is started again with the same file.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty, Queue
 
-from kvjax.bench.running import run
+from kvjax.bench.case import Case
+from kvjax.bench.running import Worker, run
 from kvjax.cli.bench import draw, print_row, read_cases
 
-RESULTS = Path("benchmarks/results/decode.json")
+_COMPRESSED = "treekv:0.2,chunkkv:0.2,chelsea:0.2,catekv:share_adaptive=0.4"
+_RECALLED = "clusterkv:1024,quest:1024"
+
+GRID = (
+    (f"full,{_COMPRESSED},{_RECALLED}", "16384", "1,8", False),
+    (f"full,{_COMPRESSED},clusterkv:1024", "32768", "1", True),
+    (f"full,{_COMPRESSED},{_RECALLED}", "65536", "1", False),
+    ("full,chunkkv:0.2,chelsea:0.2", "65536", "8", False),
+    ("full", "16384", "1", True),
+)
+"""Policies, lengths and batches of `--grid`, and whether a prompt is read. Peers are measured on the last."""
 
 
 def main() -> None:
     """Check, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--grid", action="store_true", help="instead of --context, --batch, --policies and --skip-prefill")
     parser.add_argument("--context", default="16384")
     parser.add_argument("--batch", default="1")
     parser.add_argument("--policies", default="full,streaming_llm:0.2,treekv:0.2", help="as for `kvjax bench`")
@@ -33,27 +52,37 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--case-seconds", type=float, default=600)
     parser.add_argument("--peers", action="store_true", help="measure transformers and kvpress, too")
+    parser.add_argument("--compile-jobs", type=int, default=0, help="compile all first, in so many processes")
     parser.add_argument("--unchecked", action="store_true", help="do not compare with the CPU first")
     parser.add_argument("--plot", type=Path, help="folder for figures")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    error = None if args.unchecked else in_a_process()
+    out = args.out or Path(f"benchmarks/results/decode-{_in_a_process('report.device_slug()')}.json")
+    given = ((args.policies, args.context, args.batch, not args.skip_prefill),)
+    parts = [
+        read_cases(policies, args.shape, context, batch, args.new_tokens, not prefill, "bfloat16", args.layers)
+        for policies, context, batch, prefill in (GRID if args.grid else given)
+    ]
+    cases = [case for part in parts for case in part]
+    options = {"bandwidth": args.bandwidth, "memory": args.memory, "compilation_cache": True}
+    command = [sys.executable, "-m", "kvjax.bench.worker"]
+    workers = {"kvjax": [*command, json.dumps(options)]}
+    with ThreadPoolExecutor(1) as beside:
+        checked = None if args.unchecked else beside.submit(_in_a_process, "decode.check()")
+        if args.compile_jobs:
+            compile_ahead(cases, [*command, json.dumps(options | {"compile_only": True})], args.compile_jobs)
+    error = None if checked is None else float(checked.result())
     if error is not None:
         print(f"largest difference from the CPU, in log-probability: {error:.1e}", flush=True)
-    cases = read_cases(
-        args.policies, args.shape, args.context, args.batch, args.new_tokens, args.skip_prefill, "bfloat16", args.layers
-    )
-    options = {"bandwidth": args.bandwidth, "memory": args.memory, "compilation_cache": True}
-    workers = {"kvjax": [sys.executable, "-m", "kvjax.bench.worker", json.dumps(options)]}
     if args.peers:
         from benchmarks import peers
 
-        cases += peers.cases(cases)
+        cases += peers.cases(parts[-1])
         workers |= {program: [sys.executable, "-m", "benchmarks.peers"] for program in peers.PROGRAMS}
     rows = run(
         cases,
         workers,
-        args.out,
+        out,
         budget_seconds=args.budget_seconds,
         case_seconds=args.case_seconds,
         said=print_row,
@@ -63,13 +92,36 @@ def main() -> None:
         draw(rows, args.plot)
 
 
-def in_a_process() -> float:
-    """What `check` finds, in a process that gives the device back."""
-    command = [sys.executable, "-c", "from benchmarks import decode; print(decode.check())"]
+def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> None:
+    """Put the cases' programs into the compilation cache, several at a time: what is measured then has the device to itself."""
+    apart = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    waiting = Queue()
+    for case in cases:
+        waiting.put(case)
+
+    def work(_: int) -> None:
+        worker = None
+        with contextlib.suppress(Empty):
+            while True:
+                case = waiting.get_nowait()
+                worker = worker if worker is not None and worker.alive else Worker(command, 600, apart)
+                found = worker.measure(case, 600)
+                said = found.get("failed") or f"{found['compile_s']:.1f} s"
+                print(f"compiled {case.policy} {case.context} x {case.batch}: {said}"[:200], flush=True)
+        if worker is not None:
+            worker.close()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(work, range(jobs)))
+
+
+def _in_a_process(expression: str) -> str:
+    """What an expression is, in a process that gives the device back."""
+    command = [sys.executable, "-c", f"from benchmarks import decode, report; print({expression})"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the check against the CPU failed:\n{done.stderr[-3000:]}")
-    return float(done.stdout.splitlines()[-1])
+        raise SystemExit(f"{expression} failed:\n{done.stderr[-3000:]}")
+    return done.stdout.splitlines()[-1]
 
 
 def check() -> float:

@@ -58,6 +58,24 @@ def measure(case: Case, params: Params, bandwidth: float | None, memory: int | N
             batch -= max(batch // 16, 1)
 
 
+def compile_only(case: Case) -> dict[str, Any]:
+    """The seconds that a case's programs take to compile.
+
+    Raises:
+        PolicyError: the policy does not take these settings.
+    """
+    if case.batch == LARGEST:
+        return {"compile_s": 0.0}
+    _forget()
+    start = time.perf_counter()
+    policy = case.bound_policy()
+    specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
+    _needed(case, policy, specs)
+    if not case.prefill:
+        states.compile_filling(policy, specs, case.context)
+    return {"compile_s": time.perf_counter() - start}
+
+
 def _run(
     case: Case, policy: Policy, params: Params, batch: int, bandwidth: float | None, memory: int | None
 ) -> dict[str, Any]:

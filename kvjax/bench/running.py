@@ -23,6 +23,7 @@ class Worker:
     Args:
         command: what to start.
         seconds: time it has to start up.
+        env: its environment, this process's by default.
 
     Attributes:
         header: what it said of itself.
@@ -31,10 +32,10 @@ class Worker:
         RuntimeError: it does not start.
     """
 
-    def __init__(self, command: Sequence[str], seconds: int | float) -> None:
+    def __init__(self, command: Sequence[str], seconds: int | float, env: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (the process writes it for as long as it lives)
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=env)
         self._lines: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         answer = self._answer(seconds)

@@ -1,5 +1,6 @@
 """Caches filled without the model: to measure decoding at a length without the time it takes to read a prompt of it."""
 
+from collections.abc import Hashable
 from functools import partial
 
 import jax
@@ -18,15 +19,28 @@ def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
     """
     made, caches, carry = {}, [], None
     for spec in specs:
-        shapes = jax.eval_shape(partial(policy.init, spec))
-        leaves, tree = jax.tree.flatten(shapes)
-        kind = tree, tuple((x.shape, x.dtype) for x in leaves)
+        kind = _kind(policy, spec)
         if kind in made:
             caches.append(jax.tree.map(jnp.copy, made[kind]))
             continue
         made[kind], carry = jax.jit(partial(_prefill, policy, spec, context))(jax.random.key(spec.layer), carry)
         caches.append(made[kind])
     return _started(tuple(caches), specs[0].batch, context)
+
+
+def compile_filling(policy: Policy, specs: Specs, context: int) -> None:
+    """Have the programs of `filled` in the compilation cache."""
+    key, carry = jax.eval_shape(lambda: jax.random.key(0)), None
+    for spec in {_kind(policy, spec): spec for spec in reversed(specs)}.values():
+        fill = jax.jit(partial(_prefill, policy, spec, context))
+        fill.lower(key, carry).compile()
+        _, carry = jax.eval_shape(fill, key, carry)
+
+
+def _kind(policy: Policy, spec: LayerSpec) -> Hashable:
+    """What layers have in common whose caches are alike."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(partial(policy.init, spec)))
+    return tree, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def shapes(policy: Policy, specs: Specs) -> Decoding:

@@ -34,7 +34,7 @@ def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any
 
 
 def main() -> None:
-    """Measure kvjax."""
+    """Measure kvjax, or with `compile_only` have its programs in the compilation cache."""
     options = json.loads(sys.argv[1])
     if options["compilation_cache"]:
         from kvjax.compilation_cache import keep_compiled_programs
@@ -47,7 +47,7 @@ def main() -> None:
 
     from .case import Case
     from .floor import bandwidth
-    from .measuring import measure
+    from .measuring import compile_only, measure
 
     device = jax.devices()[0]
     rate = options["bandwidth"] or bandwidth(device.device_kind)
@@ -56,6 +56,8 @@ def main() -> None:
 
     def measured(fields: dict[str, Any]) -> dict[str, Any]:
         case = Case(**fields)
+        if options.get("compile_only"):
+            return compile_only(case)
         key = case.config, case.dtype
         if key not in weights:
             weights.clear()
