@@ -40,7 +40,9 @@ def main() -> None:
     """Check, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--grid", action="store_true", help="instead of --context, --batch, --policies and --skip-prefill")
+    parser.add_argument(
+        "--grid", action="store_true", help="instead of --context, --batch, --policies and --skip-prefill"
+    )
     parser.add_argument("--context", default="16384")
     parser.add_argument("--batch", default="1")
     parser.add_argument("--policies", default="full,streaming_llm:0.2,treekv:0.2", help="as for `kvjax bench`")

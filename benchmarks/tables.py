@@ -65,6 +65,30 @@ def measured_quality() -> list[dict[str, Any]]:
     return list({(row["policy"], row["budget"]): row for row in found}.values())
 
 
+def speed() -> str:
+    """Milliseconds a token and how many times the floor that is, a row a policy, a column a length and batch."""
+    measured = [row for row in rows("decode-h200.json") if row["program"] == "kvjax" and "tpot_ms" in row]
+    cases = sorted({(row["context"], row["batch"]) for row in measured})
+    lines = [
+        "| policy | " + " | ".join(f"{context // 1024}k × {batch}" for context, batch in cases) + " |",
+        "| --- |" + " ---: |" * len(cases),
+    ]
+    names = [":".join([row["policy"], *(_setting(*item) for item in row["settings"].items())]) for row in measured]
+    for name in dict.fromkeys(names):
+        here = {
+            (row["context"], row["batch"]): row for row, other in zip(measured, names, strict=True) if other == name
+        }
+        cells = [
+            f"{row['tpot_ms']:.2f} ({row['times_floor']:.2f})" if (row := here.get(case)) else "" for case in cases
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _setting(name: str, value: Any) -> str:
+    return f"{value}" if name == "budget" else f"{name}={value}"
+
+
 def kernels() -> str:
     """Times of every public kernel beside XLA and the best other one, and how near it is to its floor."""
     measured = [row for row in rows("kernels-h200.json") if hasattr(pallas_kernels, row["operation"])]
@@ -89,4 +113,4 @@ def kernels() -> str:
 
 
 if __name__ == "__main__":
-    print(perplexity(), memory(), quality(measured_quality()), kernels(), sep="\n\n")
+    print(perplexity(), memory(), quality(measured_quality()), speed(), kernels(), sep="\n\n")

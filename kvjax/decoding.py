@@ -5,7 +5,7 @@ its memory does not depend on how many tokens are decoded in all.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy
-from kvjax.policies.base import Due, any_due
 from kvjax.program import Program
 from kvjax.sampling import Sampler
 
@@ -113,33 +112,28 @@ def _loop(
     """Steps while `proceed` says so, of which each reads `token` and has `draw` make of its logits what it will.
 
     Where layers compress only now and then, a loop within runs until one of them is due: within a step, every layer would make
-    the host wait for the device to tell whether it is (with Chelsea on an H200 that took a fifth of a step).
+    the host wait for the device to tell whether it is (with Chelsea on an H200 that took about a fifth of a step).
     """
+    asked = [policy.due(spec, cache) for spec, cache in zip(specs, start[1].caches, strict=True)]
+    seldom = [layer for layer, told in enumerate(asked) if not isinstance(told, str)]
 
-    def due(loop: Loop) -> Due:
-        return any_due(
-            told
-            for spec, cache in zip(specs, loop[1].caches, strict=True)
-            if not isinstance(told := policy.due(spec, cache), str)
-        )
+    def due(loop: Loop) -> Array:
+        return jnp.any(jnp.stack([jnp.asarray(policy.due(specs[i], loop[1].caches[i])) for i in seldom]))
 
-    def compress(caches: tuple[Any, ...], always: bool) -> tuple[Any, ...]:
-        """The layers that are to be asked after every token, or the others."""
-        return tuple(
-            policy.compress(spec, cache) if always == isinstance(policy.due(spec, cache), str) else cache
-            for spec, cache in zip(specs, caches, strict=True)
-        )
+    def compress(caches: tuple[Any, ...], layers: Collection[int]) -> tuple[Any, ...]:
+        return tuple(policy.compress(specs[i], cache) if i in layers else cache for i, cache in enumerate(caches))
 
     def body(loop: Loop) -> Loop:
         i, state, *buffers = loop
         logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, policy, specs)
-        return draw((i, state.replace(caches=compress(caches, always=True)), *buffers), logits)
+        often = set(range(len(specs))).difference(seldom)
+        return draw((i, state.replace(caches=compress(caches, often)), *buffers), logits)
 
     def until_due(loop: Loop) -> Loop:
-        i, state, *buffers = jax.lax.while_loop(lambda loop: proceed(loop) & ~jnp.any(due(loop)), body, loop)
-        return i, state.replace(caches=compress(state.caches, always=False)), *buffers
+        i, state, *buffers = jax.lax.while_loop(lambda loop: proceed(loop) & ~due(loop), body, loop)
+        return i, state.replace(caches=compress(state.caches, seldom)), *buffers
 
-    return jax.lax.while_loop(proceed, body if isinstance(due(start), str) else until_due, start)
+    return jax.lax.while_loop(proceed, until_due if seldom else body, start)
 
 
 def _prefill(

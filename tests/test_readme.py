@@ -62,6 +62,7 @@ def test_tables_are_those_of_the_result_files():
     assert tables.perplexity() in README
     assert tables.memory() in README
     assert tables.quality(tables.measured_quality()) in README
+    assert tables.speed() in README
     assert tables.kernels() in (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
 """Matrix products with a few rows for GPUs, as Triton bodies that read each weight once.
 
 A program makes a block of outputs. It walks the inputs with the rows and its part of the weights, so that nothing but the outputs
-is written. RMS norm costs no pass of its own: the inputs are multiplied by the gain on the way, their squares summed beside the
-products, and the products divided by the root at the end. One row is multiplied and added up in registers; more rows are
-multiplied by the matrix units.
+is written. RMS norm of one row costs no pass of its own: the inputs are multiplied by the gain on the way, their squares summed
+beside the products, and the products divided by the root at the end. The matrix units multiply, with rows of zeros where there are
+fewer than they take; but for one normed row, which is multiplied and added up in registers.
 """
 
 import functools
@@ -78,7 +78,7 @@ def projection(
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton as backend
 
-        return pl.pallas_call(
+        products = pl.pallas_call(
             body,
             grid=(sum(blocks),),
             out_shape=[jax.ShapeDtypeStruct((rows, block * outputs), dtype) for block in blocks],
@@ -86,6 +86,7 @@ def projection(
             interpret=interpret,
             name="projection",
         )(*inputs)
+    return list(products)
 
 
 def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool) -> dict[str, int]:
@@ -109,6 +110,7 @@ def _divisor(depth: int, most: int) -> int:
 
 
 def _body(
+    x_ref: Any,
     *refs: Any,
     matrices: int,
     eps: float | None,
@@ -120,12 +122,11 @@ def _body(
     blocks: Sequence[int],
 ) -> None:
     """One block of the outputs of one matrix, or of the gated pair."""
-    x_ref, *refs = refs
-    gain_ref, *refs = refs if eps is not None else (None, *refs)
-    weight_refs, refs = refs[:matrices], refs[matrices:]
-    residual_ref, *out_refs = refs if added else (None, *refs)
+    gain_ref, *rest = refs if eps is not None else (None, *refs)
+    weight_refs, rest = rest[:matrices], rest[matrices:]
+    residual_ref, *out_refs = rest if added else (None, *rest)
     multiply = functools.partial(_products, x_ref, gain_ref, eps=eps, inputs=inputs, outputs=outputs, units=units)
-    program = pl.program_id(0)
+    program = pl.program_id(0)  # here, as the interpreter does not know it within a branch
     if gated:
         first = program * outputs
         gate, up = multiply(weight_refs, first)
@@ -208,23 +209,23 @@ def _rows(x_ref: Any, at: Any, padded: int) -> Float[Array, "R I"]:
     return backend.load(x_ref.at[row, column], mask=inside, other=jnp.zeros((), x_ref.dtype))
 
 
-def _places(ref: Any, first: Array, count: int, padded: int) -> tuple[Array, Array, Array]:
+def _places(ref: Any, first: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
     """Row, column and whether it exists, for outputs [O, R]."""
-    rows = ref.shape[0]
+    rows, (count, padded) = ref.shape[0], shape
     row = jnp.arange(padded, dtype=jnp.int32)[None]
     column = (first + jnp.arange(count, dtype=jnp.int32))[:, None]
     return row, column, jnp.broadcast_to(row < rows, (count, padded))
 
 
-def _read(ref: Any, first: Array, shape: tuple[int, int]) -> Float[Array, "O R"]:
+def _read(ref: Any, first: Array, shape: tuple[int, ...]) -> Float[Array, "O R"]:
     from jax.experimental.pallas import triton as backend
 
-    row, column, inside = _places(ref, first, *shape)
+    row, column, inside = _places(ref, first, shape)
     return backend.load(ref.at[row, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
 
 
 def _write(ref: Any, first: Array, values: Float[Array, "O R"]) -> None:
     from jax.experimental.pallas import triton as backend
 
-    row, column, inside = _places(ref, first, *values.shape)
+    row, column, inside = _places(ref, first, values.shape)
     backend.store(ref.at[row, column], values.astype(ref.dtype), mask=inside)

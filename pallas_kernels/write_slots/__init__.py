@@ -1,4 +1,4 @@
 """A new entry in one slot a head, in several arrays of a cache at once."""
 
-from .turned import Turned as Turned
 from .api import write_slots as write_slots
+from .turned import Turned as Turned

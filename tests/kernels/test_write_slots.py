@@ -1,0 +1,79 @@
+"""Writing one slot a head in several arrays at once, by every implementation, against loops."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models.rope import Rope
+from kvjax.pallas_kernels import Turned, write_slots
+from kvjax.pallas_kernels.dispatch import Unsupported
+
+ROWS, HEADS, SLOTS, DIM = 2, 3, 7, 16
+
+
+@pytest.fixture(params=["xla", "gpu"])
+def write(request):
+    """The public function with one implementation, interpreted where it is a Pallas body."""
+
+    def write(*args, **options):
+        return write_slots(*args, **options, implementation=request.param, interpret=request.param != "xla")
+
+    return write
+
+
+def draw(dtype):
+    """Keys, values, positions and weights of a cache, and slots of which one is beyond its end."""
+    random = np.random.default_rng(0)
+    shape = ROWS, HEADS, SLOTS
+    pairs = [jnp.asarray(random.normal(size=(*shape, DIM)), dtype) for _ in "kv"]
+    marks = [jnp.asarray(random.integers(0, 9, shape), jnp.int32), jnp.asarray(random.normal(size=shape), jnp.float32)]
+    slot = random.integers(0, SLOTS, (ROWS, HEADS))
+    slot[1, 0] = SLOTS
+    new = [jnp.asarray(random.normal(size=(ROWS, HEADS, DIM)), dtype) for _ in "kv"]
+    return [*pairs, *marks], jnp.asarray(slot, jnp.int32), new
+
+
+def written(array, slot, value):
+    """The same, one head after the other; nothing where the slot does not exist."""
+    array = np.array(array)
+    value = np.broadcast_to(np.asarray(value, array.dtype), (ROWS, HEADS, *array.shape[3:]))
+    for row, head in np.ndindex(ROWS, HEADS):
+        if slot[row, head] < SLOTS:
+            array[row, head, slot[row, head]] = value[row, head]
+    return array
+
+
+class TestWriteSlots:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_writes_one_slot_a_head(self, write, dtype):
+        arrays, slot, (k, v) = draw(dtype)
+        values = [k, v, jnp.asarray([[4], [5]], jnp.int32), 1.0]
+        got = write(arrays, slot, values)
+        for new, array, value in zip(got, arrays, values, strict=True):
+            assert new.dtype == array.dtype
+            np.testing.assert_array_equal(new, written(array, slot, value))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_turns_keys_as_rope_does(self, write, dtype):
+        (keys, *_), slot, (k, _) = draw(dtype)
+        rope = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1)
+        pos = jnp.asarray([3, 1000], jnp.int32)
+        (got,) = write([keys], slot, [Turned(k, *rope.cos_sin(pos))])
+        expected = written(keys, slot, rope.rotate(k, pos[:, None]))
+        np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(np.float32), atol=1e-6)
+
+    def test_counters_go_up_by_one(self, write):
+        arrays, slot, (k, v) = draw("float32")
+        seen, other = jnp.asarray([8, 3], jnp.int32), slot * 2
+        for counters in ([slot, seen], [other], [seen, other]):
+            values = [k, v, 4, 1.0]
+            got = write(arrays, slot, values, counters)
+            expected = [written(array, slot, value) for array, value in zip(arrays, values, strict=True)]
+            for new, wanted in zip(got, [*expected, *(counter + 1 for counter in counters)], strict=True):
+                np.testing.assert_array_equal(new, wanted)
+
+
+def test_who_cannot_serve_says_why():
+    arrays = [jnp.zeros((1, 2, 4, 24))]
+    with pytest.raises(Unsupported, match="head dim 24 is not a power of two"):
+        write_slots(arrays, jnp.zeros((1, 2), jnp.int32), [0.0], implementation="gpu", interpret=True)
