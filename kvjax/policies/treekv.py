@@ -26,6 +26,7 @@ class Tree:
         rank: place of a slot's token among those kept, 0 for the oldest; C where free.
         score: S, attention mass that a token has received since it was first attended to.
         steps: C in the paper, the number of queries that S sums over.
+        count: tokens that are kept.
         scope: left end of the eviction scope, counted from the first token of the tree.
         tree, budget: tokens in the tree region and in all, of each row.
     """
@@ -34,6 +35,7 @@ class Tree:
     rank: Int[Array, "B K C"]
     score: Float[Array, "B K C"]
     steps: Float[Array, "B K C"]
+    count: Int[Array, "B K"]
     scope: Int[Array, "B K"]
     tree: Int[Array, " B"]
     budget: Int[Array, " B"]
@@ -123,15 +125,15 @@ class TreeKV(Policy):
     def append(
         self, spec: LayerSpec, state: Tree, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
     ) -> Tree:
-        beside = (state.rank, state.slots.count), (state.score, 0.0), (state.steps, 0.0)
+        beside = (state.rank, state.count), (state.score, 0.0), (state.steps, 0.0)
         slots, (rank, score, steps) = cache.insert_with(state.slots, k, v, pos, beside)
-        return dataclasses.replace(state, slots=slots, rank=rank, score=score, steps=steps)
+        return dataclasses.replace(state, slots=slots, rank=rank, score=score, steps=steps, count=state.count + 1)
 
     def attend(
         self, spec: LayerSpec, state: Tree, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Tree, Carry]:
         slots = state.slots
-        newest = jnp.repeat(slots.count - 1, spec.num_heads // spec.num_kv_heads, axis=1)
+        newest = jnp.repeat(state.count - 1, spec.num_heads // spec.num_kv_heads, axis=1)
         out, probs = cache.attend(spec, slots, spec.rope.rotate(q, newest), pos, place=state.rank, probs=True)
         assert probs is not None
         state = dataclasses.replace(
@@ -142,13 +144,17 @@ class TreeKV(Policy):
         return out, state, carry
 
     def compress(self, spec: LayerSpec, state: Tree) -> Tree:
-        over = state.slots.count > state.budget[:, None]
-        left = self.sinks + state.scope
-        is_left, is_right = state.rank == left[..., None], state.rank == left[..., None] + 1
-        average = state.score / jnp.maximum(state.steps, 1.0)
-        victim = jnp.where(self._keep_left(_at(average, is_left), _at(average, is_right)), left + 1, left)
-        slot = jnp.argmax(state.rank == victim[..., None], axis=-1).astype(jnp.int32)
+        over = state.count > state.budget[:, None]
+        pair = self.sinks + state.scope[..., None] + jnp.arange(2, dtype=jnp.int32)
         free = state.rank.shape[-1]
+        there = state.rank[:, :, None] == pair[..., None]  # [B, K, 2, C]
+        average = (state.score / jnp.maximum(state.steps, 1.0))[:, :, None]
+        # Sums over the one slot where it is so, in one pass.
+        found = jnp.where(there, average, 0.0), jnp.where(there, jnp.arange(free, dtype=jnp.int32), 0)
+        zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        averages, slots = jax.lax.reduce(found, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (3,))
+        goes = self._keep_left(averages[..., 0], averages[..., 1])  # the right one, else the left
+        victim, slot = (jnp.where(goes, both[..., 1], both[..., 0]) for both in (pair, slots))
         closed = jnp.where(
             state.rank > victim[..., None], state.rank - 1, jnp.where(state.rank == victim[..., None], free, state.rank)
         )
@@ -156,6 +162,7 @@ class TreeKV(Policy):
             state,
             slots=cache.evict(state.slots, slot, over),
             rank=jnp.where(over[..., None], jnp.where(state.rank == free, free, closed), state.rank),
+            count=state.count - over.astype(jnp.int32),
             scope=jnp.where(over, self._next(state.scope, state.tree[:, None]), state.scope),
         )
 
@@ -164,7 +171,7 @@ class TreeKV(Policy):
         _, tree, budget = self._regions(tokens)
         places = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32)
         rank = jnp.where(slots.live, places, slots.pos.shape[-1])
-        return Tree(slots, rank, score, steps, jnp.zeros_like(slots.next), tree, budget)
+        return Tree(slots, rank, score, steps, slots.count, jnp.zeros_like(slots.next), tree, budget)
 
     def _regions(self, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
         """Sizes in tokens of the recent region, the tree, and the whole budget."""
@@ -268,8 +275,3 @@ class TreeKV(Policy):
     def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
         """The scope after an eviction, counted from 0 (Algorithm 1, line 16)."""
         return (scope + (1 if self.cycle == "text" else 2)) % jnp.maximum(tree, 1)
-
-
-def _at(values: Float[Array, "B K C"], where: Bool[Array, "B K C"]) -> Float[Array, "B K"]:
-    """The value at the one place marked in each head."""
-    return jnp.sum(jnp.where(where, values, 0.0), axis=-1)
