@@ -52,11 +52,12 @@ def cases() -> Iterator[Case]:
 
 
 def _candidates(rows: int, depth: int) -> Iterator[dict[str, int]]:
-    one = product((4, 8, 16), (512, 1024, 2048), (4, 8), (1,))
-    more = product((16, 32, 64), (128, 256), (1, 2, 4), (3, 5))
-    for outputs, inputs, warps, stages in one if rows == 1 else more:
-        if depth % inputs == 0 and outputs * inputs <= 16384 and (rows == 1 or outputs >= 16 * warps):
-            yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages}
+    """Block sizes to try: with the matrix units, and for one row without."""
+    with_units = [(*sizes, 1) for sizes in product((16, 32, 64), (128, 256, 512), (1, 2, 4), (3, 4, 5))]
+    without = [(*sizes, 0) for sizes in product((4, 8), (512, 1024, 2048), (4,), (1,))]
+    for outputs, inputs, warps, stages, units in with_units + (without if rows == 1 else []):
+        if depth % inputs == 0 and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
+            yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages, "units": units}
 
 
 def _way(
