@@ -1,0 +1,83 @@
+"""The decode loop does what single steps do, also where layers compress only now and then."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache, decoding
+from kvjax.models import transformer
+from kvjax.policies import Chelsea, ClusterKV, Full, Policy, StreamingLLM, by_head, by_layer
+from kvjax.sampling import Greedy
+
+STEPS = 24
+CHELSEA = Chelsea(budget=12, sinks=2, recent=3, every=5, chunk=8, outliers=False)
+CLUSTERKV = ClusterKV(budget=8, sinks=2, exempt=0, window=7, n_clusters=2, new_clusters=2, iterations=2)
+MIXED = by_head({"a": CHELSEA, "b": StreamingLLM(budget=8)}, [["a", "b"], ["b", "a"]])
+CASES = [
+    pytest.param(CHELSEA, id="chelsea"),
+    pytest.param(CLUSTERKV, id="clusterkv"),
+    pytest.param(
+        by_head({"a": CHELSEA, "b": Full()}, [["a", "b"], ["b", "b"]]), id="beside full heads", marks=pytest.mark.slow
+    ),
+    pytest.param(MIXED, id="beside ever busy heads", marks=pytest.mark.slow),
+    pytest.param(by_layer([CLUSTERKV, CHELSEA]), id="by layer", marks=pytest.mark.slow),
+]
+
+
+def begun(tiny, policy):
+    """Two ragged prompts, read; what the programs are called with."""
+    policy = policy.bind(tiny.config)
+    specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
+    tokens, lengths = decoding.padded([list(range(14)), [3, 1, 4, 1, 5]])
+    ends = jnp.zeros((0,), jnp.int32)
+    state, _ = decoding.prefill(policy, specs, tiny, tokens, lengths, jnp.zeros(2, jnp.uint32), Greedy(), ends)
+    return policy, specs, state, ends
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_the_loop_is_single_steps(tiny, policy):
+    policy, specs, state, ends = begun(tiny, policy)
+    step = jax.jit(partial(decoding.step, policy, specs))
+    caches, token, pos, drawn = state.caches, state.token, state.pos, []
+    for _ in range(STEPS):
+        logits, caches = step(tiny, caches, token, pos)
+        token, pos = jnp.argmax(logits, axis=-1).astype(jnp.int32), pos + 1
+        drawn.append(token)
+    count = jnp.asarray(STEPS, jnp.int32)
+    after, tokens, _ = decoding.decode(policy, specs, tiny, state, count, Greedy(), ends)
+    np.testing.assert_array_equal(tokens[:, :STEPS], np.stack(drawn, axis=1))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after.caches, caches)
+
+
+@pytest.mark.parametrize(("policy", "times"), [(CHELSEA, (5, 3)), (CLUSTERKV, (3, 3))], ids=["chelsea", "clusterkv"])
+def test_rows_are_due_as_often_as_they_have_waited(tiny, policy, times):
+    policy, specs, state, _ = begun(tiny, policy)
+
+    @jax.jit
+    def advance(caches, token, pos):
+        """The caches after a step, and which rows were due before they were compressed and after."""
+        _, caches = transformer.decode_step(tiny, caches, token, pos, policy, specs)
+        after = [policy.compress(spec, x) for spec, x in zip(specs, caches, strict=True)]
+        return after, *(policy.due(specs[0], x[0]) for x in (caches, after))
+
+    caches, counts = state.caches, np.zeros(2, int)
+    for i in range(STEPS):
+        caches, before, after = advance(caches, state.token, state.pos + i)
+        counts += np.asarray(before)
+        assert not np.any(after)
+    assert tuple(counts) == times
+
+
+def test_who_is_never_due_and_who_always(tiny):
+    specs = cache.layer_specs(tiny.config, 1, 8, 8, jnp.float32)
+    told = {
+        name: policy.bind(tiny.config).due(specs[0], policy.bind(tiny.config).init(specs[0]))
+        for name, policy in [("full", Full()), ("stream", StreamingLLM(budget=8)), ("mixed", MIXED)]
+    }
+    assert told == {"full": "never", "stream": "always", "mixed": "always"}
+    short = ClusterKV(budget=4, sinks=2, window=20).bind(tiny.config)  # no tail will ever be as long
+    assert short.due(specs[0], short.init(specs[0])) == "never"
+    assert Policy.due(Full(), specs[0], None) == "never"
