@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..masking import MASKED
+from ..rotary import turned_halves
 from .result import Attended, Rotation
 
 
@@ -43,5 +44,4 @@ def decode_attention(
 
 def _rotated(k: Float[Array, "B K C H"], rotation: Rotation) -> Float[Array, "B K C H"]:
     cos, sin = (jnp.take(table, rotation.place, axis=0, mode="clip") for table in rotation.tables())
-    a, b = jnp.split(k.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(k.dtype)
+    return turned_halves(k, cos, sin)

@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from ..rotary import turned_halves
 
 
 class Turned(NamedTuple):
@@ -20,6 +21,4 @@ class Turned(NamedTuple):
 
     def __call__(self) -> Float[Array, "B K H"]:
         """The keys, rotated in float32."""
-        a, b = jnp.split(self.x.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos[:, None], self.sin[:, None]
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(self.x.dtype)
+        return turned_halves(self.x, self.cos[:, None], self.sin[:, None])

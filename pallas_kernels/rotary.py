@@ -1,0 +1,12 @@
+"""Rotary embedding (Su et al. 2021) by given angles."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def turned_halves(
+    x: Float[Array, "*B H"], cos: Float[Array, "*#B R"], sin: Float[Array, "*#B R"]
+) -> Float[Array, "*B H"]:
+    """`x` rotated in float32: channel i of the first half of a head with channel i of the second, as in Llama."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
