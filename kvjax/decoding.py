@@ -130,7 +130,9 @@ def _loop(
         return draw((i, state.replace(caches=compress(caches, often)), *buffers), logits)
 
     def until_due(loop: Loop) -> Loop:
-        i, state, *buffers = jax.lax.while_loop(lambda loop: proceed(loop) & ~due(loop), body, loop)
+        # A step at least: what is due still, once it has been compressed, waits for the next one, as it does in `step`.
+        begun = loop[0]
+        i, state, *buffers = jax.lax.while_loop(lambda now: proceed(now) & ((now[0] == begun) | ~due(now)), body, loop)
         return i, state.replace(caches=compress(state.caches, seldom)), *buffers
 
     return jax.lax.while_loop(proceed, until_due if seldom else body, start)
