@@ -1,6 +1,8 @@
 """Every notebook runs from top to bottom in a fresh kernel, and shows its reader neither an error nor a warning."""
 
 import importlib.util
+import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,16 @@ def test_it_is_kept_with_the_outputs_of_one_clean_run(path):
     assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
     assert path.stat().st_size < LIMIT
     assert str(path.parents[1]) not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_badge_and_its_first_cell_give_the_projects_address(path):
+    root = path.parents[1]
+    address = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    colab = address.replace("https://github.com/", "https://colab.research.google.com/github/")
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| [{path.stem}](notebooks/{path.name}) |"))
+    assert f"colab-badge.svg)]({colab}/blob/main/notebooks/{path.name})" in line
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    first = next(cell for cell in cells if cell["cell_type"] == "code")
+    assert f'"git+{address}"' in "".join(first["source"])
