@@ -1,10 +1,10 @@
 """Pages: a cache divided into runs of neighbouring slots, each with a statistic of its keys that a query can judge it by."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
+from kvjax.pallas_kernels import top_k_indices
 
 
 def paged(
@@ -26,16 +26,14 @@ def paged(
 def best_pages(
     scores: Float[Array, "B R P"], candidates: Bool[Array, "B R P"], count: Int[Array, " B"], size: int
 ) -> tuple[Int[Array, "B R M"], Bool[Array, "B R M"]]:
-    """The pages that score highest, best first and of equal ones the first, and which of them are meant.
+    """The pages that score highest, of equal ones the first, and which of them are meant.
 
     Args:
         candidates: pages that may be taken.
         count: how many of each row are, at most.
         size: M, no less than any count, and no more than there are pages.
     """
-    top, index = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), size)
-    live = (top > -jnp.inf) & (jnp.arange(size, dtype=jnp.int32) < count[:, None])[:, None]
-    return jnp.where(live, index, 0).astype(jnp.int32), live
+    return top_k_indices(jnp.where(candidates, scores, -jnp.inf), count[:, None], size)
 
 
 def tokens_of(

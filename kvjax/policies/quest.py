@@ -22,13 +22,12 @@ class Pages:
 
     Attributes:
         slots: rotated keys, and values.
-        low, high: least and greatest value of each channel among a page's keys; zeros where a page has none.
+        bounds: least value of each channel among a page's keys, and then the greatest; zeros where a page has none.
         budget: tokens that a query reads.
     """
 
     slots: Slots
-    low: Float[Array, "B K P H"]
-    high: Float[Array, "B K P H"]
+    bounds: Float[Array, "B K P 2*H"]
     budget: Int[Array, " B"]
 
 
@@ -113,8 +112,8 @@ class Quest(Recalling):
         slots = cache.empty(spec, self.capacity(spec))
         if not self.recalls(spec):
             return slots
-        bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self._pages(spec), spec.head_dim), spec.dtype)
-        return Pages(slots, bounds, bounds, budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)))
+        bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self._pages(spec), 2 * spec.head_dim), spec.dtype)
+        return Pages(slots, bounds, budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)))
 
     def prefill(
         self,
@@ -133,7 +132,8 @@ class Quest(Recalling):
         zero = jnp.zeros((), keys.dtype)
         low = jnp.where(some, jnp.min(keys, axis=3, where=inside, initial=jnp.inf), zero)
         high = jnp.where(some, jnp.max(keys, axis=3, where=inside, initial=-jnp.inf), zero)
-        return Pages(slots, low, high, budget_rows(self.budget, lengths + spec.new_tokens)), carry
+        bounds = jnp.concatenate([low, high], axis=-1)
+        return Pages(slots, bounds, budget_rows(self.budget, lengths + spec.new_tokens)), carry
 
     def append(
         self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
@@ -144,12 +144,10 @@ class Quest(Recalling):
         key = spec.rope.rotate(k, pos[:, None]).astype(spec.dtype)
         rows = jnp.arange(spec.batch, dtype=jnp.int32)
         page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
-        low, high = state.low[rows, :, page], state.high[rows, :, page]
-        return dataclasses.replace(
-            state,
-            low=state.low.at[rows, :, page].set(jnp.where(first, key, jnp.minimum(low, key))),
-            high=state.high.at[rows, :, page].set(jnp.where(first, key, jnp.maximum(high, key))),
-        )
+        low, high = jnp.split(state.bounds[rows, :, page], 2, axis=-1)
+        wider = jnp.concatenate([jnp.minimum(low, key), jnp.maximum(high, key)], axis=-1)
+        bounds = jnp.where(first, jnp.tile(key, 2), wider)
+        return dataclasses.replace(state, bounds=state.bounds.at[rows, :, page].set(bounds))
 
     def selected(
         self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"]
@@ -168,11 +166,9 @@ class Quest(Recalling):
         q = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim)
         zero = jnp.zeros((), q.dtype)
 
-        def products(q: Float[Array, "B K G H"], bound: Float[Array, "B K P H"]) -> Float[Array, "B K G P"]:
-            return jnp.einsum("bkgh,bkph->bkgp", q, bound, preferred_element_type=jnp.float32)
-
         # A channel's larger product is with its upper bound where the query is positive, and with the lower elsewhere.
-        scores = products(jnp.maximum(q, zero), state.high) + products(jnp.minimum(q, zero), state.low)
+        parts = jnp.concatenate([jnp.minimum(q, zero), jnp.maximum(q, zero)], axis=-1)
+        scores = jnp.einsum("bkgh,bkph->bkgp", parts, state.bounds, preferred_element_type=jnp.float32)
         if self.gqa == "query_head":
             return scores.reshape(spec.batch, spec.num_heads, -1)
         return jnp.sum(scores, axis=2) if self.gqa == "sum" else jnp.max(scores, axis=2)

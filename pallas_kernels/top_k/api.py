@@ -1,4 +1,4 @@
-"""The public function, and the choice of who computes it."""
+"""The public functions, and the choice of who computes it."""
 
 from importlib import import_module
 from typing import Any
@@ -46,6 +46,44 @@ def top_k(
         return reference.top_k(scores, count)
     rows, counts = scores.reshape(-1, size), jnp.clip(count, 0, size).reshape(-1)
     return _body(chosen).top_k(rows, counts, interpret=interpret).reshape(scores.shape)
+
+
+def top_k_indices(
+    scores: Float[Array, "*B N"],
+    count: Int[Array, "*#B"],
+    size: int,
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> tuple[Int[Array, "*B S"], Bool[Array, "*B S"]]:
+    """Where the `count` highest scores of each row are, of equal ones the first.
+
+    What is -inf or NaN is never chosen, so there may be fewer; -0.0 equals 0.0. All implementations choose the same, each in an
+    order of its own.
+
+    Args:
+        scores: N for each row.
+        count: how many of a row, at most `size`; none where 0 or less.
+        size: S, at most N.
+        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
+        interpret: interpret the Pallas body that was named, on any device.
+
+    Returns:
+        Places, those that are meant first, and which are meant. All are places in the row.
+
+    Raises:
+        Unsupported: an implementation was named that cannot compute this.
+    """
+    length = scores.shape[-1]
+    count = jnp.broadcast_to(count, scores.shape[:-1])
+    chosen = choose(
+        "top_k_indices", implementation, gpu=lambda: _body("gpu").refuses(length), interpret=interpret
+    )
+    if chosen == "xla" or scores.size == 0:
+        return reference.top_k_indices(scores, count, size)
+    rows, counts = scores.reshape(-1, length), jnp.clip(count, 0, size).reshape(-1)
+    index, live = _body(chosen).top_k_indices(rows, counts, size, interpret=interpret)
+    return index.reshape(*count.shape, size), live.reshape(*count.shape, size)
 
 
 def _body(name: str) -> Any:

@@ -53,3 +53,45 @@ def top_k(
         interpret=interpret,
         name="top_k",
     )(scores, count)
+
+
+def top_k_indices(
+    scores: Float[Array, "R N"], count: Int[Array, " R"], size: int, *, warps: int | None = None, interpret: bool = False
+) -> tuple[Int[Array, "R S"], Bool[Array, "R S"]]:
+    """Places of the `count` highest scores of each row, ascending, and after them any others; and which are meant.
+
+    Args:
+        count: between 0 and `size`.
+        size: S, at most N.
+        warps: of a program; for 16 scores a thread if not given.
+    """
+    from jax.experimental.pallas import triton as plt
+
+    rows, length = scores.shape
+    width = pl.next_power_of_2(length)
+    if warps is None:
+        warps = tuned("top_k_indices", {"rows": rows, "size": length}, {"warps": min(max(width // 512, 1), 32)})["warps"]
+
+    def body(scores_ref, count_ref, index_ref, live_ref):
+        place = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
+        inside = place < length
+        row = plt.load(scores_ref.at[place], mask=inside, other=-jnp.inf)
+        there = row > -jnp.inf
+        found = keys.highest(jnp.where(there, keys.ordered(row), keys.LOWEST), count_ref[0]) & there
+        before = jnp.cumsum(found.astype(jnp.int32))
+        total = jnp.sum(found.astype(jnp.int32))
+        rank = jnp.where(found, before - 1, total + place - before)
+        meant = inside & (rank < size)
+        plt.store(index_ref.at[rank], place, mask=meant)
+        plt.store(live_ref.at[rank], found, mask=meant)
+
+    return pl.pallas_call(
+        body,
+        out_shape=[jax.ShapeDtypeStruct((rows, size), jnp.int32), jax.ShapeDtypeStruct((rows, size), bool)],
+        grid=(rows,),
+        in_specs=[pl.BlockSpec((None, length), lambda row: (row, 0)), pl.BlockSpec((1,), lambda row: (row,))],
+        out_specs=[pl.BlockSpec((None, size), lambda row: (row, 0))] * 2,
+        compiler_params=plt.CompilerParams(num_warps=warps),
+        interpret=interpret,
+        name="top_k_indices",
+    )(scores, count)

@@ -1,5 +1,6 @@
 """The highest scores of every row in plain XLA, by sorting."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -14,3 +15,13 @@ def top_k(scores: Float[Array, "*B N"], count: Int[Array, "*B"]) -> Bool[Array, 
     above, equal = keys > kth, keys == kth
     room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above & (count > 0) | equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room)
+
+
+def top_k_indices(
+    scores: Float[Array, "*B N"], count: Int[Array, "*B"], size: int
+) -> tuple[Int[Array, "*B S"], Bool[Array, "*B S"]]:
+    """Places of the `count` highest scores of each row, the highest first, and after them any others; and which are meant."""
+    scores = jnp.where(scores == 0, 0.0, scores.astype(jnp.float32))  # XLA has -0.0 below 0.0
+    top, index = jax.lax.top_k(jnp.where(scores != scores, -jnp.inf, scores), size)
+    live = (top > -jnp.inf) & (jnp.arange(size, dtype=jnp.int32) < count[..., None])
+    return index.astype(jnp.int32), live

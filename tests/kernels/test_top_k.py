@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.interpreter import races_found
 
-from kvjax.pallas_kernels import top_k
+from kvjax.pallas_kernels import top_k, top_k_indices
 from kvjax.pallas_kernels.dispatch import Unsupported
 
 
@@ -70,6 +70,30 @@ class TestTopK:
     def test_equal_scores_are_taken_from_the_left(self, compute):
         keep = compute(jnp.asarray([[1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 2.0]]), jnp.asarray([5]))
         assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 6]
+
+
+class TestIndices:
+    @pytest.mark.parametrize("implementation", ["xla", "gpu"])
+    @pytest.mark.parametrize(("number", "size", "room"), [(18, 37, 20), (12, 300, 64), (6, 128, 128)])
+    def test_are_where_the_mask_is(self, implementation, number, size, room):
+        """Those of the mask but for what is -inf or NaN, each once and first; the others are places in the row, too."""
+        scores, count = rows(3, number, size, "float32")
+        count = jnp.minimum(count, room)
+        index, live = top_k_indices(scores, count, room, implementation=implementation, interpret=implementation == "gpu")
+        assert index.shape == live.shape == (number, room)
+        assert ((index >= 0) & (index < size)).all()
+        finite = np.where(np.isnan(scores), -np.inf, scores) > -np.inf
+        expected = np.asarray(top_k(scores, count)) & finite
+        for places, meant, mask in zip(np.asarray(index), np.asarray(live), expected, strict=True):
+            assert (np.diff(meant.astype(int)) <= 0).all()
+            assert sorted(places[meant].tolist()) == np.flatnonzero(mask).tolist()
+
+    def test_of_rows_with_heads(self):
+        """A number for each row of the batch serves all its heads."""
+        scores = jnp.arange(24.0).reshape(2, 3, 4)
+        index, live = top_k_indices(scores, jnp.asarray([[1], [0]]), 2)
+        assert live.tolist() == [[[True, False]] * 3, [[False, False]] * 3]
+        assert (index[0, :, 0] == 3).all()
 
 
 @pytest.mark.parametrize(("implementation", "longest"), [("tpu", 131072), ("gpu", 65536)])

@@ -61,7 +61,7 @@ def test_equals_the_literal_algorithm(name):
             index, live = (x.reshape(32, kv_heads, -1, x.shape[-1])[row, head] for x in recalled[i])
             got = [sorted(x[m].tolist()) for x, m in zip(index, live, strict=True)]
             assert got == [sorted(read) for read in reads][: len(got)]
-        for bounds, of in ((states[-1].low, np.min), (states[-1].high, np.max)):
+        for bounds, of in zip(np.split(np.asarray(states[-1].bounds), 2, axis=-1), (np.min, np.max), strict=True):
             for page in range(-(-len(literal.keys) // policy.page)):
                 keys = literal.keys[page * policy.page : (page + 1) * policy.page]
                 np.testing.assert_allclose(bounds[row, head, page], of(keys, axis=0), atol=1e-5)
@@ -73,9 +73,9 @@ def test_the_bound_by_hand():
     assert bound(query, keys) == 2
     policy, case = Quest(**SMALL), make_case(0, [2], 1, heads=1, kv_heads=1)
     state = policy.init(case.spec)
-    low, high = (x.at[0, 0, 0, :2].set(jnp.asarray(v)) for x, v in ((state.low, [-1.0, -1]), (state.high, [1.0, 2])))
+    bounds = state.bounds.at[0, 0, 0, :2].set(jnp.asarray([-1.0, -1])).at[0, 0, 0, 8:10].set(jnp.asarray([1.0, 2]))
     q = jnp.zeros((1, 1, 8)).at[0, 0, :2].set(jnp.asarray(query, jnp.float32))
-    assert policy.scores(case.spec, state.replace(low=low, high=high), q)[0, 0, 0].item() == 2
+    assert policy.scores(case.spec, state.replace(bounds=bounds), q)[0, 0, 0].item() == 2
 
 
 def test_no_key_is_above_its_pages_bound():
