@@ -231,7 +231,7 @@ def insert_with(
     Returns:
         The cache, and the other arrays.
     """
-    new_k = Turned(k, *rope.cos_sin(pos)) if rope.turns_halves_of(k.shape[-1]) else rope.rotate(k, pos[:, None])
+    new_k = turned(rope, k, pos)
     if host_memory.on_host(slots.k):
         new_k = new_k() if isinstance(new_k, Turned) else new_k
         stored = [host_memory.write(store, slots.next, x) for store, x in ((slots.k, new_k), (slots.v, v))]
@@ -245,6 +245,11 @@ def insert_with(
     return Slots(*stored, *written[: len(stores) + 2], next=following, seen=seen), others
 
 
+def turned(rope: Rope, x: Float[Array, "B N H"], pos: Int[Array, " B"]) -> Float[Array, "B N H"] | Turned:
+    """`x` rotated to each row's position, if need be later, by the kernel that reads it."""
+    return Turned(x, *rope.cos_sin(pos)) if rope.turns_halves_of(x.shape[-1]) else rope.rotate(x, pos[:, None])
+
+
 def evict(slots: Slots, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> Slots:
     """Free `slot` in the heads where `when` holds; the next token will take its place."""
     target = jnp.where(when, slot, slots.pos.shape[-1])  # out of range, hence dropped, where nothing is evicted
@@ -255,29 +260,32 @@ def evict(slots: Slots, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> Sl
 def attend(
     spec: LayerSpec,
     slots: Slots,
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     q_pos: Int[Array, " B"],
     *,
-    place: Int[Array, "B K C"] | None = None,
+    place: tuple[Int[Array, "B K C"], Int[Array, "B K"]] | None = None,
     probs: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
-    """Attention of one rotated query a row over the live slots, inside the layer's sliding window if it has one.
+    """Attention of one query a row over the live slots, inside the layer's sliding window if it has one.
 
     Args:
+        q: queries, rotated or `turned`; unrotated with a `place`.
         q_pos: original position of the query.
-        place: where each slot's key stands now, at least 0 and below C, where the cache keeps keys unrotated.
+        place: where each slot's key stands now, and each head's query, at least 0 and below C, where the cache keeps keys
+            unrotated.
         probs: whether each slot's probability is wanted.
 
     Returns:
         The attended values, and each slot's probability averaged over its query group, if it was asked for.
     """
-    weight, keys, rotation = slots.weight, slots.k, None
+    rope, weight, keys, rotation = spec.rope, slots.weight, slots.k, None
     if spec.window is not None:
         weight = jnp.where(slots.pos > q_pos[:, None, None] - spec.window, weight, 0.0)
-    if place is not None and spec.rope.turns_halves_of(spec.head_dim):
-        rotation = Rotation(place, jnp.asarray(spec.rope.inv_freq, jnp.float32), spec.rope.amplitude)
+    if place is not None and rope.turns_halves_of(spec.head_dim):
+        rotation = Rotation(*place, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
     elif place is not None:
-        keys = spec.rope.rotate_by_table(keys, place, keys.shape[2])
+        q = rope.rotate(q, jnp.repeat(place[1], spec.num_heads // spec.num_kv_heads, axis=1))
+        keys = rope.rotate_by_table(keys, place[0], keys.shape[2])
     attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)
     return attended.out, attended.probs
 

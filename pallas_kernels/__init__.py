@@ -14,8 +14,8 @@ from .projection import Norm as Norm
 from .projection import gated_projection as gated_projection
 from .projection import projection as projection
 from .ragged_attention import ragged_attention as ragged_attention
+from .rotary import Turned as Turned
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .window_scores import window_scores as window_scores
-from .write_slots import Turned as Turned
 from .write_slots import write_slots as write_slots

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
-from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention, gpu, reference
+from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention, gpu
 
 SAMPLED = 3
 """Rows × KV heads compared with float64."""
@@ -56,7 +56,8 @@ def _case(
         if not rotated:
             return q, k, v, weight
         place = jnp.argsort(jax.random.uniform(keys[5], weight.shape), axis=-1).astype(jnp.int32)
-        return q, k, v, weight, place, jnp.logspace(0, -4, dim // 2)
+        query = jax.random.randint(keys[4], weight.shape[:2], 0, slots, jnp.int32)
+        return q, k, v, weight, place, query, jnp.logspace(0, -4, dim // 2)
 
     def error(given: tuple[Any, ...], got: Attended) -> float:
         q, k, v, weight, *turn = given
@@ -66,10 +67,7 @@ def _case(
             rows = slice(h * group, (h + 1) * group)
             q64, k64, v64, w64 = (np.asarray(x, np.float64) for x in (q[b, rows], k[b, h], v[b, h], weight[b, h]))
             if turn:
-                angle = np.asarray(turn[0][b, h], np.float64)[:, None] * np.asarray(turn[1], np.float64)
-                cos, sin = np.cos(angle), np.sin(angle)
-                a, c = np.split(k64, 2, axis=-1)
-                k64 = np.concatenate([a * cos - c * sin, c * cos + a * sin], axis=-1)
+                q64, k64 = (_turned(x, place[b, h], turn[2]) for x, place in ((q64, turn[1]), (k64, turn[0])))
             with np.errstate(divide="ignore"):
                 logits = q64 @ k64.T * scale + np.log(w64)
             share = np.exp(logits - np.maximum(logits.max(axis=-1, keepdims=True), -1e30))
@@ -88,7 +86,7 @@ def _case(
 
         return run
 
-    variants = {"xla": variant(reference.decode_attention), "auto": variant(decode_attention)}
+    variants = {"xla": variant(decode_attention, implementation="xla"), "auto": variant(decode_attention)}
     if not rotated and not probs:
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
         variants["dense"] = functools.partial(_dense, scale=scale)
@@ -127,6 +125,13 @@ def _dense(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:
     share = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgc,bkch->bkgh", share, v, preferred_element_type=jnp.float32)
     return Attended(out.reshape(q.shape).astype(q.dtype), jnp.zeros(q.shape[:2]), None)
+
+
+def _turned(heads: Any, place: Any, inv_freq: Any) -> Any:
+    """Heads rotated to places, in float64."""
+    angle = np.asarray(place, np.float64)[..., None] * np.asarray(inv_freq, np.float64)
+    a, b = np.split(heads, 2, axis=-1)
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
 
 
 def _cudnn(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:

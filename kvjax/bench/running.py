@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import tempfile
 import threading
@@ -96,6 +97,7 @@ def run(
     case_seconds: int | float = 600,
     said: Callable[[Row], None] = lambda row: None,
     facts: Mapping[str, Any] | None = None,
+    env: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[Row]:
     """Measure the cases that `out` does not have yet, and write a row for each as it comes.
 
@@ -106,6 +108,7 @@ def run(
         case_seconds: a case that takes longer is a row that says so.
         said: called with each new row.
         facts: what else the header of a new file says.
+        env: for a `Case.program`, variables that its worker has on top of this process's.
 
     Returns:
         All rows of the file.
@@ -132,7 +135,8 @@ def run(
                 worker, refusal, first = None, None, program is None
                 program = case.program
                 try:
-                    worker = Worker(workers[program], min(case_seconds, left))
+                    apart = {**os.environ, **(env or {}).get(program, {})}
+                    worker = Worker(workers[program], min(case_seconds, left), apart)
                     header = (
                         _same(out, header, {**worker.header, **(facts or {})})
                         if program == cases[0].program

@@ -133,7 +133,7 @@ class Policy:
         self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], State, Carry]:
         """The attention output of the newest token; scores that the state keeps may move."""
-        out, _ = cache.attend(spec, state, spec.rope.rotate(q, pos[:, None]), pos)
+        out, _ = cache.attend(spec, state, cache.turned(spec.rope, q, pos), pos)
         return out, state, carry
 
     def foresee(

@@ -53,7 +53,7 @@ class Streaming(StreamingLLM):
     def attend(
         self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Stream, Carry]:
-        out, _ = cache.attend(spec, state.slots, spec.rope.rotate(q, pos[:, None]), pos)
+        out, _ = cache.attend(spec, state.slots, cache.turned(spec.rope, q, pos), pos)
         return out, state, carry
 
 

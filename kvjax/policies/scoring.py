@@ -182,7 +182,7 @@ class Evicting(ScoredPrompt):
     def attend(
         self, spec: LayerSpec, state: Ranked, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Ranked, Carry]:
-        out, probs = cache.attend(spec, state.slots, spec.rope.rotate(q, pos[:, None]), pos, probs=True)
+        out, probs = cache.attend(spec, state.slots, cache.turned(spec.rope, q, pos), pos, probs=True)
         assert probs is not None
         return out, dataclasses.replace(state, score=self.attended(state.score, probs)), carry
 

@@ -98,8 +98,8 @@ class StreamingLLM(Policy):
         """Attention of the newest token with keys and query rotated to their places in the cache; see `cache.attend`."""
         evicted = slots.seen[:, None] - slots.count  # of the tokens between sinks and window
         place = jnp.where(slots.pos < self.sinks, slots.pos, slots.pos - evicted[..., None])
-        q = spec.rope.rotate(q, pos[:, None] - jnp.repeat(evicted, spec.num_heads // spec.num_kv_heads, axis=1))
-        return cache.attend(spec, slots, q, pos, place=jnp.maximum(place, 0), probs=probs)
+        at = jnp.maximum(place, 0), pos[:, None] - evicted
+        return cache.attend(spec, slots, q, pos, place=at, probs=probs)
 
     def compress(self, spec: LayerSpec, state: Stream) -> Stream:
         return dataclasses.replace(state, slots=cache.evict(state.slots, *self.evicted(state)))

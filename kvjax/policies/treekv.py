@@ -133,8 +133,7 @@ class TreeKV(Policy):
         self, spec: LayerSpec, state: Tree, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Tree, Carry]:
         slots = state.slots
-        newest = jnp.repeat(state.count - 1, spec.num_heads // spec.num_kv_heads, axis=1)
-        out, probs = cache.attend(spec, slots, spec.rope.rotate(q, newest), pos, place=state.rank, probs=True)
+        out, probs = cache.attend(spec, slots, q, pos, place=(state.rank, state.count - 1), probs=True)
         assert probs is not None
         state = dataclasses.replace(
             state,

@@ -3,12 +3,13 @@
 from jaxtyping import Array, Float
 
 from ..dispatch import Implementation, choose
+from ..rotary import Turned
 from . import reference
 from .result import Attended, Rotation
 
 
 def decode_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -25,11 +26,11 @@ def decode_attention(
     logit (Chelsea's degree bias); weight 0 is a free slot, whose contents, NaN included, cannot reach the output.
 
     Args:
-        q: queries, rotated.
+        q: queries, rotated or `Turned`, or unrotated with `rotation`.
         k, v: the cache; keys rotated, or unrotated with `rotation`.
         weight: multiplicity of each slot, 0 where free.
         scale: factor on the logits, usually H ** -0.5.
-        rotation: rotates the keys while they are read, by a place that each slot has now (TreeKV, StreamingLLM).
+        rotation: rotates keys and queries while they are read, by the places that they have now (TreeKV, StreamingLLM).
         probs: whether each slot's probability is wanted (H2O, TOVA and TreeKV score slots with it).
         implementation: "auto" takes the device's Pallas body where it serves.
         interpret: run a Pallas body in its interpreter, on any device.
@@ -37,18 +38,21 @@ def decode_attention(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
+    heads = q.x if isinstance(q, Turned) else q
 
     def gpu() -> str | None:
         from . import gpu
 
-        return gpu.refuses(q, k, rotation)
+        return gpu.refuses(heads, k, rotation)
 
     def tpu() -> str | None:
         from . import tpu
 
-        return tpu.refuses(q, k, rotation)
+        return tpu.refuses(heads, k, rotation)
 
     chosen = choose("decode_attention", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
+    if chosen != "gpu":
+        q = q() if isinstance(q, Turned) else q if rotation is None else rotation.queries(q)
     if chosen == "xla":
         return reference.decode_attention(q, k, v, weight, scale=scale, rotation=rotation, probs=probs)
     if chosen == "gpu":

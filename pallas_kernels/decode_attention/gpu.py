@@ -7,7 +7,7 @@ at all. Partial results are joined by plain XLA.
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from ..dispatch import triton
 from ..masking import MASKED
+from ..rotary import Turned
 from ..tuning import tuned
 from .result import Attended, Rotation
 
@@ -42,7 +43,7 @@ def refuses(q: Array, k: Array, rotation: Rotation | None) -> str | None:
 
 
 def decode_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -58,7 +59,8 @@ def decode_attention(
     Args:
         sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
     """
-    batch, heads, dim = q.shape
+    heads_of = q.x if isinstance(q, Turned) else q
+    batch, heads, dim = heads_of.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
     sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
@@ -68,7 +70,7 @@ def decode_attention(
 
     fold = batch * kv_heads
     inputs = [
-        q.reshape(fold, group, dim),
+        heads_of.reshape(fold, group, dim),
         k.reshape(fold, slots, dim),
         v.reshape(fold, slots, dim),
         weight.reshape(fold, slots),
@@ -81,9 +83,12 @@ def decode_attention(
     ]
     if rotation is not None:
         tables = rotation.tables()
-        inputs += [rotation.place.reshape(fold, slots), *tables]
-        specs += [pl.BlockSpec((None, slots), lambda h, s: (h, 0))]
+        inputs += [*tables, rotation.query.reshape(fold, 1), rotation.place.reshape(fold, slots)]
         specs += [pl.BlockSpec(table.shape, lambda h, s: (0, 0)) for table in tables]
+        specs += [pl.BlockSpec((None, 1), lambda h, s: (h, 0)), pl.BlockSpec((None, slots), lambda h, s: (h, 0))]
+    elif isinstance(q, Turned):
+        inputs += [q.cos, q.sin]
+        specs += [pl.BlockSpec((1, dim // 2), lambda h, s: (h // kv_heads, 0))] * 2
     shapes = [
         jax.ShapeDtypeStruct((fold, splits, group, dim), jnp.float32),
         jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
@@ -104,7 +109,7 @@ def decode_attention(
         block=block,
         part=part,
         slots=slots,
-        turned=rotation is not None,
+        turned="all" if rotation is not None else "queries" if isinstance(q, Turned) else "nothing",
     )
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
     with warnings.catch_warnings():
@@ -130,7 +135,7 @@ def decode_attention(
                 pl.BlockSpec((None, 1), lambda h, g: (h, g)),
             ],
             out_shape=[
-                jax.ShapeDtypeStruct((fold, group, dim), q.dtype),
+                jax.ShapeDtypeStruct((fold, group, dim), heads_of.dtype),
                 jax.ShapeDtypeStruct((fold, group), jnp.float32),
             ],
             compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
@@ -143,7 +148,7 @@ def decode_attention(
         seen = (weight.reshape(fold, 1, slots) > 0) & (logsumexp > MASKED)[..., None]
         mass = jnp.mean(jnp.where(seen, jnp.exp(logits[0] - logsumexp[..., None]), 0.0), axis=1)
         mass = mass.reshape(weight.shape)
-    return Attended(out.reshape(q.shape), logsumexp.reshape(batch, heads), mass)
+    return Attended(out.reshape(heads_of.shape), logsumexp.reshape(batch, heads), mass)
 
 
 def _join(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:
@@ -199,12 +204,12 @@ def _body(
     block: int,
     part: int,
     slots: int,
-    turned: bool,
+    turned: Literal["all", "queries", "nothing"],
 ) -> None:
     """One part of one head: unnormalised values, the largest logit, and the sum of exponentials."""
     from jax.experimental.pallas import triton as backend
 
-    turn_refs, rest = (refs[:3], refs[3:]) if turned else ((), refs)
+    turn_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[turned])], refs[count:]
     out_ref, top_ref, total_ref, *logit_refs = rest
     group, dim = q_ref.shape
     begin = pl.program_id(1) * part
@@ -225,28 +230,30 @@ def _body(
 
     last = jax.lax.fori_loop(0, pl.cdiv(part, LOOK), look, begin)
 
+    halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+    if turned == "all":
+        cos_ref, sin_ref, query_ref, place_ref = turn_refs
+        at = jnp.clip(query_ref[0], 0, slots - 1)
+        q = _halves(*(q_ref[:, half] for half in halves), cos_ref[at][None], sin_ref[at][None])
+    else:
+        q = _turned(q_ref, *turn_refs) if turn_refs else q_ref[...]
+
     def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
         at = begin + i * block + jnp.arange(block, dtype=jnp.int32)
         span, inside = pl.ds(begin + i * block, block), at < slots
         weight = load(weight_ref, inside, span)
         live = weight > 0
-        if turn_refs:
-            place_ref, cos_ref, sin_ref = turn_refs
+        if turned == "all":
             angle = (
                 jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
                 jnp.arange(dim // 2, dtype=jnp.int32)[None],
             )
             cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
-            halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
-            a, b = (load(k_ref, inside, span, half).astype(jnp.float32) for half in halves)
-            turned_keys = a * cos - b * sin, b * cos + a * sin
-            logits = sum(
-                _dot(q_ref[:, half], keys.astype(k_ref.dtype), 1)
-                for half, keys in zip(halves, turned_keys, strict=True)
-            )
+            keys = _halves(*(load(k_ref, inside, span, half) for half in halves), cos, sin)
+            logits = sum(_dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
         else:
-            logits = _dot(q_ref[...], load(k_ref, inside, span, pl.ds(0, dim)), 1)
+            logits = _dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
             backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
@@ -266,6 +273,25 @@ def _body(
         jnp.zeros((group,), jnp.float32),
     )
     out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
+
+
+def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Both halves of the channels of heads [R, H/2], rotated in float32."""
+    a, b = first.astype(jnp.float32), second.astype(jnp.float32)
+    return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
+
+
+def _turned(ref: Any, cos_ref: Any, sin_ref: Any) -> Array:
+    """Heads [R, H], rotated in float32; each channel meets its partner by a second load, as halves cannot be put together."""
+    from jax.experimental.pallas import triton as backend
+
+    count, dim = ref.shape
+    row, channel = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(dim, dtype=jnp.int32)
+    pair = channel % (dim // 2)
+    cos, sin = (backend.load(table.at[0, pair])[None] for table in (cos_ref, sin_ref))
+    partner = backend.load(ref.at[row, ((channel + dim // 2) % dim)[None]]).astype(jnp.float32)
+    sign = jnp.where(channel < dim // 2, -1.0, 1.0)[None]
+    return (ref[...].astype(jnp.float32) * cos + sign * partner * sin).astype(ref.dtype)
 
 
 def _dot(a: Array, b: Array, contract: int) -> Array:

@@ -19,7 +19,7 @@ def decode_attention(
     rotation: Rotation | None = None,
     probs: bool = False,
 ) -> Attended:
-    """Softmax attention over cache slots; see the public function."""
+    """Softmax attention of rotated queries over cache slots; see the public function."""
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)

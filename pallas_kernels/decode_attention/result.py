@@ -5,19 +5,23 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..rotary import turned_halves
+
 
 class Rotation(NamedTuple):
-    """Rotary embedding of cached keys by a place that may change from step to step, applied while they are read.
+    """Rotary embedding by places that may change from step to step, applied to queries and cached keys while they are read.
 
     Channel i of the first half of a head pairs with channel i of the second half, as in Llama.
 
     Attributes:
         place: by how many positions each slot's key is rotated, at least 0 and below C.
+        query: by how many the queries of each KV head are, likewise.
         inv_freq: angle per position of each channel pair, in radians.
         amplitude: factor on cosine and sine.
     """
 
     place: Int[Array, "B K C"]
+    query: Int[Array, "B K"]
     inv_freq: Float[Array, " R"]
     amplitude: float = 1.0
 
@@ -25,6 +29,12 @@ class Rotation(NamedTuple):
         """Cosine and sine of every pair's angle at each place, in float32: C sines instead of one for every row and head."""
         angle = jnp.arange(self.place.shape[-1], dtype=jnp.float32)[:, None] * self.inv_freq
         return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
+
+    def queries(self, q: Float[Array, "B N H"]) -> Float[Array, "B N H"]:
+        """`q`, rotated."""
+        place = jnp.repeat(self.query, q.shape[1] // self.query.shape[1], axis=1)
+        cos, sin = (jnp.take(table, place, axis=0, mode="clip") for table in self.tables())
+        return turned_halves(q, cos, sin)
 
 
 class Attended(NamedTuple):

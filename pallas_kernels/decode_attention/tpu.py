@@ -48,7 +48,7 @@ def decode_attention(
     interpret: bool = False,
     block: int | None = None,
 ) -> Attended:
-    """Softmax attention over cache slots; see the public function.
+    """Softmax attention of rotated queries over cache slots; see the public function.
 
     Args:
         block: slots read at a time, a multiple of 128, instead of the tuned number.

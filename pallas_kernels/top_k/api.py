@@ -76,9 +76,7 @@ def top_k_indices(
     """
     length = scores.shape[-1]
     count = jnp.broadcast_to(count, scores.shape[:-1])
-    chosen = choose(
-        "top_k_indices", implementation, gpu=lambda: _body("gpu").refuses(length), interpret=interpret
-    )
+    chosen = choose("top_k_indices", implementation, gpu=lambda: _body("gpu").refuses(length), interpret=interpret)
     if chosen == "xla" or scores.size == 0:
         return reference.top_k_indices(scores, count, size)
     rows, counts = scores.reshape(-1, length), jnp.clip(count, 0, size).reshape(-1)

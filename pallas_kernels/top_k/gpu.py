@@ -56,7 +56,12 @@ def top_k(
 
 
 def top_k_indices(
-    scores: Float[Array, "R N"], count: Int[Array, " R"], size: int, *, warps: int | None = None, interpret: bool = False
+    scores: Float[Array, "R N"],
+    count: Int[Array, " R"],
+    size: int,
+    *,
+    warps: int | None = None,
+    interpret: bool = False,
 ) -> tuple[Int[Array, "R S"], Bool[Array, "R S"]]:
     """Places of the `count` highest scores of each row, ascending, and after them any others; and which are meant.
 
@@ -70,7 +75,9 @@ def top_k_indices(
     rows, length = scores.shape
     width = pl.next_power_of_2(length)
     if warps is None:
-        warps = tuned("top_k_indices", {"rows": rows, "size": length}, {"warps": min(max(width // 512, 1), 32)})["warps"]
+        warps = tuned("top_k_indices", {"rows": rows, "size": length}, {"warps": min(max(width // 512, 1), 32)})[
+            "warps"
+        ]
 
     def body(scores_ref, count_ref, index_ref, live_ref):
         place = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)

@@ -1,4 +1,3 @@
 """A new entry in one slot a head, in several arrays of a cache at once."""
 
 from .api import write_slots as write_slots
-from .turned import Turned as Turned

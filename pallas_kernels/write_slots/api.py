@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from jaxtyping import Array, Int
 
 from ..dispatch import Implementation, choose
+from ..rotary import Turned
 from . import reference
-from .turned import Turned
 
 
 def write_slots(

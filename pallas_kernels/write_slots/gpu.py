@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from ..dispatch import triton
-from .turned import Turned
+from ..rotary import Turned
 
 
 def refuses(arrays: Sequence[Array]) -> str | None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .turned import Turned
+from ..rotary import Turned
 
 
 def write_slots(

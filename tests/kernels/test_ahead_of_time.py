@@ -50,7 +50,7 @@ def decode(batch: int, kv_heads: int, group: int, slots: int, dim: int, dtype: s
     cache = shape(dtype, batch, kv_heads, slots, dim)
     shapes = (shape(dtype, batch, kv_heads * group, dim), cache, cache, shape("float32", batch, kv_heads, slots))
     if rotated:
-        shapes += (shape("int32", batch, kv_heads, slots), shape("float32", dim // 2))
+        shapes += (shape("int32", batch, kv_heads, slots), shape("int32", batch, kv_heads), shape("float32", dim // 2))
     return Compiled(function, shapes, 4 * batch * kv_heads * group * slots + MB)
 
 

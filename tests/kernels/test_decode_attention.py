@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.interpreter import races_found
 
-from kvjax.pallas_kernels import Attended, Rotation, decode_attention
+from kvjax.pallas_kernels import Attended, Rotation, Turned, decode_attention
 from kvjax.pallas_kernels.dispatch import Unsupported
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
@@ -33,7 +33,16 @@ def draw(seed, batch, kv_heads, group, slots, dim, dtype, rotated):
     if not rotated:
         return q, k, v, jnp.asarray(weight), None
     place = jnp.asarray(random.integers(0, slots, size=weight.shape), jnp.int32)
-    return q, k, v, jnp.asarray(weight), Rotation(place, jnp.logspace(0, -3, dim // 2), 1.1)
+    query = jnp.asarray(random.integers(0, slots, size=weight.shape[:2]), jnp.int32)
+    return q, k, v, jnp.asarray(weight), Rotation(place, query, jnp.logspace(0, -3, dim // 2), 1.1)
+
+
+def turn(heads, place, rotation):
+    """Heads [..., H] rotated to places, in float64."""
+    angle = np.asarray(place, np.float64)[..., None] * np.asarray(rotation.inv_freq, np.float64)
+    cos, sin = np.cos(angle) * rotation.amplitude, np.sin(angle) * rotation.amplitude
+    first, second = np.split(heads, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def expected(q, k, v, weight, rotation, scale):
@@ -49,12 +58,9 @@ def expected(q, k, v, weight, rotation, scale):
             continue
         keys = k[b, h, live]
         if rotation is not None:
-            turn = np.asarray(rotation.place, np.float64)[b, h, live]
-            angle = turn[:, None] * np.asarray(rotation.inv_freq, np.float64)
-            cos, sin = np.cos(angle) * rotation.amplitude, np.sin(angle) * rotation.amplitude
-            first, second = keys[:, : dim // 2], keys[:, dim // 2 :]
-            keys = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
-        mass = weight[b, h, live] * np.exp(keys @ q[b, n] * scale)
+            keys = turn(keys, rotation.place[b, h, live], rotation)
+        query = q[b, n] if rotation is None else turn(q[b, n], rotation.query[b, h], rotation)
+        mass = weight[b, h, live] * np.exp(keys @ query * scale)
         lse[b, n] = np.log(mass.sum())
         out[b, n] = mass / mass.sum() @ v[b, h, live]
         probs[b, h, live] += mass / mass.sum() / group
@@ -102,6 +108,19 @@ class TestDecodeAttention:
         with_probs, without = attend(*given, probs=True), attend(*given)
         assert without.probs is None
         np.testing.assert_array_equal(without.out, with_probs.out)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_queries_are_rotated_on_the_way(self, attend, dtype):
+        """Each row by its own angles, and rounded to their type as they would be before."""
+        q, k, v, weight, _ = draw(6, 2, 2, 4, 48, 16, dtype, False)
+        angle = jnp.asarray([[3.0], [50.0]]) * jnp.logspace(0, -2, 8)
+        turned = Turned(q, jnp.cos(angle), jnp.sin(angle))
+        late, before = attend(turned, k, v, weight), attend(turned(), k, v, weight)
+        np.testing.assert_allclose(
+            late.out.astype(jnp.float32), before.out.astype(jnp.float32), atol=TOLERANCE[dtype] / 2
+        )
+        assert late.out.dtype == dtype
+        assert not np.allclose(late.logsumexp, attend(q, k, v, weight).logsumexp, atol=0.1)
 
     def test_a_cluster_counts_like_its_tokens(self, attend):
         q, k, v, _, _ = draw(3, 1, 1, 2, 32, 16, "float32", False)

@@ -79,7 +79,9 @@ class TestIndices:
         """Those of the mask but for what is -inf or NaN, each once and first; the others are places in the row, too."""
         scores, count = rows(3, number, size, "float32")
         count = jnp.minimum(count, room)
-        index, live = top_k_indices(scores, count, room, implementation=implementation, interpret=implementation == "gpu")
+        index, live = top_k_indices(
+            scores, count, room, implementation=implementation, interpret=implementation == "gpu"
+        )
         assert index.shape == live.shape == (number, room)
         assert ((index >= 0) & (index < size)).all()
         finite = np.where(np.isnan(scores), -np.inf, scores) > -np.inf
