@@ -1,6 +1,7 @@
 """TreeKV: evictions that cycle through the cache from old to new, leaving it sparse on the left and dense on the right."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -146,21 +147,21 @@ class TreeKV(Policy):
         over = state.count > state.budget[:, None]
         pair = self.sinks + state.scope[..., None] + jnp.arange(2, dtype=jnp.int32)
         free = state.rank.shape[-1]
-        there = state.rank[:, :, None] == pair[..., None]  # [B, K, 2, C]
-        average = (state.score / jnp.maximum(state.steps, 1.0))[:, :, None]
-        # Sums over the one slot where it is so, in one pass.
-        found = jnp.where(there, average, 0.0), jnp.where(there, jnp.arange(free, dtype=jnp.int32), 0)
-        zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-        averages, slots = jax.lax.reduce(found, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (3,))
+        # What is known of the slots of that rank, in one pass over all: nothing but the pass's own result is written.
+        apart = jnp.abs(state.rank[:, :, None] - pair[..., None])  # [B, K, 2, C]
+        of_slots = state.score[:, :, None], state.steps[:, :, None], jnp.arange(free, dtype=jnp.int32)
+        entries = [apart, *(jnp.broadcast_to(x, apart.shape) for x in of_slots)]
+        none = [jnp.full((), free, jnp.int32), *(jnp.zeros((), x.dtype) for x in of_slots)]
+        _, score, steps, places = jax.lax.reduce(entries, none, _nearer, (3,))
+        averages = score / jnp.maximum(steps, 1.0)
         goes = self._keep_left(averages[..., 0], averages[..., 1])  # the right one, else the left
-        victim, slot = (jnp.where(goes, both[..., 1], both[..., 0]) for both in (pair, slots))
-        closed = jnp.where(
-            state.rank > victim[..., None], state.rank - 1, jnp.where(state.rank == victim[..., None], free, state.rank)
-        )
+        victim, slot = (jnp.where(goes, both[..., 1], both[..., 0])[..., None] for both in (pair, places))
+        later = over[..., None] & (state.rank > victim) & (state.rank < free)
+        gone = over[..., None] & (state.rank == victim)
         return dataclasses.replace(
             state,
-            slots=cache.evict(state.slots, slot, over),
-            rank=jnp.where(over[..., None], jnp.where(state.rank == free, free, closed), state.rank),
+            slots=cache.clear(state.slots, gone, jnp.where(over, slot[..., 0], state.slots.next)),
+            rank=jnp.where(gone, free, state.rank - later.astype(jnp.int32)),
             count=state.count - over.astype(jnp.int32),
             scope=jnp.where(over, self._next(state.scope, state.tree[:, None]), state.scope),
         )
@@ -274,3 +275,8 @@ class TreeKV(Policy):
     def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
         """The scope after an eviction, counted from 0 (Algorithm 1, line 16)."""
         return (scope + (1 if self.cycle == "text" else 2)) % jnp.maximum(tree, 1)
+
+
+def _nearer(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+    """The entry whose first number is less."""
+    return [jnp.where(a[0] <= b[0], x, y) for x, y in zip(a, b, strict=True)]
