@@ -54,11 +54,16 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--case-seconds", type=float, default=600)
     parser.add_argument("--peers", action="store_true", help="measure transformers and kvpress, too")
+    parser.add_argument(
+        "--kvpress-path", type=Path, help="folder with kvpress and a transformers that it takes, for its worker alone"
+    )
     parser.add_argument("--compile-jobs", type=int, default=0, help="compile all first, in so many processes")
     parser.add_argument("--unchecked", action="store_true", help="do not compare with the CPU first")
     parser.add_argument("--plot", type=Path, help="folder for figures")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
+    if args.kvpress_path is not None and not args.kvpress_path.is_dir():
+        parser.error(f"{args.kvpress_path} is no folder")
     out = args.out or Path(f"benchmarks/results/decode-{_in_a_process('report.device_slug()')}.json")
     given = ((args.policies, args.context, args.batch, not args.skip_prefill),)
     parts = [
@@ -76,11 +81,14 @@ def main() -> None:
     error = None if checked is None else float(checked.result())
     if error is not None:
         print(f"largest difference from the CPU, in log-probability: {error:.1e}", flush=True)
+    env = {}
     if args.peers:
         from benchmarks import peers
 
         cases += peers.cases(parts[-1])
         workers |= {program: [sys.executable, "-m", "benchmarks.peers"] for program in peers.PROGRAMS}
+        if args.kvpress_path is not None:
+            env[peers.PROGRAMS[2]] = imports_first(args.kvpress_path)
     rows = run(
         cases,
         workers,
@@ -89,9 +97,16 @@ def main() -> None:
         case_seconds=args.case_seconds,
         said=print_row,
         facts={} if error is None else {"error_vs_cpu": error},
+        env=env,
     )
     if args.plot is not None:
         draw(rows, args.plot)
+
+
+def imports_first(folder: Path) -> dict[str, str]:
+    """The environment in which Python imports what this folder has before what is installed."""
+    known = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(folder.resolve()), *([known] if known else [])])}
 
 
 def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> None:

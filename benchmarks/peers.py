@@ -1,6 +1,7 @@
 """transformers and kvpress on the shapes that kvjax is measured on: random weights, the same rows; `benchmarks.decode --peers`.
 
-Needs torch, transformers and kvpress; a row says so where one is missing. Programs:
+Needs torch, transformers and kvpress; a row says so where one is missing. A kvpress that takes only older versions of transformers
+may have one of its own: `benchmarks.decode --kvpress-path`. Programs:
     transformers: as it comes, a cache that grows ("eager").
     transformers-compiled: a static cache, and `torch.compile` of the decoding step.
     kvpress: SnapKV and ChunkKV with four fifths of the prompt dropped, "eager".
@@ -8,6 +9,8 @@ Needs torch, transformers and kvpress; a row says so where one is missing. Progr
 
 import contextlib
 import dataclasses
+import gc
+import inspect
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -54,9 +57,12 @@ def measure(case: Case) -> dict[str, Any]:
         raise RuntimeError("peers are measured on a CUDA device, and torch finds none here")
     from transformers import DynamicCache, StaticCache
 
+    assert isinstance(case.batch, int)
     if case.program == "kvpress":  # which is missing more often than the others: told before a model is made
         import kvpress  # noqa: F401
 
+    torch.compiler.reset()  # what was compiled for another case: its memory, and sizes taken for dynamic since they changed
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -64,10 +70,11 @@ def measure(case: Case) -> dict[str, Any]:
     tokens = torch.randint(0, case.config.vocab_size, (case.batch, case.context), device="cuda")
     compiled = case.program == "transformers-compiled"
     step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if compiled else model.forward
+    named = compiled and "cache_position" in inspect.signature(model.forward).parameters  # of older versions
     ttft = []
-    with torch.inference_mode():
+    with torch.no_grad() if compiled else torch.inference_mode():
         for _ in range(3):
-            size = case.context + case.new_tokens
+            size = -(-(case.context + case.new_tokens) // 64) * 64  # rows of the mask are then aligned
             cache = StaticCache(config=model.config, max_cache_len=size) if compiled else DynamicCache()
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -76,15 +83,13 @@ def measure(case: Case) -> dict[str, Any]:
             token = logits[:, -1:].argmax(-1)
             token.cpu()
             ttft.append(time.perf_counter() - begun)
-        place = torch.arange(case.context, case.context + 1, device="cuda")
+        place = torch.full((case.batch, 1), case.context, device="cuda")
         calls = []
         for _ in range(2):
             torch.cuda.synchronize()
             begun = time.perf_counter()
             for _ in range(STEPS):
-                at = {"position_ids": place[None].expand(case.batch, 1)} | (
-                    {"cache_position": place} if compiled else {}
-                )
+                at = {"position_ids": place} | ({"cache_position": place[0]} if named else {})
                 token = step(token, past_key_values=cache, **at).logits[:, -1:].argmax(-1).clone()
                 place += 1
             torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import pytest
 
 import kvjax
+from benchmarks import decode
 from kvjax.bench import figures, floor, measuring, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.running import run
@@ -27,6 +29,12 @@ def measure(case):
     if case["policy"] == "hangs": time.sleep(60)
     return {"tpot_ms": case["context"] / 100, "pid": os.getpid()}
 serve(lambda: {"device": "one", "versions": {}, "settings": {}}, measure)
+"""
+
+FINDER = """
+import importlib.util
+from kvjax.bench.worker import serve
+serve(lambda: {"device": "one"}, lambda case: {"found": importlib.util.find_spec("only_there") is not None})
 """
 
 
@@ -123,6 +131,18 @@ def test_failures_are_rows_and_the_next_case_runs(tmp_path: Path) -> None:
     out.write_text(json.dumps(found))
     with pytest.raises(ValueError, match="other device"):
         run_([*more, Case("late", {}, 30, 1, "tiny")])
+
+
+def test_a_program_may_have_imports_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_there.py").touch()
+    cases = [Case("full", {}, 10, 1, "tiny", program=program) for program in ("kvjax", "kvpress")]
+    workers = {case.program: [sys.executable, "-c", FINDER] for case in cases}
+    rows = run(cases, workers, tmp_path / "rows.json", env={"kvpress": decode.imports_first(tmp_path)})
+    assert [row["found"] for row in rows] == [False, True]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["one", "two"]))
+    assert decode.imports_first(tmp_path)["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "one", "two"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert decode.imports_first(tmp_path)["PYTHONPATH"] == str(tmp_path)
 
 
 def test_policies_as_they_are_written(small: Case) -> None:
