@@ -17,8 +17,8 @@ from .base import Carry, Due, PolicyError, Stage, State, budget_rows, budget_tok
 from .recalling import Recalling
 from .registry import register
 
-COUNTED = 1024
-"""Clusters up to which those that come before one are counted instead of sorted."""
+COUNTED = 256
+"""Clusters up to which those that come before one are added up instead of sorted: 4 us for 208 on an H200, 51 for 820."""
 
 
 @flax.struct.dataclass
@@ -205,15 +205,17 @@ class ClusterKV(Recalling):
         q = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
         if self.gqa == "mean":
             q = jnp.mean(q, axis=2, keepdims=True)
-        scores = jnp.einsum("bkgh,bkmh->bkgm", q, state.centroids, precision="highest")
+        scores = jnp.sum(q[:, :, :, None] * state.centroids[:, :, None], axis=-1)  # exactly, which no matrix unit does
         used = jnp.arange(scores.shape[-1], dtype=jnp.int32) < state.clusters[:, None]
         sizes = jnp.where(used[:, None], state.sizes, 0)[:, :, None]
         begins = _begins(jnp.where(used[:, None, None], scores, -jnp.inf), sizes)
         place = jnp.arange(self.selects(spec)[1], dtype=jnp.int32)
         # The one cluster that fills a place, found in one pass over all.
-        fills = (begins[..., None, :] <= place[:, None]) & (place[:, None] < (begins + sizes)[..., None, :])
-        nth = place + jnp.sum(
-            jnp.where(fills, (state.starts[:, :, None] - begins)[..., None, :], 0), axis=-1, dtype=jnp.int32
+        within = place - begins[..., None]  # [B, K, G, M, S]
+        nth = jnp.sum(
+            jnp.where((within >= 0) & (within < sizes[..., None]), state.starts[:, :, None, :, None] + within, 0),
+            axis=-2,
+            dtype=jnp.int32,
         )
         room = jnp.minimum(jnp.sum(sizes, axis=-1), (state.budget - self.sinks)[:, None, None])
         live = jnp.broadcast_to(place < room[..., None], nth.shape)
@@ -325,9 +327,12 @@ def _begins(scores: Float[Array, "B K G M"], sizes: Int[Array, "B K 1 M"]) -> In
     """
     if scores.shape[-1] > COUNTED:
         ranked = jnp.argsort(-scores, axis=-1, stable=True)
-        ends = jnp.cumsum(jnp.take_along_axis(sizes, ranked, axis=-1), axis=-1, dtype=jnp.int32)
-        return jnp.take_along_axis(ends, jnp.argsort(ranked, axis=-1), axis=-1) - sizes
-    one, other = scores[..., :, None], scores[..., None, :]
+        ordered = jnp.take_along_axis(sizes, ranked, axis=-1, mode="clip")
+        begins = jnp.cumsum(ordered, axis=-1, dtype=jnp.int32) - ordered
+        return jnp.put_along_axis(
+            jnp.zeros_like(ranked, jnp.int32), ranked, begins, axis=-1, inplace=False, mode="clip"
+        )
+    other, one = scores[..., :, None], scores[..., None, :]
     number = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    before = (other > one) | ((other == one) & (number < number[:, None]))
-    return jnp.sum(jnp.where(before, sizes[..., None, :], 0), axis=-1, dtype=jnp.int32)
+    before = (other > one) | ((other == one) & (number[:, None] < number))
+    return jnp.sum(jnp.where(before, sizes[..., None], 0), axis=-2, dtype=jnp.int32)

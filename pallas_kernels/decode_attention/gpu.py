@@ -23,9 +23,6 @@ from .result import Attended, Rotation
 LOOK = 1024
 """Weights looked at at a time to find the last live slot."""
 
-ONCE = 1
-"""Blocks up to which a program reads its part at once, dead slots at the end included."""
-
 
 def refuses(q: Array, k: Array, rotation: Rotation | None) -> str | None:
     """Why this body does not serve a case, or None if it does."""
@@ -179,14 +176,18 @@ def _join(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any
 def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[str, int]:
     """Block sizes for `fold` rows × KV heads.
 
-    A block is 16 KB of keys; programs are about 512, each with at least one block to read. On an H200 four parts a head instead of
-    two gained 9 % where lengths are ragged and lost 5 % where they are not (32 rows, 8 KV heads, 8192 slots of 128 channels).
+    A block is 16 KB of keys; programs are about 512, each with at least one block to read, in two halves if it has no more. On an
+    H200 four parts a head instead of two gained 9 % where lengths are ragged and lost 5 % where they are not (32 rows, 8 KV heads,
+    8192 slots of 128 channels), and 58 instead of 29, of two halves of a block, took 12.3 us where two blocks took 13.7 (one row,
+    8 KV heads, 3712 slots).
     """
     block = max(
         16,
         min(128, 1 << ((16384 // (dim * jnp.dtype(dtype).itemsize)).bit_length() - 1), 1 << (slots.bit_length() - 1)),
     )
     splits = max(1, min(512 // fold, slots // block))
+    if slots // splits <= block:
+        block = max(16, block // 2)
     case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": turned}
     return tuned(
         "decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 2 if block > 64 else 3}
@@ -213,9 +214,7 @@ def _body(
     group, dim = q_ref.shape
     begin = pl.program_id(1) * part
     end = jnp.minimum(begin + part, slots)
-    at_once = part <= ONCE * block
-    even = slots % (part if at_once else block) == 0
-    halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+    even = slots % block == 0
 
     def load(ref: Any, inside: Array, *index: Any) -> Array:
         """The entries of a block that exist."""
@@ -224,76 +223,59 @@ def _body(
         mask = inside if len(index) == 1 else jnp.broadcast_to(inside[:, None], (block, index[1].size))
         return backend.load(ref.at[*index], mask=mask, other=jnp.zeros((), ref.dtype))
 
-    def queries() -> Any:
-        """Rotated, in halves where keys are."""
-        if turned == "all":
-            cos_ref, sin_ref, query_ref, _ = turn_refs
-            at = jnp.clip(query_ref[0], 0, slots - 1)
-            return _halves(*(q_ref[:, half] for half in halves), cos_ref[at][None], sin_ref[at][None])
-        return _turned(q_ref, *turn_refs) if turn_refs else q_ref[...]
+    halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+    if turned == "all":
+        cos_ref, sin_ref, query_ref, place_ref = turn_refs
+        at = jnp.clip(query_ref[0], 0, slots - 1)
+        q = _halves(*(q_ref[:, half] for half in halves), cos_ref[at][None], sin_ref[at][None])
+    else:
+        q = _turned(q_ref, *turn_refs) if turn_refs else q_ref[...]
 
-    def read(i: Any) -> tuple[Any, Array, Any, Array]:
-        """Place, weights, keys and values of a block."""
+    width = min(LOOK, pl.next_power_of_2(part))
+
+    def look(i: Any, last: Array) -> Array:
+        at = begin + i * width + jnp.arange(width, dtype=jnp.int32)
+        weight = backend.load(weight_ref.at[at], mask=at < end, other=0.0)
+        return jnp.maximum(last, jnp.max(jnp.where(weight > 0, at + 1, 0)))
+
+    # Of a short part the queries come with the weights: one wait for the memory instead of two.
+    last = look(0, begin) if part <= width else jax.lax.fori_loop(0, pl.cdiv(part, width), look, begin)
+
+    def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, top, total = carry
         at = begin + i * block + jnp.arange(block, dtype=jnp.int32)
         span, inside = pl.ds(begin + i * block, block), at < slots
         weight = load(weight_ref, inside, span)
+        live = weight > 0
         if turned == "all":
-            cos_ref, sin_ref, _, place_ref = turn_refs
             angle = (
                 jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
                 jnp.arange(dim // 2, dtype=jnp.int32)[None],
             )
             cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
             keys = _halves(*(load(k_ref, inside, span, half) for half in halves), cos, sin)
+            logits = sum(_dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
         else:
-            keys = load(k_ref, inside, span, pl.ds(0, dim))
-        live = jnp.broadcast_to((weight > 0)[:, None], (block, dim))
-        zero = jnp.zeros((), v_ref.dtype)
-        # What a dead slot holds, NaN included, is not even read, where that does not keep values waiting for weights.
-        if at_once:
-            values = jnp.where(live, load(v_ref, inside, span, pl.ds(0, dim)), zero)
-        else:
-            values = backend.load(v_ref.at[span], mask=live, other=zero)
-        return (span, inside), weight, keys, values
-
-    def fold(q: Any, block_of: tuple[Any, Array, Any, Array], carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        acc, top, total = carry
-        (span, inside), weight, keys, values = block_of
-        live = weight > 0
-        if turned == "all":
-            logits = sum(_dot(half, key, 1) for half, key in zip(q, keys, strict=True))
-        else:
-            logits = _dot(q, keys, 1)
+            logits = _dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
             backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
         peak = jnp.maximum(top, jnp.max(logits, axis=1))
         shrink = jnp.exp(top - peak)
         probs = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
+        # What a dead slot holds, NaN included, is not even read.
+        values = backend.load(
+            v_ref.at[span], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=jnp.zeros((), v_ref.dtype)
+        )
         acc = acc * shrink[:, None] + _dot(probs.astype(values.dtype), values, 0)
         return acc, peak, total * shrink + jnp.sum(probs, axis=1)
 
-    carry = (
+    nothing = (
         jnp.zeros((group, dim), jnp.float32),
         jnp.full((group,), MASKED, jnp.float32),
         jnp.zeros((group,), jnp.float32),
     )
-    if at_once:  # one wait for the memory instead of one for the weights, one for the queries and one a block
-        blocks = [read(i) for i in range(part // block)]
-        q = queries()
-        for block_of in blocks:
-            carry = fold(q, block_of, carry)
-    else:
-
-        def look(i: Array, last: Array) -> Array:
-            at = begin + i * LOOK + jnp.arange(LOOK, dtype=jnp.int32)
-            weight = backend.load(weight_ref.at[at], mask=at < end, other=0.0)
-            return jnp.maximum(last, jnp.max(jnp.where(weight > 0, at + 1, 0)))
-
-        last = jax.lax.fori_loop(0, pl.cdiv(part, LOOK), look, begin)
-        q = queries()
-        carry = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), lambda i, carry: fold(q, read(i), carry), carry)
-    out_ref[...], top_ref[...], total_ref[...] = carry
+    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
 
 
 def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
