@@ -144,9 +144,15 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("generation", CHIPS)
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_compiles_and_needs_no_memory_of_its_own(kernel, generation):
+FIRSTS = {name.split(",")[0]: name for name in reversed(KERNELS)}.values()
+"""The first case of each kernel. One is enough where a chip differs little from the v5e, for which all are compiled."""
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"), [(name, chip) for chip in CHIPS for name in KERNELS if chip == "v5e" or name in FIRSTS]
+)
+def test_compiles_and_needs_no_memory_of_its_own(name, generation):
+    kernel = KERNELS[name]
     compiled = compile_for(generation, kernel.function, *kernel.shapes)
     assert "tpu_custom_call" in compiled.as_text()
     assert temporaries(compiled) <= kernel.temporary

@@ -37,8 +37,9 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
     return get_policy(name, **options).bind(config)
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v6e"])
-@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize(
+    ("name", "generation"), [*((name, "v5e") for name in policies()), ("treekv", "v6e"), ("quest", "v6e")]
+)
 def test_a_decode_step_copies_no_cache(name, generation):
     """What a step needs besides weights and cache is less than one layer's cache, so no layer's is copied."""
     policy = policy_for(name, CONFIG)
