@@ -59,12 +59,32 @@ def decode_attention(
     Args:
         sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
     """
+    batch, kv_heads, slots, dim = k.shape
+    sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
+    return _attend(q, k, v, weight, rotation, scale=scale, probs=probs, interpret=interpret, **sizes)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "probs", "interpret", "block", "splits", "warps", "stages"))
+def _attend(
+    q: Float[Array, "B N H"] | Turned,
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    weight: Float[Array, "B K C"],
+    rotation: Rotation | None,
+    *,
+    scale: float,
+    probs: bool,
+    interpret: bool,
+    block: int,
+    splits: int,
+    warps: int,
+    stages: int,
+) -> Attended:
+    """The kernels, traced and lowered once for all layers of one shape."""
     heads_of = q.x if isinstance(q, Turned) else q
     batch, heads, dim = heads_of.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
-    block, splits = sizes["block"], sizes["splits"]
     part = -(-slots // (splits * block)) * block
     splits = -(-slots // part)
 
@@ -122,7 +142,7 @@ def decode_attention(
             in_specs=specs,
             out_specs=out_specs,
             out_shape=shapes,
-            compiler_params=backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
+            compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=interpret,
             name="decode_attention",
         )(*inputs)

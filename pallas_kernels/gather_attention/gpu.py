@@ -47,15 +47,36 @@ def gather_attention(
     Args:
         sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
     """
+    batch, heads, dim = q.shape
+    selecting, size = live.shape[1], live.shape[2]
+    sizes = sizes or _sizes(batch * selecting, size, heads // selecting, dim, k.dtype)
+    return _attend(q, k, v, index, live, scale=scale, page=page, interpret=interpret, **sizes)
+
+
+@partial(jax.jit, static_argnames=("scale", "page", "interpret", "block", "splits", "warps", "stages"))
+def _attend(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    index: Int[Array, "B R P"],
+    live: Bool[Array, "B R S"],
+    *,
+    scale: float,
+    page: int,
+    interpret: bool,
+    block: int,
+    splits: int,
+    warps: int,
+    stages: int,
+) -> Attended:
+    """The kernel, traced and lowered once for all layers."""
     from jax.experimental.pallas import triton as backend
 
     batch, heads, dim = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     selecting, size = live.shape[1], live.shape[2]
     group, shared = heads // selecting, selecting // kv_heads
-    sizes = sizes or _sizes(batch * selecting, size, group, dim, k.dtype)
-    block = sizes["block"]
-    part = pl.cdiv(size, sizes["splits"] * block) * block
+    part = pl.cdiv(size, splits * block) * block
     splits = pl.cdiv(size, part)
 
     out, logsumexp = pl.pallas_call(
@@ -76,7 +97,7 @@ def gather_attention(
             jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), q.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
         ],
-        compiler_params=backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
+        compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="gather_attention",
     )(

@@ -60,20 +60,35 @@ def projection(
         x, norm = norm(x), None
     counts = [w.shape[0] for w in weights]
     sizes = _sizes(rows, depth, counts, gated, norm is not None) if sizes is None else sizes
-    outputs = sizes["outputs"]
-    blocks = [count // outputs for count in (counts[:1] if gated else counts)]
+    blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
     inputs = [x, *([] if norm is None else [norm.gain]), *weights, *([] if residual is None else [residual])]
-    body = functools.partial(
-        _body,
-        matrices=len(weights),
-        eps=None if norm is None else norm.eps,
-        added=residual is not None,
-        gated=gated,
-        outputs=outputs,
-        inputs=sizes["inputs"],
-        units=bool(sizes["units"]),
-        blocks=blocks,
+    options = {
+        "matrices": len(weights),
+        "eps": None if norm is None else norm.eps,
+        "added": residual is not None,
+        "gated": gated,
+        "outputs": sizes["outputs"],
+        "inputs": sizes["inputs"],
+        "units": bool(sizes["units"]),
+        "blocks": tuple(blocks),
+    }
+    return _call(
+        inputs,
+        options=tuple(options.items()),
+        dtype=jnp.dtype(dtype),
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        interpret=interpret,
     )
+
+
+@functools.partial(jax.jit, static_argnames=("options", "dtype", "warps", "stages", "interpret"))
+def _call(
+    inputs: list[Array], *, options: tuple[tuple[str, Any], ...], dtype: Any, warps: int, stages: int, interpret: bool
+) -> list[Float[Array, "B _"]]:
+    """The kernel, traced and lowered once for all layers."""
+    body = functools.partial(_body, **dict(options))
+    rows, outputs, blocks = inputs[0].shape[0], body.keywords["outputs"], body.keywords["blocks"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton as backend
@@ -82,7 +97,7 @@ def projection(
             body,
             grid=(sum(blocks),),
             out_shape=[jax.ShapeDtypeStruct((rows, block * outputs), dtype) for block in blocks],
-            compiler_params=backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
+            compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=interpret,
             name="projection",
         )(*inputs)

@@ -70,14 +70,23 @@ def top_k_indices(
         size: S, at most N.
         warps: of a program; for 16 scores a thread if not given.
     """
+    rows, length = scores.shape
+    width = pl.next_power_of_2(length)
+    if warps is None:
+        sizes = tuned("top_k_indices", {"rows": rows, "size": length}, {"warps": min(max(width // 512, 1), 32)})
+        warps = sizes["warps"]
+    return _indices(scores, count, size=size, warps=warps, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames=("size", "warps", "interpret"))
+def _indices(
+    scores: Float[Array, "R N"], count: Int[Array, " R"], *, size: int, warps: int, interpret: bool
+) -> tuple[Int[Array, "R S"], Bool[Array, "R S"]]:
+    """The kernel, traced and lowered once for all layers."""
     from jax.experimental.pallas import triton as plt
 
     rows, length = scores.shape
     width = pl.next_power_of_2(length)
-    if warps is None:
-        warps = tuned("top_k_indices", {"rows": rows, "size": length}, {"warps": min(max(width // 512, 1), 32)})[
-            "warps"
-        ]
 
     def body(scores_ref, count_ref, index_ref, live_ref):
         place = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
@@ -92,7 +101,7 @@ def top_k_indices(
         plt.store(index_ref.at[rank], place, mask=meant)
         plt.store(live_ref.at[rank], found, mask=meant)
 
-    return pl.pallas_call(
+    index, live = pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct((rows, size), jnp.int32), jax.ShapeDtypeStruct((rows, size), bool)],
         grid=(rows,),
@@ -102,3 +111,4 @@ def top_k_indices(
         interpret=interpret,
         name="top_k_indices",
     )(scores, count)
+    return index, live

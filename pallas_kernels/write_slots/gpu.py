@@ -47,20 +47,38 @@ def write_slots(
             new = [jnp.broadcast_to(jnp.asarray(value, array.dtype), shape).reshape(-1, *shape[2:])]
         inputs += new
         parts.append(len(new))
+    written = _call(
+        inputs, folded, programs=batch * heads, parts=tuple(parts), heads=heads, counted=counted, interpret=interpret
+    )
+    return [new.reshape(x.shape) for new, x in zip(written, changed, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames=("programs", "parts", "heads", "counted", "interpret"))
+def _call(
+    inputs: list[Array],
+    folded: list[Array],
+    *,
+    programs: int,
+    parts: tuple[int, ...],
+    heads: int,
+    counted: int | None,
+    interpret: bool,
+) -> list[Array]:
+    """The kernel, traced and lowered once for all layers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton as backend
 
         written = pl.pallas_call(
             functools.partial(_body, parts=parts, heads=heads, counted=counted),
-            grid=(batch * heads,),
+            grid=(programs,),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in folded],
             input_output_aliases={len(inputs) + i: i for i in range(len(folded))},
             compiler_params=backend.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="write_slots",
         )(*inputs, *folded)
-    return [new.reshape(x.shape) for new, x in zip(written, changed, strict=True)]
+    return list(written)
 
 
 def _body(*refs: Any, parts: Sequence[int], heads: int, counted: int | None) -> None:
