@@ -1,5 +1,7 @@
 """The highest scores of every row on an NVIDIA GPU (Pallas-Triton): one program a row, which it holds in registers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
