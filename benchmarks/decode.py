@@ -23,17 +23,24 @@ from kvjax.bench.case import Case
 from kvjax.bench.running import Worker, run
 from kvjax.cli.bench import draw, print_row, read_cases
 
-_COMPRESSED = "treekv:0.2,chunkkv:0.2,chelsea:0.2,catekv:share_adaptive=0.4"
-_RECALLED = "clusterkv:1024,quest:1024"
+_SPARSER = "catekv:eta=0.7:share_adaptive=0.3"
+_POLICIES = f"full,treekv:0.2,chunkkv:0.2,chelsea:0.2,catekv:share_adaptive=0.4,{_SPARSER},clusterkv:1024,quest:1024"
 
 GRID = (
-    (f"full,{_COMPRESSED},{_RECALLED}", "16384", "1,8", False),
-    (f"full,{_COMPRESSED},clusterkv:1024", "32768", "1", True),
-    (f"full,{_COMPRESSED},{_RECALLED}", "65536", "1", False),
-    ("full,chunkkv:0.2,chelsea:0.2", "65536", "8", False),
-    ("full", "16384", "1", True),
+    (_POLICIES, "16384", "1,8", False),
+    (f"{_POLICIES},snapkv:0.2,chunkkv:0.2:reuse=2", "32768,65536", "1", True),
+    (_POLICIES, "32768,65536", "8", False),
+    ("full,chelsea:0.2", "65536", "largest", False),
+    ("full,clusterkv:1024", "32768", "largest", False),
+    (f"full,{_SPARSER}", "40960", "largest", False),
+    (f"full,{_SPARSER}", "512000", "1", False),
+    ("full", "16384", "1,8", True),
 )
-"""Policies, lengths and batches of `--grid`, and whether a prompt is read. Peers are measured on the last."""
+"""Policies, lengths and batches of `--grid`, and whether a prompt is read; the largest batches are those of the papers' own
+comparisons."""
+
+PEERS = 16384, 65536
+"""Lengths of the prompts that peers read in `--grid`, in batches that the full cache has been measured with."""
 
 
 def main() -> None:
@@ -46,7 +53,7 @@ def main() -> None:
     parser.add_argument("--context", default="16384")
     parser.add_argument("--batch", default="1")
     parser.add_argument("--policies", default="full,streaming_llm:0.2,treekv:0.2", help="as for `kvjax bench`")
-    parser.add_argument("--new-tokens", type=int, default=320)
+    parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bandwidth", type=float, help="bytes a second, for the floor")
@@ -85,7 +92,7 @@ def main() -> None:
     if args.peers:
         from benchmarks import peers
 
-        cases += peers.cases(parts[-1])
+        cases += peers.cases([case for case in cases if case.context in PEERS or not args.grid])
         workers |= {program: [sys.executable, "-m", "benchmarks.peers"] for program in peers.PROGRAMS}
         if args.kvpress_path is not None:
             env[peers.PROGRAMS[2]] = imports_first(args.kvpress_path)
@@ -155,7 +162,14 @@ def check() -> float:
 
     config = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
     worst = 0.0
-    for policy in (kvjax.get_policy("full"), kvjax.TreeKV(budget=48, sinks=2, block=8), kvjax.StreamingLLM(budget=48)):
+    checked = (
+        kvjax.get_policy("full"),
+        kvjax.TreeKV(budget=48, sinks=2, block=8),
+        kvjax.StreamingLLM(budget=48),
+        kvjax.get_policy("quest", budget=48, page=8, exempt=0),
+        kvjax.get_policy("clusterkv", budget=48, sinks=2, exempt=0, tokens_per_cluster=8, window=16),
+    )
+    for policy in checked:
         results = []
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
             with jax.default_device(device), jax.default_matmul_precision("highest"):
