@@ -39,6 +39,9 @@ GRID = (
 """Policies, lengths and batches of `--grid`, and whether a prompt is read; the largest batches are those of the papers' own
 comparisons."""
 
+_APART = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""The environment of processes that share the device."""
+
 PEERS = 16384, 65536
 """Lengths of the prompts that peers read in `--grid`, in batches that the full cache has been measured with."""
 
@@ -118,7 +121,6 @@ def imports_first(folder: Path) -> dict[str, str]:
 
 def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> None:
     """Put the cases' programs into the compilation cache, several at a time: what is measured then has the device to itself."""
-    apart = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     waiting = Queue()
     for case in cases:
         waiting.put(case)
@@ -128,7 +130,7 @@ def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> N
         with contextlib.suppress(Empty):
             while True:
                 case = waiting.get_nowait()
-                worker = worker if worker is not None and worker.alive else Worker(command, 600, apart)
+                worker = worker if worker is not None and worker.alive else Worker(command, 600, _APART)
                 found = worker.measure(case, 600)
                 said = found.get("failed") or f"{found['compile_s']:.1f} s"
                 print(f"compiled {case.policy} {case.context} x {case.batch}: {said}"[:200], flush=True)
@@ -142,7 +144,7 @@ def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> N
 def _in_a_process(expression: str) -> str:
     """What an expression is, in a process that gives the device back."""
     command = [sys.executable, "-c", f"from benchmarks import decode, report; print({expression})"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_APART)
     if done.returncode:
         raise SystemExit(f"{expression} failed:\n{done.stderr[-3000:]}")
     return done.stdout.splitlines()[-1]
@@ -167,7 +169,6 @@ def check() -> float:
         kvjax.TreeKV(budget=48, sinks=2, block=8),
         kvjax.StreamingLLM(budget=48),
         kvjax.get_policy("quest", budget=48, page=8, exempt=0),
-        kvjax.get_policy("clusterkv", budget=48, sinks=2, exempt=0, tokens_per_cluster=8, window=16),
     )
     for policy in checked:
         results = []
