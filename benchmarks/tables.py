@@ -67,22 +67,72 @@ def measured_quality() -> list[dict[str, Any]]:
 
 def speed() -> str:
     """Milliseconds a token and how many times the floor that is, a row a policy, a column a length and batch."""
-    measured = [row for row in rows("decode-h200.json") if row["program"] == "kvjax" and "tpot_ms" in row]
-    cases = sorted({(row["context"], row["batch"]) for row in measured})
+    measured = [row for row in _decoded("kvjax") if row["batch"] in (1, 8) and row["context"] <= 65536]
+    cases = sorted({(row["batch"], row["context"]) for row in measured})
     lines = [
-        "| policy | " + " | ".join(f"{context // 1024}k × {batch}" for context, batch in cases) + " |",
+        "| policy | " + " | ".join(f"{context // 1024}k × {batch}" for batch, context in cases) + " |",
         "| --- |" + " ---: |" * len(cases),
     ]
-    names = [":".join([row["policy"], *(_setting(*item) for item in row["settings"].items())]) for row in measured]
-    for name in dict.fromkeys(names):
-        here = {
-            (row["context"], row["batch"]): row for row, other in zip(measured, names, strict=True) if other == name
-        }
+    for name in dict.fromkeys(map(_name, measured)):
+        here = {(row["batch"], row["context"]): row for row in reversed(measured) if _name(row) == name}
         cells = [
             f"{row['tpot_ms']:.2f} ({row['times_floor']:.2f})" if (row := here.get(case)) else "" for case in cases
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def first_token() -> str:
+    """Seconds to the first token and what compression adds to the full cache's, a row a policy, a column a length."""
+    measured = [row for row in _decoded("kvjax") if row["ttft_s"] is not None and row["batch"] == 1]
+    full = {row["context"]: row["ttft_s"] for row in measured if row["policy"] == "full"}
+    contexts = sorted({row["context"] for row in measured if row["policy"] != "full"})
+    lines = [
+        "| policy | " + " | ".join(f"{context // 1024}k" for context in contexts) + " |",
+        "| --- |" + " ---: |" * len(contexts),
+    ]
+    for name in dict.fromkeys(map(_name, measured)):
+        here = {row["context"]: row["ttft_s"] for row in measured if _name(row) == name}
+        cells = []
+        for context in contexts:
+            seconds, plain = here.get(context), full[context]
+            added = "" if seconds is None or name == "full" else f" ({100 * (seconds / plain - 1):+.1f} %)"
+            cells.append("" if seconds is None else f"{seconds:.3f}{added}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def peers() -> str:
+    """Milliseconds a token and seconds to the first token of PyTorch's programs beside kvjax, a row a length and batch."""
+    theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
+    ours = {(_name(row), row["context"], row["batch"]): row for row in reversed(_decoded("kvjax"))}
+    full_prefills = {
+        (row["context"], row["batch"]): row["ttft_s"]
+        for row in _decoded("kvjax")
+        if row["policy"] == "full" and row["ttft_s"] is not None
+    }
+    lines = [
+        "| program | policy | case | ms a token | kvjax | ratio | first token, s | kvjax, full cache |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in theirs:
+        case = row["context"], row["batch"]
+        mine = ours["full" if row["policy"] == "full" else "chunkkv:0.2", *case]["tpot_ms"]
+        lines.append(
+            f"| {row['program']} | {row['policy']} | {case[0] // 1024}k × {case[1]} | {row['tpot_ms']:.1f} | {mine:.2f} | "
+            f"{row['tpot_ms'] / mine:.1f} | {row['ttft_s']:.2f} | {full_prefills[case]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _decoded(program: str) -> list[dict[str, Any]]:
+    """Rows of a program in the decode benchmark that were measured."""
+    return [row for row in rows("decode-h200.json") if row["program"] == program and "tpot_ms" in row]
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A policy as the benchmark's command line has it."""
+    return ":".join([row["policy"], *(_setting(*item) for item in row["settings"].items())])
 
 
 def _setting(name: str, value: Any) -> str:
@@ -113,4 +163,4 @@ def kernels() -> str:
 
 
 if __name__ == "__main__":
-    print(perplexity(), memory(), quality(measured_quality()), speed(), kernels(), sep="\n\n")
+    print(perplexity(), memory(), quality(measured_quality()), speed(), first_token(), peers(), kernels(), sep="\n\n")
