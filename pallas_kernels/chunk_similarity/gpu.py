@@ -102,17 +102,26 @@ def _body(
 ) -> None:
     half = even_ref.shape[0]
     first = pl.program_id(1) * rows
-    even = load_rows(even_ref, first, rows, half)
-    inverse = inverse_length(even)[:, None]
-
-    def compare(j: Array, best: Array) -> Array:
-        start = j * columns
-        odd = load_rows(odd_ref, start, columns, half)
-        target = start + jnp.arange(columns, dtype=jnp.int32)[None]
-        ranks = rank(products(even, odd), inverse, inverse_length(odd)[None], target)
-        alive = load_rows(odd_live_ref, start, columns, half)[None] != 0
-        return jnp.maximum(best, jnp.max(jnp.where(alive, ranks, NONE), axis=1))
-
-    best = jax.lax.fori_loop(0, pl.cdiv(half, columns), compare, jnp.full((rows,), NONE, jnp.int32))
     alive = load_rows(even_live_ref, first, rows, half) != 0
-    store_rows(best_ref, first, jnp.where(alive, best, NONE), half)
+    some = jnp.max(alive.astype(jnp.int32)) != 0
+
+    @pl.when(some)
+    def _search() -> None:
+        even = load_rows(even_ref, first, rows, half)
+        inverse = inverse_length(even)[:, None]
+
+        def compare(j: Array, best: Array) -> Array:
+            start = j * columns
+            odd = load_rows(odd_ref, start, columns, half)
+            target = start + jnp.arange(columns, dtype=jnp.int32)[None]
+            ranks = rank(products(even, odd), inverse, inverse_length(odd)[None], target)
+            odd_alive = load_rows(odd_live_ref, start, columns, half)[None] != 0
+            return jnp.maximum(best, jnp.max(jnp.where(odd_alive, ranks, NONE), axis=1))
+
+        best = jax.lax.fori_loop(0, pl.cdiv(half, columns), compare, jnp.full((rows,), NONE, jnp.int32))
+        store_rows(best_ref, first, jnp.where(alive, best, NONE), half)
+
+    # As in a cache that is nearly empty: keys are not even read.
+    @pl.when(~some)
+    def _nothing() -> None:
+        store_rows(best_ref, first, jnp.full((rows,), NONE, jnp.int32), half)
