@@ -7,6 +7,7 @@ from .decode_attention import decode_attention as decode_attention
 from .gather_attention import gather_attention as gather_attention
 from .kmeans import Distance as Distance
 from .kmeans import kmeans as kmeans
+from .merge_clusters import merge_clusters as merge_clusters
 from .nearest import Nearest as Nearest
 from .nearest import nearest as nearest
 from .prefill_attention import prefill_attention as prefill_attention

@@ -48,6 +48,24 @@ class Centroids:
     budget: Int[Array, " B"]
 
 
+@flax.struct.dataclass
+class Loop:
+    """Clustering between two steps. A step reads one place and writes to another, so there are two, which take turns. B rows.
+
+    Attributes:
+        a, b: tokens from the first that may be merged on, in one of these.
+        in_b: whether in b.
+        size: tokens of each row, with those that are never merged.
+        steps: clustering steps that each row has been through.
+    """
+
+    a: Clusters
+    b: Clusters
+    in_b: Bool[Array, ""]
+    size: Int[Array, " B"]
+    steps: Int[Array, " B"]
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Chelsea(Policy):
@@ -159,15 +177,7 @@ class Chelsea(Policy):
         every = jnp.ones((spec.batch, spec.num_kv_heads, prompt), bool)
         slots, _ = cache.select(spec, max(capacity, prompt), rotated(spec, k), v, every, lengths)
         state = Centroids(slots, jnp.zeros_like(slots.seen), self._budgets(lengths + spec.new_tokens))
-        state = self.compress(spec, state)
-        slots = dataclasses.replace(
-            state.slots,
-            k=state.slots.k[:, :, :capacity],
-            v=state.slots.v[:, :, :capacity],
-            pos=state.slots.pos[:, :, :capacity],
-            weight=state.slots.weight[:, :, :capacity],
-        )
-        return dataclasses.replace(state, slots=slots), carry
+        return self._compressed(state, capacity), carry
 
     def append(
         self,
@@ -189,51 +199,77 @@ class Chelsea(Policy):
         return out, dataclasses.replace(state, steps=steps), carry
 
     def compress(self, spec: LayerSpec, state: Centroids) -> Centroids:
-        return jax.lax.cond(jnp.any(self.due(spec, state)), partial(self._cluster, spec), lambda state: state, state)
+        return self._compressed(state, state.slots.pos.shape[-1])
 
     def due(self, spec: LayerSpec, state: Centroids) -> Bool[Array, " B"]:
         """Rows that have waited long enough."""
+        return self._due(state)
+
+    def _due(self, state: Centroids) -> Bool[Array, " B"]:
         return state.slots.next[:, 0] >= state.budget + self.every
 
-    def _cluster(self, spec: LayerSpec, state: Centroids) -> Centroids:
-        """The rows that are due, clustered to exactly their budgets."""
+    def _compressed(self, state: Centroids, capacity: int) -> Centroids:
+        """Rows clustered where they are due, and all in `capacity` slots, which hold whatever is not due."""
+
+        def cut(state: Centroids) -> Centroids:
+            parts = {name: getattr(state.slots, name)[:, :, :capacity] for name in ("k", "v", "pos", "weight")}
+            return dataclasses.replace(state, slots=dataclasses.replace(state.slots, **parts))
+
+        return jax.lax.cond(jnp.any(self._due(state)), partial(self._cluster, capacity), cut, state)
+
+    def _cluster(self, capacity: int, state: Centroids) -> Centroids:
+        """The rows that are due, clustered to exactly their budgets, in `capacity` slots."""
         slots = state.slots
         places = slots.pos.shape[-1]
         chunk = places if self.chunk is None else min(self.chunk, places)
-        kv = jnp.concatenate([slots.k, slots.v], axis=-1)
-        kv = jnp.where(slots.live[..., None], kv, jnp.zeros((), kv.dtype)).astype(jnp.float32)
-        tokens = Clusters(kv, slots.pos, slots.weight)
         sinks, recent = self._regions(state.budget)
         size = slots.next[:, 0]
-        goal = jnp.where(self.due(spec, state), state.budget, size)
+        goal = jnp.where(self._due(state), state.budget, size)
 
-        def unfinished(loop: tuple[Clusters, Array, Array]) -> Array:
-            return jnp.any(loop[1] > goal)
+        def merge(loop: Loop, tokens: Clusters, into: Clusters) -> tuple[Clusters, Array, Array]:
+            middle = loop.size - sinks - recent
+            count = self._merges(jnp.maximum(middle, 0), loop.steps, chunk, loop.size - goal)
+            tokens = soft_matching.merge(tokens, loop.size - sinks, middle, count, chunk, into)
+            return tokens, loop.size - count, loop.steps + (count > 0).astype(jnp.int32)
 
-        def step(loop: tuple[Clusters, Array, Array]) -> tuple[Clusters, Array, Array]:
-            tokens, size, steps = loop
-            middle = size - sinks - recent
-            count = self._merges(jnp.maximum(middle, 0), steps, chunk, size - goal)
-            return (
-                soft_matching.merge(tokens, middle, count, chunk),
-                size - count,
-                steps + (count > 0).astype(jnp.int32),
-            )
+        def unfinished(loop: Loop) -> Array:
+            return jnp.any(loop.size > goal)
 
-        older = soft_matching.pad(soft_matching.shift(tokens, sinks), -(-places // chunk) * chunk)
-        older, size, steps = jax.lax.while_loop(unfinished, step, (older, size, state.steps))
-        older = soft_matching.shift(older, -sinks)
-        first = jnp.arange(places, dtype=jnp.int32) < sinks[:, None, None]
-        kv = jnp.where(first[..., None], tokens.kv, older.kv[:, :, :places]).astype(slots.k.dtype)
+        def there(loop: Loop) -> Loop:
+            b, size, steps = merge(loop, loop.a, loop.b)
+            return Loop(loop.a, b, jnp.asarray(True), size, steps)
+
+        def back(loop: Loop) -> Loop:
+            a, size, steps = merge(loop, loop.b, loop.a)
+            return Loop(a, loop.b, jnp.asarray(False), size, steps)
+
+        def twice(loop: Loop) -> Loop:
+            loop = there(loop)
+            return jax.lax.cond(unfinished(loop), back, lambda loop: loop, loop)
+
+        older = soft_matching.between(slots.k, slots.v, slots.pos, slots.weight, sinks, -(-places // chunk) * chunk)
+        room = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), older)
+        loop = jax.lax.while_loop(unfinished, twice, Loop(older, room, jnp.asarray(False), size, state.steps))
+
+        index = jnp.arange(capacity, dtype=jnp.int32) - sinks[:, None]
+        live = jnp.arange(capacity, dtype=jnp.int32) < loop.size[:, None]
+
+        def joined(first: Array, a: Array, b: Array, free: int) -> Array:
+            """First tokens, then clusters, then free slots."""
+            wide = (slice(None), None, slice(None)) + (None,) * (first.ndim - 3)
+            older = jnp.where(loop.in_b, soft_matching.taken(b, index), soft_matching.taken(a, index))
+            both = jnp.where((index < 0)[wide], first[:, :, :capacity], older.astype(first.dtype))
+            return jnp.where(live[wide], both, jnp.asarray(free, first.dtype))
+
         slots = dataclasses.replace(
             slots,
-            k=kv[..., : slots.k.shape[-1]],
-            v=kv[..., slots.k.shape[-1] :],
-            pos=jnp.where(first, tokens.pos, older.pos[:, :, :places]),
-            weight=jnp.where(first, tokens.weight, older.weight[:, :, :places]),
-            next=jnp.broadcast_to(size[:, None], slots.next.shape),
+            k=joined(slots.k, loop.a.k, loop.b.k, 0),
+            v=joined(slots.v, loop.a.v, loop.b.v, 0),
+            pos=joined(slots.pos, loop.a.pos, loop.b.pos, -1),
+            weight=joined(slots.weight, loop.a.weight, loop.b.weight, 0),
+            next=jnp.broadcast_to(loop.size[:, None], slots.next.shape),
         )
-        return dataclasses.replace(state, slots=slots, steps=steps)
+        return dataclasses.replace(state, slots=slots, steps=loop.steps)
 
     def _budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
         """B of each row; all tokens can be merged into one, but no further."""

@@ -8,21 +8,21 @@ the tokens it stands for. All edges lead from A to B, so clusters are stars, and
 
 import flax.struct
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import compact
-from kvjax.pallas_kernels import chunk_similarity, top_k
+from kvjax.pallas_kernels import chunk_similarity, merge_clusters, top_k
 
 
 @flax.struct.dataclass
 class Clusters:
-    """Tokens and clusters of tokens, in order, the first ones live. B rows, K KV heads, S places, H head dim; float32.
+    """Tokens and clusters of tokens, in order. B rows, K KV heads, S places, H head dim; float32.
+
+    How many there are is known elsewhere; they stand in the first places, and the other places may hold anything.
 
     Attributes:
         kv: keys, and then values, side by side so that both move at once; of a cluster, the means over its tokens.
-        pos: original position, of a cluster that of its newest token; -1 where there is nothing.
-        weight: how many tokens each stands for, 0 where there is nothing.
+        pos: original position, of a cluster that of its newest token.
+        weight: how many tokens each stands for.
     """
 
     kv: Float[Array, "B K S 2*H"]
@@ -47,79 +47,50 @@ def edges(size: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
     return size // chunk * half + jnp.where(rest == 1, 0, (rest + 1) // 2)
 
 
-def merge(tokens: Clusters, size: Int[Array, " B"], count: Int[Array, " B"], chunk: int) -> Clusters:
+def merge(
+    tokens: Clusters,
+    held: Int[Array, " B"],
+    size: Int[Array, " B"],
+    count: Int[Array, " B"],
+    chunk: int,
+    into: Clusters | None = None,
+) -> Clusters:
     """Merge along the `count` strongest edges among the first `size` tokens of each row; the others stay as they are.
 
     A cluster stands where its token of B stood, and gaps are closed, so order is kept and neighbours stay near.
 
     Args:
+        held: tokens of each row in all.
+        size: at most `held`.
         count: at most `edges(size, chunk)`.
         chunk: c, a divisor of the number of places.
+        into: room for the result that is not used otherwise.
     """
     batch, heads, places, width = tokens.kv.shape
     shape = (batch, heads, places // chunk, chunk)
-    kv, pos, weight = tokens.kv.reshape(*shape, width), tokens.pos.reshape(shape), tokens.weight.reshape(shape)
     live = (jnp.arange(places, dtype=jnp.int32) < size[:, None, None]).reshape(batch, 1, *shape[2:])
-
+    kv = tokens.kv.reshape(*shape, width)
     similarity, target = chunk_similarity(kv, jnp.broadcast_to(live, shape), head_dim=width // 2)
     kept = top_k(similarity.reshape(batch, heads, -1), count[:, None]).reshape(similarity.shape)
-    joined = kept[..., None] & (target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32))  # [B, K, chunk, A, B]
-
-    share = jnp.where(joined, weight[..., 0::2, None], 0.0)
-    odd, odd_kv = weight[..., 1::2], kv[..., 1::2, :]
-    degree = odd + jnp.sum(share, axis=-2)
-    total = odd[..., None] * odd_kv + jnp.einsum("...ab,...ah->...bh", share, kv[..., 0::2, :], precision="highest")
-    grown = degree > odd
-    centroid = jnp.where(grown[..., None], total / jnp.maximum(degree, 1.0)[..., None], odd_kv)
-    newest = jnp.maximum(pos[..., 1::2], jnp.max(jnp.where(joined, pos[..., 0::2, None], -1), axis=-2))
-
-    stays = jnp.stack([~kept, jnp.ones_like(kept)], axis=-1).reshape(*kept.shape[:-1], -1)[..., :chunk]
-    index, filled = compact(stays.reshape(batch, heads, places) & (tokens.weight > 0), places)
-    source = jnp.asarray(_halves(places, chunk))[index]
-
-    def gather(even: Array, odd: Array, free: int) -> Array:
-        """What stays, in order, from the even places of all chunks and the odd ones."""
-        halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
-        wide = (...,) + (None,) * (halves.ndim - 3)
-        return jnp.where(
-            filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype)
-        )
-
-    return Clusters(
-        kv=gather(kv[..., 0::2, :], centroid, 0),
-        pos=gather(pos[..., 0::2], newest, -1),
-        weight=gather(weight[..., 0::2], degree, 0),
-    )
+    room = None if into is None else (into.kv, into.pos, into.weight)
+    return Clusters(*merge_clusters(tokens.kv, tokens.pos, tokens.weight, jnp.where(kept, target, -1), held, into=room))
 
 
-def _halves(places: int, chunk: int) -> Int[np.ndarray, " S"]:
-    """Where each place is when the even places of all chunks are written first, and then the odd ones."""
-    place = np.arange(places, dtype=np.int32)
-    at, half = place % chunk, -(-chunk // 2)
-    even = place // chunk * half + at // 2
-    odd = places // chunk * half + place // chunk * (chunk // 2) + at // 2
-    return np.where(at % 2 == 0, even, odd)
+def between(
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    pos: Int[Array, "B K C"],
+    weight: Float[Array, "B K C"],
+    first: Int[Array, " B"],
+    places: int,
+) -> Clusters:
+    """The tokens from each row's place `first` on, in `places` places."""
+    index = jnp.arange(places, dtype=jnp.int32) + first[:, None]
+    kv = jnp.concatenate([taken(k, index), taken(v, index)], axis=-1).astype(jnp.float32)
+    return Clusters(kv, taken(pos, index), taken(weight, index))
 
 
-def pad(tokens: Clusters, places: int) -> Clusters:
-    """The same with room for `places`, which are at least as many as there are."""
-
-    def widen(x: Array, fill: int) -> Array:
-        width = [(0, 0), (0, 0), (0, places - x.shape[2])] + [(0, 0)] * (x.ndim - 3)
-        return jnp.pad(x, width, constant_values=fill)
-
-    return Clusters(widen(tokens.kv, 0), widen(tokens.pos, -1), widen(tokens.weight, 0))
-
-
-def shift(tokens: Clusters, by: Int[Array, " B"]) -> Clusters:
-    """The same without each row's first `by` places (or, where negative, with that many empty ones in front)."""
-    places = tokens.pos.shape[2]
-    index = jnp.arange(places, dtype=jnp.int32) + by[:, None]
-    inside = ((index >= 0) & (index < places))[:, None]
-    index = jnp.clip(index, 0, places - 1)[:, None]
-
-    def take(x: Array, fill: int) -> Array:
-        wide = (slice(None),) * 3 + (None,) * (x.ndim - 3)
-        return jnp.where(inside[wide], jnp.take_along_axis(x, index[wide], axis=2), jnp.asarray(fill, x.dtype))
-
-    return Clusters(take(tokens.kv, 0), take(tokens.pos, -1), take(tokens.weight, 0))
+def taken(x: Array, index: Int[Array, "B S"]) -> Array:
+    """Entries [B, K, S, ...] of `x` [B, K, C, ...] at each row's places; beyond its ends, the nearest."""
+    wide = (slice(None), None, slice(None)) + (None,) * (x.ndim - 3)
+    return jnp.take_along_axis(x, index[wide], axis=2, mode="clip")
