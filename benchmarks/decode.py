@@ -169,6 +169,7 @@ def check() -> float:
         kvjax.TreeKV(budget=48, sinks=2, block=8),
         kvjax.StreamingLLM(budget=48),
         kvjax.get_policy("quest", budget=48, page=8, exempt=0),
+        kvjax.get_policy("chelsea", budget=48, chunk=32, every=8, sinks=2, recent=8),
     )
     for policy in checked:
         results = []
