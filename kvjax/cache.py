@@ -296,6 +296,7 @@ def attend(
     if place is not None and rope.turns_halves_of(spec.head_dim):
         rotation = Rotation(*place, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
     elif place is not None:
+        assert not isinstance(q, Turned)
         q = rope.rotate(q, jnp.repeat(place[1], spec.num_heads // spec.num_kv_heads, axis=1))
         keys = rope.rotate_by_table(keys, place[0], keys.shape[2])
     attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)

@@ -51,12 +51,13 @@ def decode_attention(
         return tpu.refuses(heads, k, rotation)
 
     chosen = choose("decode_attention", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
-    if chosen != "gpu":
-        q = q() if isinstance(q, Turned) else q if rotation is None else rotation.queries(q)
-    if chosen == "xla":
-        return reference.decode_attention(q, k, v, weight, scale=scale, rotation=rotation, probs=probs)
     if chosen == "gpu":
-        from .gpu import decode_attention as body
-    else:
-        from .tpu import decode_attention as body
-    return body(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)
+        from .gpu import decode_attention as gpu_body
+
+        return gpu_body(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)
+    rotated = q() if isinstance(q, Turned) else q if rotation is None else rotation.queries(q)
+    if chosen == "xla":
+        return reference.decode_attention(rotated, k, v, weight, scale=scale, rotation=rotation, probs=probs)
+    from .tpu import decode_attention as tpu_body
+
+    return tpu_body(rotated, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)

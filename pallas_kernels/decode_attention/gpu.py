@@ -247,9 +247,10 @@ def _body(
 
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
     if turned == "all":
-        cos_ref, sin_ref, query_ref, place_ref = turn_refs
+        cos_ref, sin_ref, query_ref, _ = turn_refs
         at = jnp.clip(query_ref[0], 0, slots - 1)
-        q = _halves(*(q_ref[:, half] for half in halves), cos_ref[at][None], sin_ref[at][None])
+        first, second = (q_ref[:, half] for half in halves)
+        q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
     else:
         q = _turned(q_ref, *turn_refs) if turn_refs else q_ref[...]
 
@@ -270,12 +271,14 @@ def _body(
         weight = load(weight_ref, inside, span)
         live = weight > 0
         if turned == "all":
+            cos_ref, sin_ref, _, place_ref = turn_refs
             angle = (
                 jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
                 jnp.arange(dim // 2, dtype=jnp.int32)[None],
             )
             cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
-            keys = _halves(*(load(k_ref, inside, span, half) for half in halves), cos, sin)
+            first, second = (load(k_ref, inside, span, half) for half in halves)
+            keys = _halves(first, second, cos, sin)
             logits = sum(_dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
         else:
             logits = _dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
