@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes it."""
+"""The public functions, and the choice of who computes them."""
 
 from importlib import import_module
 from typing import Any
