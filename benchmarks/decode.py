@@ -5,7 +5,8 @@
 
 What `kvjax bench` measures, after a check: a small model's tokens and log-probabilities on this device are compared with the
 CPU's. With `--peers`, transformers and kvpress follow on the shapes that have a prefill, see `benchmarks.peers`. A run that is
-cut short goes on where it was, if it is started again with the same file.
+cut short goes on where it was, if it is started again with the same file. With `--devices N`, so many GPUs of the
+host share kvjax's cases; peers, whose times depend on the host, follow one case at a time.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from kvjax.bench.case import Case
-from kvjax.bench.running import Worker, run
+from kvjax.bench.running import Worker, environments, run
 from kvjax.cli.bench import draw, print_row, read_cases
 
 _SPARSER = "catekv:eta=0.7:share_adaptive=0.3"
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, help="bytes to use")
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--case-seconds", type=float, default=600)
+    parser.add_argument("--devices", type=int, default=1, help="GPUs that share kvjax's cases")
     parser.add_argument("--peers", action="store_true", help="measure transformers and kvpress, too")
     parser.add_argument(
         "--kvpress-path", type=Path, help="folder with kvpress and a transformers that it takes, for its worker alone"
@@ -74,6 +76,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.kvpress_path is not None and not args.kvpress_path.is_dir():
         parser.error(f"{args.kvpress_path} is no folder")
+    try:
+        environments(args.devices)
+    except ValueError as error:
+        parser.error(str(error))
     out = args.out or Path(f"benchmarks/results/decode-{_in_a_process('report.device_slug()')}.json")
     given = ((args.policies, args.context, args.batch, not args.skip_prefill),)
     parts = [
@@ -87,7 +93,8 @@ def main() -> None:
     with ThreadPoolExecutor(1) as beside:
         checked = None if args.unchecked else beside.submit(_in_a_process, "decode.check()")
         if args.compile_jobs:
-            compile_ahead(cases, [*command, json.dumps(options | {"compile_only": True})], args.compile_jobs)
+            compiling = [*command, json.dumps(options | {"compile_only": True})]
+            compile_ahead(cases, compiling, args.compile_jobs, args.devices)
     error = None if checked is None else float(checked.result())
     if error is not None:
         print(f"largest difference from the CPU, in log-probability: {error:.1e}", flush=True)
@@ -103,6 +110,7 @@ def main() -> None:
         cases,
         workers,
         out,
+        devices=args.devices,
         budget_seconds=args.budget_seconds,
         case_seconds=args.case_seconds,
         said=print_row,
@@ -119,18 +127,23 @@ def imports_first(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder.resolve()), *([known] if known else [])])}
 
 
-def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> None:
-    """Put the cases' programs into the compilation cache, several at a time: what is measured then has the device to itself."""
+def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int, devices: int = 1) -> None:
+    """Put the cases' programs into the compilation cache, several at a time: what is measured then has its device to itself.
+
+    Raises:
+        ValueError: there are not so many devices.
+    """
+    places = environments(devices)
     waiting = Queue()
-    for case in cases:
+    for case in sorted(cases, key=_compiles_soon):
         waiting.put(case)
 
-    def work(_: int) -> None:
-        worker = None
+    def work(job: int) -> None:
+        worker, apart = None, _APART | places[job % devices]
         with contextlib.suppress(Empty):
             while True:
                 case = waiting.get_nowait()
-                worker = worker if worker is not None and worker.alive else Worker(command, 600, _APART)
+                worker = worker if worker is not None and worker.alive else Worker(command, 600, apart)
                 found = worker.measure(case, 600)
                 said = found.get("failed") or f"{found['compile_s']:.1f} s"
                 print(f"compiled {case.policy} {case.context} x {case.batch}: {said}"[:200], flush=True)
@@ -139,6 +152,11 @@ def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int) -> N
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, range(jobs)))
+
+
+def _compiles_soon(case: Case) -> tuple[bool, bool]:
+    """Sorts cases: what takes longest is begun first, so that no process is left with it at the end."""
+    return case.policy not in ("chelsea", "clusterkv"), not case.prefill
 
 
 def _in_a_process(expression: str) -> str:

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -14,7 +16,7 @@ import kvjax
 from benchmarks import decode
 from kvjax.bench import figures, floor, measuring, states
 from kvjax.bench.case import Case, read_policy
-from kvjax.bench.running import run
+from kvjax.bench.running import environments, run
 from kvjax.cache import layer_specs
 from kvjax.models import Params, presets
 from kvjax.policies import get_policy
@@ -29,6 +31,36 @@ def measure(case):
     if case["policy"] == "hangs": time.sleep(60)
     return {"tpot_ms": case["context"] / 100, "pid": os.getpid()}
 serve(lambda: {"device": "one", "versions": {}, "settings": {}}, measure)
+"""
+
+SHARING = """
+import json, os, sys, time
+from pathlib import Path
+folder, device, pid = Path(sys.argv[1]), os.environ.get("CUDA_VISIBLE_DEVICES"), str(os.getpid())
+begun, died, once = folder / f"begun-{device}", folder / "died", os.environ.get("ONCE", "").split(",")
+if begun.exists() and device in once: sys.exit("not again")
+begun.touch()
+def until(reached):
+    while not reached(): time.sleep(0.01)
+def lives(other):
+    try: os.kill(int(other), 0)
+    except ProcessLookupError: return False
+    return True
+def measured(policy):
+    (folder / "pids" / pid).touch()
+    if policy == "meets": until(lambda: len(os.listdir(folder / "pids")) > 1)
+    if policy == "waits": time.sleep(60)
+    if policy == "dies on 1" and device == "0": until(died.exists)
+    elif policy.startswith("dies"): died.touch(); os._exit(3)
+    beside = sum(map(lives, os.listdir(folder / "pids"))) - 1
+    apart = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")
+    return {"on": device, "pid": pid, "beside": beside, "compile_s": 0, "failed": f"{device} {apart}"}
+kind = "another" if device == os.environ.get("UNLIKE", "") else "one"
+print(json.dumps({"device": kind}), flush=True)
+for line in sys.stdin:
+    row = measured(json.loads(line)["policy"])
+    if "--compile" not in sys.argv: del row["failed"]
+    print(json.dumps(row), flush=True)
 """
 
 FINDER = """
@@ -133,6 +165,118 @@ def test_failures_are_rows_and_the_next_case_runs(tmp_path: Path) -> None:
         run_([*more, Case("late", {}, 30, 1, "tiny")])
 
 
+@pytest.fixture
+def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Command of a worker whose rows tell its device, and how many others lived when it measured."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "pids").mkdir()
+    return [sys.executable, "-S", "-c", SHARING, str(tmp_path)]
+
+
+@pytest.fixture
+def on_two(sharing: list[str], tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """`run` with two devices."""
+    workers = {"kvjax": sharing, "peer": sharing}
+    return partial(run, workers=workers, out=tmp_path / "rows.json", devices=2, case_seconds=60)
+
+
+def named(*names: str, program: str = "kvjax") -> list[Case]:
+    """Cases that are told apart by their length."""
+    return [Case(name, {}, 10 + i, 1, "tiny", program=program) for i, name in enumerate(names)]
+
+
+def asked(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(row["program"], row["context"]) for row in rows]
+
+
+def test_devices_share_cases(on_two: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    said = []
+    cases = named("meets", "meets", *["fine"] * 6)
+    rows = on_two(cases, said=said.append)
+    assert asked(rows) == [(case.program, case.context) for case in cases]
+    assert {row["on"] for row in rows[:2]} == {"0", "1"}
+    assert len({(row["on"], row["pid"]) for row in rows}) == 2
+    assert sorted(asked(said)) == asked(rows)
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert (found["rows"], found["header"]) == (rows, {"device": "one", "devices": 2})
+
+    before, after = Case("fine", {}, 5, 1, "tiny"), Case("fine", {}, 30, 1, "tiny")
+    more = on_two([before, *cases[1:], after])
+    assert more[0] == rows[0]  # which is not asked for
+    assert more[2:-1] == rows[1:]  # not measured again
+    assert asked(more[1:2] + more[-1:]) == [("kvjax", 5), ("kvjax", 30)]
+
+
+def test_other_programs_are_measured_afterwards_and_alone(on_two: Callable[..., list[dict[str, Any]]]) -> None:
+    ours, peers, said = named("meets", "meets", "fine"), named("fine", "fine", program="peer"), []
+    cases = [ours[0], *peers, *ours[1:]]
+    rows = on_two(cases, said=said.append)
+    assert asked(rows) == [(case.program, case.context) for case in cases]
+    assert said[3:] == rows[1:3]
+    assert [(row["on"], row["beside"]) for row in rows[1:3]] == [("0", 0)] * 2
+
+
+def test_a_single_device_is_not_named(on_two: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    first, second = on_two(named("fine", "fine"), devices=1)
+    assert (first["on"], first["pid"]) == (None, second["pid"])
+    assert json.loads((tmp_path / "rows.json").read_text())["header"] == {"device": "one"}
+
+
+def test_a_worker_that_dies_beside_another_costs_its_case(on_two: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = on_two(named("meets", "meets", *["dies", "fine"] * 3))
+    assert ["failed" in row for row in rows] == [False, False, *[True, False] * 3]
+
+
+def test_a_device_that_takes_no_worker_leaves_cases_to_others(
+    on_two: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    rows = on_two(named("meets", "meets", "dies on 1", "dies on 1", "fine", "fine"), env={"kvjax": {"ONCE": "1"}})
+    assert sum("failed" in row for row in rows[2:4]) == 1
+    assert [row["on"] for row in rows[4:]] == ["0"] * 2
+
+    for path in (*tmp_path.glob("begun-*"), tmp_path / "rows.json"):
+        path.unlink()
+    rows = on_two(named("dies", "dies", "fine", "fine"), env={"kvjax": {"ONCE": "0,1"}})
+    assert ["code 3" in row["failed"] for row in rows] == [True, True, False, False]
+    assert all(row["failed"].endswith("not again") for row in rows[2:])
+
+
+def test_the_end_of_a_run_costs_no_case(on_two: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    """Whether the time is up or something goes wrong."""
+    cases = named("meets", "meets", "waits", "waits", "fine")
+    assert [row["policy"] for row in on_two(cases, budget_seconds=5)] == ["meets", "meets"]
+
+    def interrupt(row: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        on_two([*named("waits"), Case("fine", {}, 30, 1, "tiny")], said=interrupt)
+    assert [row["context"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [10, 11, 30]
+
+
+def test_devices_are_alike_and_there_are_so_many(
+    on_two: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="has other device"):
+        on_two(named("waits", "waits"), env={"kvjax": {"UNLIKE": "1"}})
+    with pytest.raises(ValueError, match="0 devices; give 1 or more"):
+        on_two(named("fine"), devices=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,4")
+    assert [row["on"] for row in on_two(named("fine"))] == ["5"]
+    assert environments(2) == [{"CUDA_VISIBLE_DEVICES": name} for name in ("5", "3")]
+    with pytest.raises(ValueError, match="4 devices, but CUDA_VISIBLE_DEVICES is '5,3,4'"):
+        environments(4)
+
+
+def test_compiling_ahead(sharing: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*sharing, "--compile"]
+    decode.compile_ahead(named("meets", "meets"), command, jobs=2, devices=2)
+    assert sorted(line.split(": ")[1] for line in capsys.readouterr().out.splitlines()) == ["0 false", "1 false"]
+    plain, prompted, slow = named("full", "quest", "chelsea")
+    decode.compile_ahead([dataclasses.replace(plain, prefill=False), prompted, slow], command, jobs=1)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["chelsea", "quest", "full"]
+
+
 def test_a_program_may_have_imports_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_there.py").touch()
     cases = [Case("full", {}, 10, 1, "tiny", program=program) for program in ("kvjax", "kvpress")]
@@ -190,4 +334,5 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "unknown policy 'nope'" in bench("--policies", "nope")
     assert "give whole numbers" in bench("--context", "1k")
     assert "llama-3.1-8b" in bench("--shape", "gpt-2")
+    assert "'--devices'" in bench("--devices", "0")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Run cases within a time, each in a worker that may fail, and write rows as they come."""
+"""Run cases within a time, on one device or several, in workers that may fail."""
 
 import contextlib
 import dataclasses
@@ -8,14 +8,17 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 from .case import Case
-
-Row = dict[str, Any]
+from .results import Results, Row
 
 
 class Worker:
@@ -61,9 +64,13 @@ class Worker:
             self.close()
         return found
 
+    def kill(self) -> None:
+        """End it from another thread: the one that waits for an answer is told that it died."""
+        self._process.kill()
+
     def close(self) -> None:
         """End it, and with it all that it holds on the device."""
-        self._process.kill()
+        self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None and not stream.closed:
@@ -80,7 +87,7 @@ class Worker:
         try:
             line = self._lines.get(timeout=max(seconds, 0.1))
         except Empty:
-            return {"failed": f"took longer than {seconds:.0f} s", "timed_out": True, "lost": True}
+            return {"failed": f"took longer than {seconds:.0f} s", "lost": True}
         if line:
             return json.loads(line)
         self._errors.seek(0)
@@ -93,6 +100,7 @@ def run(
     workers: Mapping[str, Sequence[str]],
     out: Path,
     *,
+    devices: int = 1,
     budget_seconds: int | float | None = None,
     case_seconds: int | float = 600,
     said: Callable[[Row], None] = lambda row: None,
@@ -102,9 +110,12 @@ def run(
     """Measure the cases that `out` does not have yet, and write a row for each as it comes.
 
     Args:
+        cases: rows are in their order, after those that `out` has of other cases.
         workers: the command for each `Case.program`.
         out: the result file: JSON with a header and rows. One that is there must be of this device and these versions.
-        budget_seconds: stop after so long; a case that this interrupts, and those after it, are left for another run.
+        devices: so many CUDA devices share the cases of the first program, each with a worker that sees no other. Other
+            programs, which the host's load may slow down, follow on the first device, one case at a time.
+        budget_seconds: stop after so long; cases that this interrupts, and those after them, are left for another run.
         case_seconds: a case that takes longer is a row that says so.
         said: called with each new row.
         facts: what else the header of a new file says.
@@ -114,72 +125,126 @@ def run(
         All rows of the file.
 
     Raises:
-        ValueError: the file is of another device, or of other versions.
+        ValueError: the file is of another device, or of other versions, or a device is unlike the others, or there are fewer.
         RuntimeError: the first program's worker does not start. (Of others that do not, each case is a row that says so.)
     """
-    end = time.monotonic() + (float("inf") if budget_seconds is None else budget_seconds)
-    header, rows = _read(out)
-    wanted = [json.loads(json.dumps(dataclasses.asdict(case))) for case in cases]
-    there = [{name: row.get(name) for name in wanted[0]} for row in rows] if wanted else []
-    worker, program, refusal = None, None, None
-    try:
-        for case, fields in zip(cases, wanted, strict=True):
-            left = end - time.monotonic()
-            if fields in there:
-                continue
-            if left <= 0:
-                break
-            if case.program != program or (worker is not None and not worker.alive):
-                if worker is not None:
-                    worker.close()
-                worker, refusal, first = None, None, program is None
-                program = case.program
+    places = environments(devices)
+    several = {"devices": devices} if devices > 1 else {}
+    results, clock = Results(out, cases, {**(facts or {}), **several}, said), _Clock(budget_seconds, case_seconds)
+
+    def start(program: str, place: Mapping[str, str]) -> Worker:
+        return Worker(workers[program], clock.for_next, {**os.environ, **(env or {}).get(program, {}), **place})
+
+    missing = sorted(results.missing(), key=lambda case: case.program != cases[0].program)
+    for program, group in groupby(missing, lambda case: case.program):
+        waiting, first = deque(group), program == cases[0].program
+        sharing = places[: len(waiting)] if first else places[:1]
+        lanes = [_Lane(partial(start, program, place), first, results, clock) for place in sharing]
+        _side_by_side(lanes, waiting, results, clock)
+    return results.rows
+
+
+def environments(devices: int) -> list[dict[str, str]]:
+    """For each of so many CUDA devices, the variables with which a process sees it alone; for a single one, none.
+
+    Raises:
+        ValueError: fewer than one, or more than this process sees itself.
+    """
+    if devices < 1:
+        raise ValueError(f"{devices} devices; give 1 or more")
+    if devices == 1:
+        return [{}]
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(devices)] if known is None else known.split(",")
+    if len(names) < devices:
+        raise ValueError(f"{devices} devices, but CUDA_VISIBLE_DEVICES is {known!r}")
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:devices]]
+
+
+class _Clock:
+    """The time that there is for a run, and for each of its cases."""
+
+    def __init__(self, budget_seconds: int | float | None, case_seconds: int | float) -> None:
+        self._end = float("inf") if budget_seconds is None else time.monotonic() + budget_seconds
+        self._case_seconds = case_seconds
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    @property
+    def for_next(self) -> int | float:
+        return min(self._case_seconds, self._end - time.monotonic())
+
+    def stop(self) -> None:
+        self._end = 0
+
+
+class _Lane:
+    """Measures one case after the other, in a worker that is started for the first and anew when it has died.
+
+    Args:
+        start: starts a worker.
+        first: whether it is of the run's first program, which the header is of and which has to start.
+    """
+
+    def __init__(self, start: Callable[[], Worker], first: bool, results: Results, clock: _Clock) -> None:
+        self._start, self._first, self._results, self._clock = start, first, results, clock
+        self._worker: Worker | None = None
+
+    def work(self, waiting: deque[Case]) -> str | None:
+        """Take what waits until there is nothing, the time is over, or no worker starts: then why."""
+        try:
+            while waiting and not self._clock.over:
                 try:
-                    apart = {**os.environ, **(env or {}).get(program, {})}
-                    worker = Worker(workers[program], min(case_seconds, left), apart)
-                    header = (
-                        _same(out, header, {**worker.header, **(facts or {})})
-                        if program == cases[0].program
-                        else header
-                    )
+                    worker = self._ready()
                 except RuntimeError as error:
-                    if first:
+                    if self._first and self._worker is None:
                         raise
-                    refusal = str(error)
-            left = end - time.monotonic()
-            found = {"failed": refusal} if worker is None else worker.measure(case, min(case_seconds, left))
-            if found.pop("timed_out", False) and left < case_seconds:
-                break
-            rows.append(fields | found)
-            _write(out, header or {}, rows)
-            said(rows[-1])
-    finally:
-        if worker is not None:
-            worker.close()
-    return rows
+                    return str(error)
+                case = _taken(waiting)
+                if case is None:
+                    break
+                found = worker.measure(case, self._clock.for_next)
+                if "failed" in found and self._clock.over:
+                    break  # the end of the run interrupted it
+                self._results.add(case, found)
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+        return None
+
+    def kill(self) -> None:
+        """From another thread: end what is being measured."""
+        if self._worker is not None:
+            self._worker.kill()
+
+    def _ready(self) -> Worker:
+        if self._worker is not None:
+            if self._worker.alive:
+                return self._worker
+            self._worker.close()
+        self._worker = self._start()
+        if self._first:
+            self._results.begin(self._worker.header)
+        return self._worker
 
 
-def _read(path: Path) -> tuple[Row | None, list[Row]]:
-    if not path.exists():
-        return None, []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found["header"], found["rows"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path") from None
+def _taken(waiting: deque[Case]) -> Case | None:
+    with contextlib.suppress(IndexError):  # another lane took the last
+        return waiting.popleft()
 
 
-def _same(path: Path, known: Row | None, now: Row) -> Row:
-    """The header of the file, which this run must be able to go on with."""
-    if known is None:
-        return now
-    for name in ("device", "versions", "settings"):
-        if known.get(name) != now.get(name):
-            raise ValueError(f"{path} has other {name} ({known.get(name)}; now {now.get(name)}); give another path")
-    return known
-
-
-def _write(path: Path, header: Row, rows: list[Row]) -> None:
-    from kvjax.evals import report
-
-    report.write(path, json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+def _side_by_side(lanes: Sequence[_Lane], waiting: deque[Case], results: Results, clock: _Clock) -> None:
+    """Have lanes share what waits. What waits after all of them is left for another run, or no worker started to measure it."""
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        working = [pool.submit(lane.work, waiting) for lane in lanes]
+        try:
+            refusals = [refusal for done in as_completed(working) if (refusal := done.result())]
+        except BaseException:  # an interruption as well
+            clock.stop()
+            for lane in lanes:
+                lane.kill()
+            raise
+    for case in () if clock.over else waiting:
+        results.add(case, {"failed": refusals[0]})

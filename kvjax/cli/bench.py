@@ -42,6 +42,9 @@ def bench(
         str | None,
         typer.Option(metavar="SIZE", help="Memory to use, such as 8GB. [default: the device's]", show_default=False),
     ] = None,
+    devices: Annotated[
+        int, typer.Option(min=1, help="CUDA devices that share the rows, each in a process of its own.")
+    ] = 1,
     budget_seconds: Annotated[
         float | None, typer.Option(help="Stop after so long; the rest is for the next run.", show_default=False)
     ] = None,
@@ -70,7 +73,15 @@ def bench(
         "compilation_cache": compilation_cache,
     }
     command = [sys.executable, "-m", "kvjax.bench.worker", json.dumps(options)]
-    rows = run(cases, {"kvjax": command}, out, budget_seconds=budget_seconds, case_seconds=case_seconds, said=print_row)
+    rows = run(
+        cases,
+        {"kvjax": command},
+        out,
+        devices=devices,
+        budget_seconds=budget_seconds,
+        case_seconds=case_seconds,
+        said=print_row,
+    )
     if plot is not None:
         draw(rows, plot)
 

@@ -1,0 +1,90 @@
+"""The result file of a benchmark: what it has is not measured again, and rows are written as they come."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .case import Case
+
+Row = dict[str, Any]
+
+
+class Results:
+    """JSON with a header, and rows in the order of the cases; threads may share it.
+
+    Args:
+        path: the file.
+        cases: what is to be measured. Rows that the file has of others come first.
+        facts: what the header of a new file says besides what a worker says of itself.
+        said: called with each new row, one at a time.
+
+    Attributes:
+        rows: all rows so far.
+
+    Raises:
+        ValueError: there is a file that is none of kvjax's results.
+    """
+
+    def __init__(
+        self, path: Path, cases: Sequence[Case], facts: Mapping[str, Any], said: Callable[[Row], None]
+    ) -> None:
+        self._path, self._cases, self._facts, self._said = path, cases, facts, said
+        self._order = [_fields(case) for case in cases]
+        self._lock = threading.Lock()
+        self._header, self.rows = _read(path)
+
+    def missing(self) -> list[Case]:
+        """The cases that there is no row of."""
+        there = {self._place(row) for row in self.rows}
+        return [case for case in self._cases if self._place(_fields(case)) not in there]
+
+    def begin(self, header: Row) -> None:
+        """Take a worker's rows.
+
+        Args:
+            header: what it says of itself.
+
+        Raises:
+            ValueError: the file, or another worker, is of another device or of other versions or settings.
+        """
+        with self._lock:
+            if self._header is None:
+                self._header = {**header, **self._facts}
+            for name in ("device", "versions", "settings"):
+                known, now = self._header.get(name), header.get(name)
+                if known != now:
+                    raise ValueError(f"{self._path} has other {name} ({known}; now {now}); give another path")
+
+    def add(self, case: Case, found: Row) -> None:
+        """Write what was found of a case."""
+        from kvjax.evals import report
+
+        row = _fields(case) | found
+        with self._lock:
+            self.rows.append(row)
+            self.rows.sort(key=self._place)
+            content = {"header": self._header or {}, "rows": self.rows}
+            report.write(self._path, json.dumps(content, indent=1) + "\n")
+            self._said(row)
+
+    def _place(self, row: Row) -> int:
+        fields = {field.name: row.get(field.name) for field in dataclasses.fields(Case)}
+        return self._order.index(fields) if fields in self._order else -1
+
+
+def _fields(case: Case) -> Row:
+    """A case as the file has it: with lists for tuples."""
+    return json.loads(json.dumps(dataclasses.asdict(case)))
+
+
+def _read(path: Path) -> tuple[Row | None, list[Row]]:
+    if not path.exists():
+        return None, []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["header"], found["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path") from None
