@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy
-from kvjax.program import Program
+from kvjax.program import ONE_GRAPH, Program
 from kvjax.sampling import Sampler
 
 CHUNK = 256
@@ -249,14 +249,14 @@ prefill = Program(_prefill, static=2)
 Returns the `Decoding` state and the first tokens' log-probabilities.
 """
 
-decode = Program(_decode, static=2, donate=(3,))
+decode = Program(_decode, static=2, donate=(3,), gpu_options=ONE_GRAPH)
 """`decode(policy, specs, params, state, count, sampler, ends)`: draw up to `count` <= `CHUNK` more tokens a row.
 
 Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
 tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
 """
 
-answer = Program(_answer, static=2, donate=(3,))
+answer = Program(_answer, static=2, donate=(3,), gpu_options=ONE_GRAPH)
 """`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then draw.
 
 Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's drawn token;

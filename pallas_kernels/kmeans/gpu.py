@@ -18,6 +18,9 @@ from .lloyd import Distance, lloyd
 BITS = 23
 """Of the 24 that float32 holds exactly; the last one is for what rounding adds."""
 
+BLOCK = 64
+"""Centroids are filled up to a multiple of this, with some that get no tokens, so that the search takes whole blocks of them."""
+
 LEAST_EXPONENT = -80
 """Of sums: channels with smaller values in them add up to zero."""
 
@@ -38,13 +41,18 @@ def kmeans(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
     """Lloyd's algorithm; see the public function."""
+    clusters_held, size = init.shape[2], -(-init.shape[2] // BLOCK) * BLOCK
+    init = jnp.pad(init, ((0, 0), (0, 0), (0, size - clusters_held), (0, 0)))
     largest = jnp.max(jnp.where(mask[:, None, :, None], jnp.abs(x), jnp.zeros((), x.dtype)), axis=2)
 
     def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
         return nearest.nearest(x, centroids, bias, interpret=interpret).place
 
-    total = functools.partial(cluster_sums, x, largest.astype(jnp.float32), size=init.shape[2])
-    return lloyd(mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance)
+    total = functools.partial(cluster_sums, x, largest.astype(jnp.float32), size=size)
+    centroids, labels = lloyd(
+        mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance
+    )
+    return centroids[:, :, :clusters_held], jnp.minimum(labels, clusters_held)
 
 
 def cluster_sums(

@@ -53,7 +53,8 @@ def merge_clusters(
         sizes: `channels` of a program and its `warps`, instead of the tuned ones.
     """
     if sizes is None:
-        default = {"channels": min(64, kv.shape[-1]), "warps": 8 if target.shape[-1] >= 128 else 4}
+        # Of 32768 places, 8 heads, 256 channels and chunks of 256 on an H200: 322 us; with 8 warps 367, with 32 channels 481.
+        default = {"channels": min(64, kv.shape[-1]), "warps": 4}
         case = {"chunks": target.size // target.shape[-1], "half": target.shape[-1], "width": kv.shape[-1]}
         sizes = tuned("merge_clusters", case, default)
     return _call(kv, pos, weight, target, count, into, **sizes, interpret=interpret)

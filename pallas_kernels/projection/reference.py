@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..dispatch import target
 from .norm import Norm
+
+NARROW = 2048
+"""Matrices of fewer outputs are multiplied as one, where they are neighbours of one size and there are many rows, on GPUs: with the
+keys' and values' 1024 outputs a product of 32768 tokens runs at 470 TFLOP/s on an H200, with 2048 or more at 780.
+"""
+
+MANY = 1024
+"""Rows for which that pays: the matrices themselves are copied."""
 
 
 def projection(
@@ -20,7 +29,7 @@ def projection(
 ) -> list[Float[Array, "*B _"]]:
     """One product after the other, each rounded to the type of `x` before anything is added to it."""
     x = x if norm is None else norm(x)
-    products = [_product(x, w, dtype) for w in weights]
+    products = [product for together in _groups(x, weights) for product in _products(x, together, dtype)]
     return products if residual is None else [residual + product for product in products]
 
 
@@ -30,6 +39,27 @@ def gated_projection(
     """silu(gate x) · up x."""
     x = x if norm is None else norm(x)
     return jax.nn.silu(_product(x, gate, x.dtype)) * _product(x, up, x.dtype)
+
+
+def _groups(x: Array, weights: Sequence[Array]) -> list[list[Array]]:
+    """The matrices, in order; in one group those that are to be multiplied at once."""
+    many = target().platform == "gpu" and x.size // x.shape[-1] >= MANY
+    groups: list[list[Array]] = []
+    for w in weights:
+        if many and groups and groups[-1][0].shape == w.shape and w.shape[0] < NARROW:
+            groups[-1].append(w)
+        else:
+            groups.append([w])
+    return groups
+
+
+def _products(
+    x: Float[Array, "*B D"], weights: Sequence[Float[Array, "O D"]], dtype: Any
+) -> list[Float[Array, "*B O"]]:
+    """Those of one group."""
+    if len(weights) == 1:
+        return [_product(x, weights[0], dtype)]
+    return jnp.split(_product(x, jnp.concatenate(weights), dtype), len(weights), axis=-1)
 
 
 def _product(x: Float[Array, "*B D"], w: Float[Array, "O D"], dtype: Any) -> Float[Array, "*B O"]:

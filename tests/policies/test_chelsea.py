@@ -9,7 +9,7 @@ import pytest
 from policies.driver import Case, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
-from kvjax.policies import Chelsea, Full, PolicyError, soft_matching
+from kvjax.policies import Chelsea, Full, PolicyError, chelsea, soft_matching
 from kvjax.policies.base import budget_tokens
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.soft_matching import Clusters
@@ -96,12 +96,7 @@ def steps_to_budget(tokens: int, new: int, budget: float, schedule: str, r_min: 
 def test_steps_of_the_papers_schedules(schedule, steps):
     """32768 tokens to 20 %: what the rule gives, and what the policy's own counting gives."""
     assert steps_to_budget(32768, 1000, 0.2, schedule, 0.05) == (steps, 6753)
-    policy, tokens, taken = Chelsea(schedule=schedule), 32768, 0
-    while tokens > 6753:
-        args = (jnp.asarray([x], jnp.int32) for x in (tokens - 80, taken))
-        tokens -= policy._merges(*args, 256, jnp.asarray([tokens - 6753], jnp.int32)).item()
-        taken += 1
-    assert (taken, tokens) == (steps, 6753)
+    assert chelsea._usual(Chelsea(schedule=schedule), 32768, 32768, 6753, 0) == steps
 
 
 def test_without_a_floor_qwens_schedule_stalls():
@@ -198,6 +193,17 @@ def test_clusters_every_so_many_tokens_down_to_exactly_the_budget():
     counts = np.asarray([np.asarray(s.slots.count)[:, 0] for s in run(TIGHT, small_case(9))[2]])
     assert counts[:, 0].tolist() == [14, 15, 16] * 7
     assert counts[:, 1].tolist() == [9, 10, 11, 12, 13] + [14, 15, 16] * 5 + [14]  # rows keep their own time
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_steps_taken_for_granted_do_not_matter(most, monkeypatch):
+    """Rows that need more steps than their prompt's length lets expect get them one by one."""
+    expected = run(TIGHT, small_case(9))[2]
+    monkeypatch.setattr(chelsea, "MOST", most)
+    another = dataclasses.replace(TIGHT, r_min=TIGHT.r_min + 1e-6 * (1 + most))  # the same ratios, and nothing that is reused
+    got = run(another, small_case(9))[2]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_sinks_and_recent_tokens_are_never_merged():
