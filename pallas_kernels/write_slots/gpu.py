@@ -90,28 +90,37 @@ def _body(*refs: Any, parts: Sequence[int], heads: int, counted: int | None) -> 
     slot_ref, *value_refs = refs[: sum(parts) + 1] if counted is None else (counter_refs[counted], *refs[: sum(parts)])
     value_refs, here = iter(value_refs), pl.program_id(0)
     slot = slot_ref[here]
+    # All is read before anything is written: what comes after a write would wait for what came before it.
+    counts = []
     for counter_ref in counter_refs:
         each = heads if counter_ref.shape[0] * heads == pl.num_programs(0) else 1  # heads that share a number
-        at, first = here // each, here % each == 0
-        count = jnp.broadcast_to(counter_ref[at] + 1, (1,))
-        backend.store(counter_ref.at[at + jnp.arange(1)], count, mask=jnp.broadcast_to(first, (1,)))
-    for part, out_ref in zip(parts, out_refs, strict=True):
+        counts.append((here // each, here % each == 0, counter_ref[here // each] + 1))
+    entries = [
+        _entry([next(value_refs) for _ in range(part)], here, heads, out_ref)
+        for part, out_ref in zip(parts, out_refs, strict=True)
+    ]
+    for counter_ref, (at, first, count) in zip(counter_refs, counts, strict=True):
+        backend.store(
+            counter_ref.at[at + jnp.arange(1)], jnp.broadcast_to(count, (1,)), mask=jnp.broadcast_to(first, (1,))
+        )
+    for out_ref, entry in zip(out_refs, entries, strict=True):
         exists = slot < out_ref.shape[1]
         at = jnp.where(exists, slot, 0)
-        value_ref = next(value_refs)
-        if out_ref.ndim == 2:
-            value = jnp.broadcast_to(value_ref[here], (1,)).astype(out_ref.dtype)
-            backend.store(out_ref.at[here, at + jnp.arange(1)], value, mask=jnp.broadcast_to(exists, (1,)))
-            continue
-        dim = out_ref.shape[2]
-        if part == 1:
-            written = [(pl.ds(0, dim), value_ref[here])]
-        else:
-            cos, sin = (next(value_refs)[here // heads] for _ in range(2))
-            halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
-            a, b = (value_ref[here, half].astype(jnp.float32) for half in halves)
-            turned = a * cos - b * sin, b * cos + a * sin
-            written = [(half, x.astype(value_ref.dtype)) for half, x in zip(halves, turned, strict=True)]
-        for span, value in written:
+        for span, value in entry:
+            index = (here, at + jnp.arange(1)) if span is None else (here, at, span)
             mask = jnp.broadcast_to(exists, value.shape)
-            backend.store(out_ref.at[here, at, span], value.astype(out_ref.dtype), mask=mask)
+            backend.store(out_ref.at[*index], value.astype(out_ref.dtype), mask=mask)
+
+
+def _entry(refs: Sequence[Any], here: Array, heads: int, out_ref: Any) -> list[tuple[Any, Array]]:
+    """What an array gets, by span of channels; None where it has none."""
+    if out_ref.ndim == 2:
+        return [(None, jnp.broadcast_to(refs[0][here], (1,)))]
+    dim = out_ref.shape[2]
+    if len(refs) == 1:
+        return [(pl.ds(0, dim), refs[0][here])]
+    halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+    a, b = (refs[0][here, half].astype(jnp.float32) for half in halves)
+    cos, sin = (table[here // heads] for table in refs[1:])
+    turned = a * cos - b * sin, b * cos + a * sin
+    return [(half, x.astype(refs[0].dtype)) for half, x in zip(halves, turned, strict=True)]
