@@ -7,6 +7,7 @@ values never move while decoding.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -167,18 +168,35 @@ def select(
         The cache, and the prompt index that each slot was filled from (0 where free), for gathering what else a policy knows
         of its tokens.
     """
+    return _selected(capacity, spec.dtype, k, v, keep, lengths)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _selected(
+    capacity: int,
+    dtype: Any,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    keep: Bool[Array, "B K T"],
+    lengths: Int[Array, " B"],
+) -> tuple[Slots, Int[Array, "B K C"]]:
+    """`select`, traced once for all layers of one shape."""
     index, live = compact(keep & in_prompt(lengths, keep.shape[-1])[:, None], capacity)
     gather = jnp.swapaxes(index, 1, 2)[..., None]  # [B, C, K, 1]
     held = live[..., None]
+
+    def taken(x: Array) -> Array:
+        return jnp.where(held, jnp.swapaxes(jnp.take_along_axis(x, gather, axis=1), 1, 2), jnp.zeros((), x.dtype))
+
     slots = Slots(
-        k=jnp.where(held, jnp.swapaxes(jnp.take_along_axis(k, gather, axis=1), 1, 2), jnp.zeros((), k.dtype)),
-        v=jnp.where(held, jnp.swapaxes(jnp.take_along_axis(v, gather, axis=1), 1, 2), jnp.zeros((), v.dtype)),
+        k=taken(k).astype(dtype),
+        v=taken(v).astype(dtype),
         pos=jnp.where(live, index, -1),
         weight=live.astype(jnp.float32),
         next=jnp.sum(live, axis=-1, dtype=jnp.int32),
         seen=lengths.astype(jnp.int32),
     )
-    return dataclasses.replace(slots, k=slots.k.astype(spec.dtype), v=slots.v.astype(spec.dtype)), index
+    return slots, index
 
 
 def compact(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:

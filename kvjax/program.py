@@ -66,7 +66,7 @@ class Program:
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 
-    def _options(self) -> dict[str, str]:
+    def _options(self) -> dict[str, str | bool]:
         if target().platform != "gpu":
             return {}
         said = os.environ.get("XLA_FLAGS", "")

@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from benchmarks import decode
-from kvjax.bench import figures, floor, measuring, states
+from kvjax.bench import compression, figures, floor, measuring, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.running import environments, run
 from kvjax.cache import layer_specs
@@ -88,6 +88,7 @@ def test_a_row(small: Case, tiny: Params) -> None:
     assert row["peak_bytes"] == max(row["program_bytes"].values()) > weights + row["cache_bytes"]
     assert row["tokens_per_s"] == pytest.approx(2e3 / row["tpot_ms"])
     assert len(row["tpot_all_ms"]) == 2
+    assert 0 < row["compression_s"]
     assert row["latency_s"] == pytest.approx(row["ttft_all_s"][-1] + row["decode_s"])
     json.dumps(row)
 
@@ -112,6 +113,14 @@ def test_filled_states_are_as_full_as_real_ones_and_what_a_step_reads_of_them(ti
     assert read == quest.bytes_read(tiny.config, 1, 200, 8, tiny.dtype) < 2 * 2 * 200 * pair
 
 
+def test_compression_is_timed_in_every_layer(tiny: Params) -> None:
+    """The compiler does not see that all layers are given the same queries, keys and values."""
+    policy, specs = get_policy("snapkv", budget=20, window=4), layer_specs(tiny.config, 1, 50, 8, tiny.dtype)
+    one, two = (compression.compiled(policy, specs[:layers]).cost_analysis()["flops"] for layers in (1, 2))
+    assert 1.9 < two / one < 2.1
+    assert compression.seconds(policy, specs, 50) > 0
+
+
 def shapes_of(tree: object) -> object:
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
@@ -121,7 +130,7 @@ def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: P
     memory = 800_000
     row = measuring.measure(case, tiny, bandwidth=None, memory=memory)
     assert row["peak_bytes"] <= memory
-    assert (row["ttft_s"], row["latency_s"], row["floor_ms"]) == (None, None, None)
+    assert [row[name] for name in ("ttft_s", "compression_s", "latency_s", "floor_ms")] == [None] * 4
     assert row["tpot_ms"] > 0
     assert list(row["program_bytes"]) == ["decode"]
     more = row["batch_run"] + max(row["batch_run"] // 16, 1) + 1

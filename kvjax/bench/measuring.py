@@ -15,7 +15,7 @@ from kvjax.models import Params, abstract
 from kvjax.policies import Policy
 from kvjax.sampling import Greedy
 
-from . import floor, states
+from . import compression, floor, states
 from .case import LARGEST, Case
 
 STEPS = 64
@@ -71,7 +71,9 @@ def compile_only(case: Case) -> dict[str, Any]:
     policy = case.bound_policy()
     specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
     _needed(case, policy, specs)
-    if not case.prefill:
+    if case.prefill:
+        compression.compiled(policy, specs)
+    else:
         states.compile_filling(policy, specs, case.context)
     return {"compile_s": time.perf_counter() - start}
 
@@ -93,9 +95,11 @@ def _run(
         state, ttft = jax.block_until_ready(states.filled(policy, specs, case.context)), []
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.caches))
     state, calls = _decoded(case, policy, specs, params, state)
+    read = floor.weight_bytes(params), floor.cache_bytes_read(policy, specs, state.caches)
+    del state
+    compression_seconds = compression.seconds(policy, specs, case.context) if case.prefill else None
     timed = calls[1:] or calls
     tpot = sum(seconds for _, seconds in timed) / sum(steps for steps, _ in timed)
-    read = floor.weight_bytes(params), floor.cache_bytes_read(policy, specs, state.caches)
     return {
         "batch_run": batch,
         "ttft_s": float(np.median(ttft)) if ttft else None,
@@ -105,6 +109,7 @@ def _run(
         "floor_ms": None if bandwidth is None else 1e3 * sum(read) / bandwidth,
         "times_floor": None if bandwidth is None else tpot * bandwidth / sum(read),
         "decode_s": sum(seconds for _, seconds in calls),
+        "compression_s": compression_seconds,
         "latency_s": ttft[-1] + sum(seconds for _, seconds in calls) if ttft else None,
         "tokens_per_s": batch / tpot,
         "cache_bytes": cache_bytes,

@@ -182,7 +182,7 @@ class Chelsea(Policy):
         budget = self._budget(spec)
         if prompt < budget + self.every:  # then shorter rows are not due either
             return state, carry
-        return self._cluster(capacity, _usual(self, slots.pos.shape[-1], prompt, budget, 0), spec, state), carry
+        return self._cluster(capacity, _usual(self, slots.pos.shape[-1], prompt, budget, 0), state), carry
 
     def append(
         self,
@@ -207,15 +207,19 @@ class Chelsea(Policy):
         capacity = state.slots.pos.shape[-1]
         budget = self._budget(spec)
         usual = _usual(self, capacity, budget + self.every, budget, len(self._ratios))
-        cluster = partial(self._cluster, capacity, usual, spec)
-        return jax.lax.cond(jnp.any(self.due(spec, state)), cluster, lambda state: state, state)
+        cluster = partial(self._cluster, capacity, usual)
+        return jax.lax.cond(jnp.any(self._due(state)), cluster, lambda state: state, state)
 
     def due(self, spec: LayerSpec, state: Centroids) -> Bool[Array, " B"]:
         """Rows that have waited long enough."""
+        return self._due(state)
+
+    def _due(self, state: Centroids) -> Bool[Array, " B"]:
         return state.slots.next[:, 0] >= state.budget + self.every
 
-    def _cluster(self, capacity: int, usual: int, spec: LayerSpec, state: Centroids) -> Centroids:
-        """The rows that are due, clustered to exactly their budgets, in `capacity` slots.
+    @partial(jax.jit, static_argnums=(0, 1, 2))
+    def _cluster(self, capacity: int, usual: int, state: Centroids) -> Centroids:
+        """The rows that are due, clustered to exactly their budgets, in `capacity` slots; traced once for all layers of one shape.
 
         Args:
             usual: steps that it takes most often: so many are taken at once, and only then rows are asked whether they need more,
@@ -226,7 +230,7 @@ class Chelsea(Policy):
         chunk = self._chunk(slots.pos.shape[-1])
         sinks, recent = self._regions(state.budget)
         size = slots.next[:, 0]
-        goal = jnp.where(self.due(spec, state), state.budget, size)
+        goal = jnp.where(self._due(state), state.budget, size)
 
         def step(loop: Loop) -> Loop:
             middle = loop.size - sinks - recent

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Literal
 
 import flax.struct
@@ -228,12 +229,8 @@ class ClusterKV(Recalling):
 
         A token's rank depends on its position, head, layer and `seed` alone, hence not on padding or on other rows.
         """
-        layer = jax.random.fold_in(jax.random.key(self.seed), spec.layer)
-        heads = jax.vmap(jax.random.fold_in, (None, 0))(layer, jnp.arange(spec.num_kv_heads, dtype=jnp.int32))
-        # JAX draws the nth number of a list from n alone, however long the list.
-        draws = jax.vmap(lambda head: jax.random.uniform(head, (spec.max_tokens,)))(heads)
-        draws = jnp.moveaxis(jnp.take(draws, pos, axis=1, mode="clip"), 0, 1)
-        return jnp.argsort(jnp.where(inside[:, None], draws, 2.0), axis=-1, stable=True)
+        layer = jnp.asarray(spec.layer, jnp.int32)
+        return _shuffled(spec.num_kv_heads, spec.max_tokens, self.seed, layer, pos, inside)
 
     def _cluster(
         self,
@@ -309,6 +306,20 @@ class ClusterKV(Recalling):
         return min(self.window, spec.new_tokens) if self.cluster_decode else spec.new_tokens
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _shuffled(
+    heads: int, tokens: int, seed: int, layer: Int[Array, ""], pos: Int[Array, "B T"], inside: Bool[Array, "B T"]
+) -> Int[Array, "B K T"]:
+    """`ClusterKV.shuffled`, traced once for all layers."""
+    key = jax.random.fold_in(jax.random.key(seed), layer)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(heads, dtype=jnp.int32))
+    # JAX draws the nth number of a list from n alone, however long the list.
+    draws = jax.vmap(lambda head: jax.random.uniform(head, (tokens,)))(keys)
+    draws = jnp.moveaxis(jnp.take(draws, pos, axis=1, mode="clip"), 0, 1)
+    return jnp.argsort(jnp.where(inside[:, None], draws, 2.0), axis=-1, stable=True)
+
+
+@partial(jax.jit, static_argnums=1)
 def _index(
     labels: Int[Array, "B K T"], size: int
 ) -> tuple[Int[Array, "B K M"], Int[Array, "B K M"], Int[Array, "B K T"]]:

@@ -30,6 +30,7 @@ def refuses(x: Array) -> str | None:
     return nearest.refuses(x, x)
 
 
+@functools.partial(jax.jit, static_argnames=("iterations", "distance", "interpret"))
 def kmeans(
     x: Float[Array, "B K T H"],
     mask: Bool[Array, "B T"],
@@ -40,9 +41,9 @@ def kmeans(
     distance: Distance,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
-    """Lloyd's algorithm; see the public function."""
-    clusters_held, size = init.shape[2], -(-init.shape[2] // BLOCK) * BLOCK
-    init = jnp.pad(init, ((0, 0), (0, 0), (0, size - clusters_held), (0, 0)))
+    """Lloyd's algorithm, traced once for all layers; see the public function."""
+    held, size = init.shape[2], -(-init.shape[2] // BLOCK) * BLOCK
+    init = jnp.pad(init, ((0, 0), (0, 0), (0, size - held), (0, 0)))
     largest = jnp.max(jnp.where(mask[:, None, :, None], jnp.abs(x), jnp.zeros((), x.dtype)), axis=2)
 
     def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
@@ -52,7 +53,7 @@ def kmeans(
     centroids, labels = lloyd(
         mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance
     )
-    return centroids[:, :, :clusters_held], jnp.minimum(labels, clusters_held)
+    return centroids[:, :, :held], jnp.minimum(labels, held)
 
 
 def cluster_sums(

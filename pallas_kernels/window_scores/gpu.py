@@ -48,21 +48,50 @@ def window_scores(
         sizes: `rows` queries and `block` tokens at a time, `splits` programs that share a head's tokens in the first body, `warps`
             and `stages` of each, instead of the tuned ones.
     """
+    batch, length, kv_heads, dim = k.shape
+    rows = pl.next_power_of_2(observers.q.shape[2]) * pl.next_power_of_2(observers.q.shape[3])
+    sizes = sizes or _sizes(batch * kv_heads, rows, length, dim, k.dtype)
+    return _call(
+        observers,
+        k,
+        first,
+        stop,
+        scale=scale,
+        sliding_window=sliding_window,
+        chunk=chunk,
+        sizes=tuple(sizes.items()),
+        interpret=interpret,
+    )
+
+
+@partial(jax.jit, static_argnames=("scale", "sliding_window", "chunk", "sizes", "interpret"))
+def _call(
+    observers: Observers,
+    k: Float[Array, "B T K H"],
+    first: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    scale: float,
+    sliding_window: int | None,
+    chunk: int,
+    sizes: tuple[tuple[str, int], ...],
+    interpret: bool,
+) -> Float[Array, "B K M"]:
+    """Both kernels, traced and lowered once for all layers."""
     from jax.experimental.pallas import triton as backend
 
     batch, length, kv_heads, dim = k.shape
     group = observers.q.shape[3]
     q, pos, wide = _rows(observers)
-    rows = q.shape[2]
-    sizes = sizes or _sizes(batch * kv_heads, rows, length, dim, k.dtype)
-    tile, block = min(max(sizes["rows"], wide), rows), max(sizes["block"], chunk)
-    part = pl.cdiv(length, sizes["splits"] * block) * block
+    rows, size = q.shape[2], dict(sizes)
+    tile, block = min(max(size["rows"], wide), rows), max(size["block"], chunk)
+    part = pl.cdiv(length, size["splits"] * block) * block
     splits = pl.cdiv(length, part)
     begin = first if sliding_window is None else jnp.maximum(first, observers.pos[:, 0] + 1 - sliding_window)
     begin = jnp.maximum(begin - first, 0) // block * block  # counted from `first`, whole blocks
     bounds = jnp.stack([first, stop, begin], axis=-1).astype(jnp.int32)
     options: dict[str, Any] = {
-        "compiler_params": backend.CompilerParams(num_warps=sizes["warps"], num_stages=sizes["stages"]),
+        "compiler_params": backend.CompilerParams(num_warps=size["warps"], num_stages=size["stages"]),
         "interpret": interpret,
     }
     see = partial(_see, scale=scale, sliding_window=sliding_window)

@@ -200,7 +200,9 @@ def test_steps_taken_for_granted_do_not_matter(most, monkeypatch):
     """Rows that need more steps than their prompt's length lets expect get them one by one."""
     expected = run(TIGHT, small_case(9))[2]
     monkeypatch.setattr(chelsea, "MOST", most)
-    another = dataclasses.replace(TIGHT, r_min=TIGHT.r_min + 1e-6 * (1 + most))  # the same ratios, and nothing that is reused
+    another = dataclasses.replace(
+        TIGHT, r_min=TIGHT.r_min + 1e-6 * (1 + most)
+    )  # the same ratios, and nothing that is reused
     got = run(another, small_case(9))[2]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
