@@ -58,7 +58,7 @@ def _every_layer(
     """Each layer's state. The layers' inputs differ by factors that the compiler does not know, or it would work out one for all."""
     states, carry = [], None
     for spec, factor in zip(specs, factors, strict=True):
-        state, carry = policy.prefill(spec, *(x * factor for x in (q, k, v)), lengths, carry)
+        state, carry = policy.prefill(spec, q * factor, k * factor, v * factor, lengths, carry)
         states.append(state)
     return states
 
