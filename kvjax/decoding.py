@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy
-from kvjax.program import ONE_GRAPH, Program
+from kvjax.program import ONE_GRAPH, SIDE_BY_SIDE, Program
 from kvjax.sampling import Sampler
 
 CHUNK = 256
@@ -114,8 +114,7 @@ def _loop(
     Where layers compress only now and then, a loop within runs until one of them is due: within a step, every layer would make
     the host wait for the device to tell whether it is (with Chelsea on an H200 that took about a fifth of a step).
     """
-    asked = [policy.due(spec, cache) for spec, cache in zip(specs, start[1].caches, strict=True)]
-    seldom = [layer for layer, told in enumerate(asked) if not isinstance(told, str)]
+    seldom = _seldom(policy, specs, start[1].caches)
 
     def due(loop: Loop) -> Array:
         return jnp.any(jnp.stack([jnp.asarray(policy.due(specs[i], loop[1].caches[i])) for i in seldom]))
@@ -136,6 +135,27 @@ def _loop(
         return i, state.replace(caches=compress(state.caches, seldom)), *buffers
 
     return jax.lax.while_loop(proceed, until_due if seldom else body, start)
+
+
+def _seldom(policy: Policy, specs: Specs, caches: Sequence[Any]) -> list[int]:
+    """The layers that compress only now and then."""
+    asked = [policy.due(spec, cache) for spec, cache in zip(specs, caches, strict=True)]
+    return [layer for layer, told in enumerate(asked) if not isinstance(told, str)]
+
+
+def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
+    """How a GPU runs the loop.
+
+    Not side by side where layers compress only now and then: then it is all layers at once, and each takes room (Chelsea with 8 rows of
+    16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7).
+    """
+    found = []
+
+    def look() -> None:
+        found.extend(_seldom(policy, specs, tuple(policy.init(spec) for spec in specs)))
+
+    jax.eval_shape(look)
+    return ONE_GRAPH if found else ONE_GRAPH | SIDE_BY_SIDE
 
 
 def _prefill(
@@ -249,14 +269,14 @@ prefill = Program(_prefill, static=2)
 Returns the `Decoding` state and the first tokens' log-probabilities.
 """
 
-decode = Program(_decode, static=2, donate=(3,), gpu_options=ONE_GRAPH)
+decode = Program(_decode, static=2, donate=(3,), gpu_options=_gpu_options)
 """`decode(policy, specs, params, state, count, sampler, ends)`: draw up to `count` <= `CHUNK` more tokens a row.
 
 Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
 tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
 """
 
-answer = Program(_answer, static=2, donate=(3,), gpu_options=ONE_GRAPH)
+answer = Program(_answer, static=2, donate=(3,), gpu_options=_gpu_options)
 """`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then draw.
 
 Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's drawn token;

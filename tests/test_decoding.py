@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache, decoding
+from kvjax import cache, decoding, program
 from kvjax.models import transformer
+from kvjax.pallas_kernels.dispatch import Target
 from kvjax.policies import Chelsea, ClusterKV, Full, Policy, StreamingLLM, by_head, by_layer
+from kvjax.program import ONE_GRAPH, SIDE_BY_SIDE
 from kvjax.sampling import Greedy
 
 STEPS = 24
@@ -81,3 +83,14 @@ def test_who_is_never_due_and_who_always(tiny):
     short = ClusterKV(budget=4, sinks=2, window=20).bind(tiny.config)  # no tail will ever be as long
     assert short.due(specs[0], short.init(specs[0])) == "never"
     assert Policy.due(Full(), specs[0], None) == "never"
+
+
+@pytest.mark.parametrize(("policy", "together"), [(Full(), True), (CLUSTERKV, False), (CHELSEA, False)])
+def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(tiny, policy, together, monkeypatch):
+    specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
+    assert decoding.decode._options((policy, specs)) == {}  # these are for GPUs alone
+    monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
+    wanted = ONE_GRAPH | SIDE_BY_SIDE if together else ONE_GRAPH
+    assert decoding.decode._options((policy, specs)) == wanted
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert decoding.decode._options((policy, specs)) == (SIDE_BY_SIDE if together else {})

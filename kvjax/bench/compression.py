@@ -61,4 +61,3 @@ def _every_layer(
         state, carry = policy.prefill(spec, q * factor, k * factor, v * factor, lengths, carry)
         states.append(state)
     return states
-
