@@ -102,6 +102,62 @@ def first_token() -> str:
     return "\n".join(lines)
 
 
+def compression() -> str:
+    """Milliseconds that a policy works on a prompt in all layers, apart from the model, and that over the full cache's first token."""
+    measured = [row for row in _decoded("kvjax") if row.get("compression_s") is not None and row["batch"] == 1]
+    full = {row["context"]: row["ttft_s"] for row in measured if row["policy"] == "full"}
+    contexts = sorted({row["context"] for row in measured if row["policy"] != "full"})
+    lines = [
+        "| policy | " + " | ".join(f"{context // 1024}k" for context in contexts) + " |",
+        "| --- |" + " ---: |" * len(contexts),
+    ]
+    for name in dict.fromkeys(map(_name, measured)):
+        here = {row["context"]: row["compression_s"] for row in measured if _name(row) == name}
+        cells = [
+            f"{1e3 * taken:.1f} ({100 * taken / full[context]:.1f} %)" if (taken := here.get(context)) else ""
+            for context in contexts
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def published() -> str:
+    """What the papers report for their methods against the full cache, beside the same ratio here."""
+    here = {(_name(row), row["context"], row["batch"]): row for row in reversed(_decoded("kvjax"))}
+    sparser = "catekv:eta=0.7:share_adaptive=0.3"
+    lines = ["| method | ratio | paper | here |", "| --- | --- | ---: | --- |"]
+
+    def add(
+        method: str, what: str, paper: str, names: tuple[str, str], context: int, *measures: tuple[Any, str]
+    ) -> None:
+        cells = []
+        for batch, measure in measures:
+            rows_of = [here.get((name, context, batch)) for name in names]
+            if all(rows_of):
+                most = {row["batch_run"] for row in rows_of}
+                ratio = rows_of[0][measure] / rows_of[1][measure]
+                ratio = 1 / ratio if measure == "tokens_per_s" else ratio
+                cells.append(f"{ratio:.2f} (batch {' and '.join(map(str, sorted(most)))})")
+        lines.append(f"| {method} | {what} | {paper} | {', '.join(cells) or 'not measured'} |")
+
+    add("Chelsea, 20 %", "time a token, 64k", "3.19", ("full", "chelsea:0.2"), 65536, (1, "tpot_ms"), (8, "tpot_ms"))
+    add("ClusterKV, 1024", "time a token, 32k", "2", ("full", "clusterkv:1024"), 32768, (1, "tpot_ms"), (8, "tpot_ms"))
+    add("ClusterKV, 1024", "throughput, 32k", "2.5", ("full", "clusterkv:1024"), 32768, ("largest", "tokens_per_s"))
+    add("CateKV, r = 0.3, η = 0.7", "memory, 500k", "2.72", ("full", sparser), 512000, (1, "peak_bytes"))
+    add("CateKV, r = 0.3, η = 0.7", "time a token, 500k", "2.18", ("full", sparser), 512000, (1, "tpot_ms"))
+    add("CateKV, r = 0.3, η = 0.7", "throughput, 40k", "3.96", ("full", sparser), 40960, ("largest", "tokens_per_s"))
+    for context in (32768, 65536):
+        add(
+            "ChunkKV, index reuse 2",
+            f"compression, {context // 1024}k, without over with",
+            "",
+            ("chunkkv:0.2", "chunkkv:0.2:reuse=2"),
+            context,
+            (1, "compression_s"),
+        )
+    return "\n".join(lines)
+
+
 def peers() -> str:
     """Milliseconds a token and seconds to the first token of PyTorch's programs beside kvjax, a row a length and batch."""
     theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
@@ -163,4 +219,15 @@ def kernels() -> str:
 
 
 if __name__ == "__main__":
-    print(perplexity(), memory(), quality(measured_quality()), speed(), first_token(), peers(), kernels(), sep="\n\n")
+    print(
+        perplexity(),
+        memory(),
+        quality(measured_quality()),
+        speed(),
+        first_token(),
+        compression(),
+        published(),
+        peers(),
+        kernels(),
+        sep="\n\n",
+    )
