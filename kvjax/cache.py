@@ -326,17 +326,34 @@ def places(pos: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
     return pos[:, None] + jnp.arange(count, dtype=jnp.int32)
 
 
-def insert_many(slots: Slots, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], pos: Int[Array, "B S"]) -> Slots:
-    """Put S new tokens into each head's next slots, which are free, with weight 1."""
-    count = pos.shape[1]
+def insert_many(
+    slots: Slots,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    pos: Int[Array, "B S"],
+    count: Int[Array, ""] | None = None,
+) -> Slots:
+    """Put S new tokens into each head's next slots, which are free, with weight 1.
+
+    Args:
+        count: how many of them, the first ones; all by default.
+    """
+    size = pos.shape[1]
+    count = jnp.asarray(size, jnp.int32) if count is None else count
     rows, heads = _heads(slots.next)
-    at = rows[..., None], heads[..., None], slots.next[..., None] + jnp.arange(count, dtype=jnp.int32)
+    place = jnp.arange(size, dtype=jnp.int32)
+    slot = jnp.where(place < count, slots.next[..., None] + place, slots.pos.shape[-1])  # out of range, hence dropped
+    at = rows[..., None], heads[..., None], slot
+
+    def written(array: Array, values: Any) -> Array:
+        return array.at[at].set(values, mode="drop")
+
     return dataclasses.replace(
         slots,
-        k=slots.k.at[at].set(jnp.swapaxes(k, 1, 2).astype(slots.k.dtype)),
-        v=slots.v.at[at].set(jnp.swapaxes(v, 1, 2).astype(slots.v.dtype)),
-        pos=slots.pos.at[at].set(pos[:, None]),
-        weight=slots.weight.at[at].set(1.0),
+        k=written(slots.k, jnp.swapaxes(k, 1, 2).astype(slots.k.dtype)),
+        v=written(slots.v, jnp.swapaxes(v, 1, 2).astype(slots.v.dtype)),
+        pos=written(slots.pos, pos[:, None]),
+        weight=written(slots.weight, 1.0),
         next=slots.next + count,
         seen=slots.seen + count,
     )

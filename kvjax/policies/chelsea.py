@@ -203,6 +203,40 @@ class Chelsea(Policy):
         steps = state.steps + jnp.isnan(out[:, 0, 0]).astype(jnp.int32)
         return out, dataclasses.replace(state, steps=steps), carry
 
+    def extend(
+        self,
+        spec: LayerSpec,
+        state: Centroids,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        pos: Int[Array, " B"],
+        carry: Carry,
+    ) -> tuple[Float[Array, "B S N H"], Centroids, Carry]:
+        """Tokens between two clusterings at once, up to `every`: they see the same slots, and each other."""
+        count, block = q.shape[1], min(self.every, q.shape[1])
+        places = cache.places(pos, count)
+        q, k = (spec.rope.rotate(x, places[..., None]) for x in (q, k))
+        more = (0, 0), (0, block)
+        tokens = [jnp.pad(x, more + ((0, 0),) * (x.ndim - 2)) for x in (q, k, v, places)]
+
+        def unread(loop: tuple[Array, Centroids, Array]) -> Array:
+            return loop[0] < count
+
+        def read(loop: tuple[Array, Centroids, Array]) -> tuple[Array, Centroids, Array]:
+            done, state, out = loop
+            room = jnp.min(state.budget + self.every - state.slots.next[:, 0])  # until the first row is due
+            fresh = jnp.minimum(jnp.minimum(room, block), count - done)
+            q, k, v, at = (jax.lax.dynamic_slice_in_dim(x, done, block, axis=1) for x in tokens)
+            slots = cache.insert_many(state.slots, k, v, at, fresh)
+            # What stands beyond the fresh ones is overwritten by the next ones' output, or cut off.
+            out = jax.lax.dynamic_update_slice_in_dim(out, cache.attend_many(spec, slots, q, at), done, axis=1)
+            return done + fresh, self.compress(spec, dataclasses.replace(state, slots=slots)), out
+
+        begin = jnp.zeros((), jnp.int32), state, jnp.zeros_like(tokens[0])
+        _, state, out = jax.lax.while_loop(unread, read, begin)
+        return out[:, :count], state, carry
+
     def compress(self, spec: LayerSpec, state: Centroids) -> Centroids:
         capacity = state.slots.pos.shape[-1]
         budget = self._budget(spec)

@@ -1,15 +1,16 @@
 """Chelsea against the literal algorithm."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import Case, kept, make_case, run
+from policies.driver import Case, compiled, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
-from kvjax.policies import Chelsea, Full, PolicyError, chelsea, soft_matching
+from kvjax.policies import Chelsea, Full, Policy, PolicyError, chelsea, soft_matching
 from kvjax.policies.base import budget_tokens
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.soft_matching import Clusters
@@ -193,6 +194,25 @@ def test_clusters_every_so_many_tokens_down_to_exactly_the_budget():
     counts = np.asarray([np.asarray(s.slots.count)[:, 0] for s in run(TIGHT, small_case(9))[2]])
     assert counts[:, 0].tolist() == [14, 15, 16] * 7
     assert counts[:, 1].tolist() == [9, 10, 11, 12, 13] + [14, 15, 16] * 5 + [14]  # rows keep their own time
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_piece_is_read_as_tokens_one_by_one(window):
+    """In rows that cluster at different times, some of them several times."""
+    case = small_case(11)
+    spec = dataclasses.replace(case.spec, window=window)
+    prefill, _ = compiled(TIGHT, spec)
+    start = prefill(*(x[:, : spec.prompt_len] for x in (case.q, case.k, case.v)), case.lengths)
+    at = case.lengths[:, None] + np.arange(case.steps)
+    piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
+    got, want = (
+        jax.jit(partial(read, TIGHT, spec))(start, *piece, case.lengths, None)
+        for read in (Chelsea.extend, Policy.extend)
+    )
+    np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert (np.asarray(got[1].steps) > np.asarray(start.steps)).all()
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
