@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import kvjax
-from benchmarks import decode
+from benchmarks import decode, long_context
 from kvjax.bench import compression, figures, floor, measuring, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.running import environments, run
@@ -345,3 +345,20 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "llama-3.1-8b" in bench("--shape", "gpt-2")
     assert "'--devices'" in bench("--devices", "0")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", ["chelsea:32:every=8:sinks=2:recent=4", "treekv:32:sinks=2"])
+def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params) -> None:
+    """What is held and what the program takes do not grow with the text."""
+    name, settings = read_policy(policy)
+    cases = [
+        dataclasses.replace(small, policy=name, settings=settings, context=tokens, batch=1) for tokens in (70, 160)
+    ]
+    rows = [long_context.measure(case, tiny, 16, float("inf")) for case in cases]
+    assert [row["tokens_read"] for row in rows] == [64, 160]
+    assert [row["marks"][-1]["tokens"] for row in rows] == [64, 160]
+    for held in ("cache_bytes", "program_bytes"):
+        assert rows[0][held] == rows[1][held]
+    assert rows[0]["cache_bytes"] < rows[0]["full_cache_bytes"] < rows[1]["full_cache_bytes"]
+    cut = long_context.measure(cases[1], tiny, 16, 0.0)
+    assert (cut["tokens_read"], len(cut["marks"])) == (16, 1)
