@@ -12,6 +12,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+from kvjax.compilation_cache import not_kept
+
 CHIPS = {"v5e": ("v5e:1x1", [1, 1, 1]), "v5p": ("v5p:1x1x1", [1, 1, 1]), "v6e": ("v6e:1x1", [1, 1, 1])}
 """Topology of a single chip, by the name of its generation."""
 
@@ -56,5 +58,5 @@ def compile_for(generation: str, function: Any, *args: Any, **options: Any) -> A
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(device.device_kind, 1, "tpu"))
     sharding = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), not_kept():
         return jax.jit(function, **options).lower(*shapes).compile()

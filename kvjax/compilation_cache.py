@@ -1,8 +1,10 @@
 """Compiled programs on disk, beside the default model."""
 
 import contextlib
+from collections.abc import Iterator
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from kvjax.conversion.default_model import cache_directory
 
@@ -22,3 +24,19 @@ def keep_compiled_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)
+
+
+@contextlib.contextmanager
+def not_kept() -> Iterator[None]:
+    """Within it, programs are neither written to JAX's cache on disk nor read from it.
+
+    For a device that is not here: its programs can be written, but not read again (JAX 0.10 to 0.12 warn and compile anew).
+    """
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether it is enabled, and remembers; the files stay
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()

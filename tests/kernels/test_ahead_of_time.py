@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from kernels.ahead_of_time import compile_for, temporaries
 
 from kvjax import ahead_of_time
@@ -172,3 +174,22 @@ def test_a_kernel_too_big_for_vmem_does_not_compile():
 def test_an_unknown_chip_is_named():
     with pytest.raises(ValueError, match="'v0' is not one of v5e, v5p, v6e"):
         ahead_of_time.chip("v0")
+
+
+def test_programs_for_a_chip_that_is_not_here_stay_out_of_the_cache_on_disk(tmp_path, recwarn):
+    """JAX could write them there, but not read them: the next process would be told so in a warning, and compile."""
+    places = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: jax.config.values[name] for name in places}
+    try:
+        for name, value in places.items():
+            jax.config.update(name, value)
+        for _ in range(2):
+            compile_for("v5e", lambda x: x + 1, shape("float32", 8, 128))
+        assert not list(tmp_path.iterdir())
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(np.ones((8, 128))))
+        assert list(tmp_path.iterdir()), "the cache has to work again afterwards"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert not recwarn.list
