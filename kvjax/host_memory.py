@@ -42,11 +42,8 @@ def to_device(tree: Tree) -> Tree:
 
 
 def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Float[Array, "B K H"]) -> Array:
-    """A store with `x` in one slot a head, wherever the store is. A host's is written in place, and only `x` travels."""
+    """A host's store with `x` in one slot a head, written in place: only `x` travels."""
     x = x.astype(store.dtype)
-    if not on_host(store):
-        rows, heads = np.ogrid[: slot.shape[0], : slot.shape[1]]
-        return store.at[rows, heads, slot].set(x)
     # One after the other: a device writes slices to the host's memory itself, a scatter the host would have to do, in a copy.
     for row, head in np.ndindex(slot.shape):
         one = to_host(x[row : row + 1, head : head + 1, None])

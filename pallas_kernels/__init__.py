@@ -1,6 +1,7 @@
 """Attention operations the cache policies are built on: one folder an operation, a readable XLA reference first."""
 
 from .chunk_similarity import chunk_similarity as chunk_similarity
+from .cluster_tokens import cluster_tokens as cluster_tokens
 from .decode_attention import Attended as Attended
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention

@@ -1,4 +1,4 @@
-"""Exact top-k of whole rows, against `jax.lax.top_k`."""
+"""Exact top-k of whole rows, as a mask and as places, against `jax.lax.top_k`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import top_k
+from kvjax.pallas_kernels import top_k, top_k_indices
 from kvjax.pallas_kernels.top_k import gpu
 
 from .case import Case
@@ -16,9 +16,32 @@ from .case import Case
 SHAPES = ((256, 32768, 1024), (256, 8192, 1024), (1024, 2048, 512))
 """Rows, scores in a row, and how many are chosen."""
 
+PAGES = ((32, 1048, 64), (256, 1048, 64), (32, 4192, 64), (256, 4192, 64))
+"""The same of Quest's pages of 16 tokens, at a budget of 1024 and contexts of 16k and 64k."""
+
 
 def cases() -> Iterator[Case]:
     """Rows of normal scores, the same number chosen of each."""
+    yield from _masks()
+    for rows, size, count in PAGES:
+        yield Case(
+            operation="top_k_indices",
+            shape=f"{count} of {rows} rows of {size}",
+            dtype="float32",
+            inputs=partial(_inputs, rows, size, count),
+            variants={
+                "xla": partial(top_k_indices, size=count, implementation="xla"),
+                "auto": partial(top_k_indices, size=count),
+                **{f"gpu warps={warps}": partial(gpu.top_k_indices, size=count, warps=warps) for warps in (1, 2, 4, 8)},
+            },
+            error=lambda inputs, out: _error(inputs, out[0]),
+            tolerance=0.0,
+            bytes=rows * (4 * size + 5 * count),
+            flops=0,
+        )
+
+
+def _masks() -> Iterator[Case]:
     for rows, size, count in SHAPES:
         yield Case(
             operation="top_k",

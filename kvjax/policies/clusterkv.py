@@ -12,14 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import kmeans
+from kvjax.pallas_kernels import cluster_tokens, kmeans
 
 from .base import Carry, Due, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields
 from .recalling import Recalling
 from .registry import register
-
-COUNTED = 256
-"""Clusters up to which those that come before one are added up instead of sorted: 4 us for 208 on an H200, 51 for 820."""
 
 
 @flax.struct.dataclass
@@ -207,22 +204,10 @@ class ClusterKV(Recalling):
         if self.gqa == "mean":
             q = jnp.mean(q, axis=2, keepdims=True)
         scores = jnp.sum(q[:, :, :, None] * state.centroids[:, :, None], axis=-1)  # exactly, which no matrix unit does
-        used = jnp.arange(scores.shape[-1], dtype=jnp.int32) < state.clusters[:, None]
-        sizes = jnp.where(used[:, None], state.sizes, 0)[:, :, None]
-        begins = _begins(jnp.where(used[:, None, None], scores, -jnp.inf), sizes)
-        place = jnp.arange(self.selects(spec)[1], dtype=jnp.int32)
-        # The one cluster that fills a place, found in one pass over all.
-        within = place - begins[..., None]  # [B, K, G, M, S]
-        nth = jnp.sum(
-            jnp.where((within >= 0) & (within < sizes[..., None]), state.starts[:, :, None, :, None] + within, 0),
-            axis=-2,
-            dtype=jnp.int32,
-        )
-        room = jnp.minimum(jnp.sum(sizes, axis=-1), (state.budget - self.sinks)[:, None, None])
-        live = jnp.broadcast_to(place < room[..., None], nth.shape)
-        index = jnp.take_along_axis(state.order[:, :, None], jnp.where(live, nth, 0), axis=-1, mode="clip")
-        size = spec.batch, index.shape[1] * index.shape[2], place.shape[0]
-        return index.reshape(size), live.reshape(size)
+        heads, size = self.selects(spec)
+        room = jnp.maximum(state.budget - self.sinks, 0)
+        index, live = cluster_tokens(scores, state.sizes, state.starts, state.order, room, size)
+        return index.reshape(spec.batch, heads, size), live.reshape(spec.batch, heads, size)
 
     def shuffled(self, spec: LayerSpec, pos: Int[Array, "B T"], inside: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
         """Places in `pos`, in the random order in which k-means takes them for its first centroids; `inside` ones first.
@@ -329,21 +314,3 @@ def _index(
     clusters = jnp.arange(size + 1, dtype=jnp.int32)
     bounds = jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, clusters)))(ranked).astype(jnp.int32)
     return bounds[..., 1:] - bounds[..., :-1], bounds[..., :-1], order.astype(jnp.int32)
-
-
-def _begins(scores: Float[Array, "B K G M"], sizes: Int[Array, "B K 1 M"]) -> Int[Array, "B K G M"]:
-    """Where each cluster begins if all are laid end to end, the highest score first and of equal ones the first.
-
-    Up to `COUNTED` clusters, the sizes of all that come before one are added up, which is one kernel instead of a sort and more.
-    """
-    if scores.shape[-1] > COUNTED:
-        ranked = jnp.argsort(-scores, axis=-1, stable=True)
-        ordered = jnp.take_along_axis(sizes, ranked, axis=-1, mode="clip")
-        begins = jnp.cumsum(ordered, axis=-1, dtype=jnp.int32) - ordered
-        return jnp.put_along_axis(
-            jnp.zeros_like(ranked, jnp.int32), ranked, begins, axis=-1, inplace=False, mode="clip"
-        )
-    other, one = scores[..., :, None], scores[..., None, :]
-    number = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    before = (other > one) | ((other == one) & (number[:, None] < number))
-    return jnp.sum(jnp.where(before, sizes[..., None], 0), axis=-2, dtype=jnp.int32)

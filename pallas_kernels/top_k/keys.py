@@ -4,8 +4,6 @@ Halving the interval that holds the kth key takes at most 32 passes over a row, 
 or vector memory meanwhile. Nothing is sorted and nothing moves.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -30,8 +28,7 @@ def highest(keys: Int[Array, "*B N"], count: Int[Array, "..."]) -> Bool[Array, "
         count: between 0 and N: [R, 1], or a scalar for one row.
     """
     size = keys.shape[-1]
-    low, top = (reduce(keys, axis=-1, keepdims=keys.ndim > 1) for reduce in (jnp.min, jnp.max))
-    kth = _bisect(keys, count, low, top + 1)
+    kth = threshold(keys, count)
     room = count - _total(keys > kth)
     place = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
     earlier = jnp.where(keys == kth, -place, -size)  # a first equal key is the highest here
@@ -39,8 +36,22 @@ def highest(keys: Int[Array, "*B N"], count: Int[Array, "..."]) -> Bool[Array, "
     return (keys > kth) | ((earlier >= last) & (earlier > -size) & (room > 0))
 
 
-def _bisect(keys: Array, count: Array, low: Array, high: Array) -> Array:
-    """The highest key of which there are `count` or more keys at or above it.
+def threshold(
+    keys: Int[Array, "*B N"], count: Int[Array, "..."], weights: Int[Array, "*B N"] | None = None
+) -> Int[Array, "..."]:
+    """A number such that keys above it are fewer than `count`, or just as many, and those that equal it make up the rest.
+
+    Args:
+        keys: R rows, or one row alone.
+        count: between 0 and N, or the sum of the weights: [R, 1], or a scalar for one row.
+        weights: how many keys each stands for, 0 or more; one, if not given.
+    """
+    low, top = (reduce(keys, axis=-1, keepdims=keys.ndim > 1) for reduce in (jnp.min, jnp.max))
+    return _bisect(keys, count, low, top + 1, weights)
+
+
+def _bisect(keys: Array, count: Array, low: Array, high: Array, weights: Array | None = None) -> Array:
+    """The highest key of which there are `count` or more keys at or above it, or a number between keys if just `count` are.
 
     Args:
         low: there are at least `count` keys at or above it.
@@ -50,7 +61,7 @@ def _bisect(keys: Array, count: Array, low: Array, high: Array) -> Array:
     def narrow(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
-        found = _total(keys >= middle)
+        found = _total(keys >= middle, weights)
         low, high = jnp.where(found >= count, middle, low), jnp.where(found >= count, high, middle)
         return low, jnp.where(found == count, low + 1, high)  # exactly these: no need to look closer
 
@@ -58,9 +69,10 @@ def _bisect(keys: Array, count: Array, low: Array, high: Array) -> Array:
         apart = bounds[0] + 1 < bounds[1]
         return apart if keys.ndim == 1 else jnp.max(apart.astype(jnp.int32)) > 0
 
-    high = jnp.where(_total(keys >= low) == count, low + 1, high)
+    high = jnp.where(_total(keys >= low, weights) == count, low + 1, high)
     return jax.lax.while_loop(wide, narrow, (low, high))[0]
 
 
-def _total(mask: Array) -> Array:
-    return partial(jnp.sum, axis=-1, keepdims=mask.ndim > 1)(mask.astype(jnp.int32))
+def _total(mask: Array, weights: Array | None = None) -> Array:
+    ones = mask.astype(jnp.int32) if weights is None else jnp.where(mask, weights, 0)
+    return jnp.sum(ones, axis=-1, keepdims=mask.ndim > 1)

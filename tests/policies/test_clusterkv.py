@@ -11,7 +11,7 @@ from policies.driver import Case, compiled, make_case, rotate, run
 from policies.oracle_clusterkv import ClusterHead, select
 
 from kvjax.pallas_kernels import kmeans
-from kvjax.policies import ClusterKV, Full, PolicyError, clusterkv
+from kvjax.policies import ClusterKV, Full, PolicyError
 from kvjax.policies.clusterkv import Clusters, _index
 
 SMALL = {"budget": 24, "sinks": 4, "exempt": 0, "n_clusters": 5, "window": 8, "new_clusters": 3}
@@ -46,14 +46,6 @@ def chosen(policy: ClusterKV, case: Case, state: Clusters, query) -> list[int]:
 FIGURE_8 = [2, 0, 1, 1, 1, 2]
 
 
-@pytest.fixture(params=["counted", "sorted"])
-def either_way(request, monkeypatch):
-    """Few clusters are counted, many are sorted: here, few are, too."""
-    if request.param == "sorted":
-        monkeypatch.setattr(clusterkv, "COUNTED", 0)
-
-
-@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("liking", "tokens"), [((2, 1, 3), [0, 5, 1]), ((1, 3, 2), [2, 3, 4]), ((3, 2, 1), [1, 2, 3])])
 def test_figure_8(liking, tokens):
     """Clusters {1}, {2, 3, 4}, {0, 5} and a budget of 3: the last case leaves token 4 out."""
@@ -66,7 +58,6 @@ def test_figure_8(liking, tokens):
     assert select(np.asarray(liking), np.eye(3), [[1], [2, 3, 4], [0, 5]], 3) == tokens
 
 
-@pytest.mark.usefixtures("either_way")
 def test_equally_liked_clusters_go_in_their_order():
     policy = ClusterKV(budget=3, sinks=0, exempt=0, n_clusters=3)
     case, state = state_of(policy, np.eye(3, dtype=np.float32), FIGURE_8)

@@ -1,0 +1,160 @@
+"""The tokens of a query's best clusters on GPUs, as a Triton body: one program a query and block of places.
+
+It holds the scores in registers and sorts nothing: bisection finds the score down to which clusters fit, a running sum of their
+sizes says where each begins, and they are listed one after the other in memory. Every place then looks for its cluster in that list,
+which is short: what is chosen are some dozen clusters of hundreds.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from ..dispatch import triton
+from ..top_k import keys
+from ..tuning import tuned
+
+MOST = 16384
+"""Clusters of a row that fit in the registers of one program, with their sizes."""
+
+
+def refuses(clusters: int) -> str | None:
+    """Why this body does not serve so many clusters, or None if it does."""
+    if clusters > MOST:
+        return f"{clusters} clusters do not fit in registers; {MOST} do"
+    return triton()
+
+
+def cluster_tokens(
+    scores: Float[Array, "B K G M"],
+    sizes: Int[Array, "B K M"],
+    starts: Int[Array, "B K M"],
+    order: Int[Array, "B K C"],
+    room: Int[Array, " B"],
+    size: int,
+    *,
+    interpret: bool = False,
+    tuning: dict[str, int] | None = None,
+) -> tuple[Int[Array, "B K G S"], Bool[Array, "B K G S"]]:
+    """Tokens in the order of their clusters' numbers; see the public function.
+
+    Args:
+        tuning: `places` of a program, a power of two, and its `warps`, instead of the tuned ones.
+    """
+    clusters = scores.shape[-1]
+    if tuning is None:
+        places = min(1024, pl.next_power_of_2(size))
+        warps = min(max(max(places, pl.next_power_of_2(clusters)) // 128, 1), 8)
+        case = {"rows": scores.size // clusters, "clusters": clusters, "size": size}
+        tuning = tuned("cluster_tokens", case, {"places": places, "warps": warps})
+    return _call(scores, sizes, starts, order, room, size=size, **tuning, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "places", "warps", "interpret"))
+def _call(
+    scores: Float[Array, "B K G M"],
+    sizes: Int[Array, "B K M"],
+    starts: Int[Array, "B K M"],
+    order: Int[Array, "B K C"],
+    room: Int[Array, " B"],
+    *,
+    size: int,
+    places: int,
+    warps: int,
+    interpret: bool,
+) -> tuple[Int[Array, "B K G S"], Bool[Array, "B K G S"]]:
+    """The kernel, traced and lowered once for all layers."""
+    batch, heads, group, clusters = scores.shape
+    rows, blocks = batch * heads * group, pl.cdiv(size, places)
+    width = pl.next_power_of_2(clusters)
+    by_query = pl.BlockSpec((None, clusters), lambda row, _: (row, 0))
+    by_head = pl.BlockSpec((None, clusters), lambda row, _: (row // group, 0))
+    chosen = pl.BlockSpec((None, size), lambda row, _: (row, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas import triton as backend
+
+        index, live, _ = pl.pallas_call(
+            functools.partial(_body, places=places, wait=(lambda: None) if interpret else backend.debug_barrier),
+            grid=(rows, blocks),
+            in_specs=[
+                by_query,
+                by_head,
+                by_head,
+                pl.BlockSpec((None, order.shape[-1]), lambda row, _: (row // group, 0)),
+                pl.BlockSpec((1,), lambda row, _: (row // (heads * group),)),
+            ],
+            out_shape=[
+                jax.ShapeDtypeStruct((rows, size), jnp.int32),
+                jax.ShapeDtypeStruct((rows, size), bool),
+                jax.ShapeDtypeStruct((rows, blocks, 2, width), jnp.int32),
+            ],
+            out_specs=[chosen, chosen, pl.BlockSpec((None, None, 2, width), lambda row, block: (row, block, 0, 0))],
+            compiler_params=backend.CompilerParams(num_warps=warps, num_stages=1),
+            interpret=interpret,
+            name="cluster_tokens",
+        )(
+            scores.reshape(rows, clusters),
+            sizes.reshape(batch * heads, clusters),
+            starts.reshape(batch * heads, clusters),
+            order.reshape(batch * heads, -1),
+            room,
+        )
+    return index.reshape(batch, heads, group, size), live.reshape(batch, heads, group, size)
+
+
+def _body(
+    scores_ref: Any,
+    sizes_ref: Any,
+    starts_ref: Any,
+    order_ref: Any,
+    room_ref: Any,
+    index_ref: Any,
+    live_ref: Any,
+    list_ref: Any,
+    *,
+    places: int,
+    wait: Any,
+) -> None:
+    """One block of places of one query.
+
+    Args:
+        list_ref: where each cluster begins among the places, and how far from there its tokens are in `order`; chosen ones first.
+        wait: for all threads of the program.
+    """
+    from jax.experimental.pallas import triton as backend
+
+    (clusters,), (size,) = scores_ref.shape, index_ref.shape
+    number = jnp.arange(list_ref.shape[1], dtype=jnp.int32)
+    exists = number < clusters
+    lengths = backend.load(sizes_ref.at[number], mask=exists, other=0)
+    room = jnp.minimum(room_ref[0], jnp.sum(lengths))
+
+    scores = keys.ordered(backend.load(scores_ref.at[number], mask=exists, other=-jnp.inf))
+    last = keys.threshold(scores, room, lengths)
+    above, equal = jnp.where(scores > last, lengths, 0), jnp.where(scores == last, lengths, 0)
+    left = room - jnp.sum(above) - (jnp.cumsum(equal) - equal)
+    lengths = above + jnp.clip(left, 0, equal)
+
+    begins = jnp.cumsum(lengths) - lengths
+    chosen = lengths > 0
+    before, total = jnp.cumsum(chosen.astype(jnp.int32)), jnp.sum(chosen.astype(jnp.int32))
+    rank = jnp.where(chosen, before - 1, total + number - before)
+    list_ref[0, rank] = begins
+    list_ref[1, rank] = backend.load(starts_ref.at[number], mask=chosen, other=0) - begins
+    wait()
+
+    place = pl.program_id(1) * places + jnp.arange(places, dtype=jnp.int32)
+
+    def look(i: Array, nth: Array) -> Array:
+        return jnp.where(place >= list_ref[0, i], place + list_ref[1, i], nth)
+
+    nth = jax.lax.fori_loop(0, total, look, jnp.zeros_like(place))
+    live, inside = place < room, place < size
+    index = backend.load(order_ref.at[jnp.where(live, nth, 0)], mask=inside, other=0)
+    backend.store(index_ref.at[place], index, mask=inside)
+    backend.store(live_ref.at[place], live, mask=inside)

@@ -1,0 +1,91 @@
+"""The tokens of the best clusters, by every implementation, against a loop over clusters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.pallas_kernels import cluster_tokens
+from kvjax.pallas_kernels.cluster_tokens import gpu
+from kvjax.pallas_kernels.dispatch import Unsupported
+
+BATCH, HEADS, GROUP = 3, 2, 4
+
+
+@pytest.fixture(params=["xla", "gpu"])
+def compute(request):
+    """The public function with one implementation, interpreted where it is a Pallas body."""
+    options = {"implementation": request.param, "interpret": request.param != "xla"}
+    return jax.jit(functools.partial(cluster_tokens, **options), static_argnames="size")
+
+
+def draw(seed, clusters, tokens, room):
+    """Clusters of all sizes, some of them empty; scores with equal ones, infinities, zeros of both signs and NaN."""
+    random = np.random.default_rng(seed)
+    scores = np.round(2 * random.normal(size=(BATCH, HEADS, GROUP, clusters))).astype(np.float32)
+    scores[0, 0] = random.normal(size=(GROUP, clusters))
+    scores[1, 0, :, ::3] = -np.inf
+    scores[1, 0, :, 1::5] = np.inf
+    scores[1, 1, :, ::2] = np.nan
+    scores[2, 0] *= 0
+    ends = np.sort(random.integers(0, tokens + 1, size=(BATCH, HEADS, clusters)), axis=-1)
+    starts = np.concatenate([np.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
+    sizes = ends - starts
+    order = random.permuted(np.tile(np.arange(tokens), (BATCH, HEADS, 1)), axis=-1)
+    return jnp.asarray(scores), *(jnp.asarray(x, jnp.int32) for x in (sizes, starts, order, room))
+
+
+def taken(scores, sizes, starts, order, room):
+    """The tokens that one query takes, in order."""
+    best = sorted(range(len(scores)), key=lambda i: (np.isnan(scores[i]), -float(scores[i])))  # a stable sort
+    tokens = [token for i in best for token in order[starts[i] : starts[i] + sizes[i]]]
+    return tokens[:room]
+
+
+def check(out, inputs, size):
+    index, live = (np.asarray(x) for x in out)
+    scores, sizes, starts, order, room = (np.asarray(x) for x in inputs)
+    assert index.shape == live.shape == (BATCH, HEADS, GROUP, size)
+    assert ((index >= 0) & (index < order.shape[-1])).all()
+    for row, head, query in np.ndindex(BATCH, HEADS, GROUP):
+        got = index[row, head, query][live[row, head, query]]
+        held = row, head
+        assert sorted(got) == sorted(taken(scores[row, head, query], sizes[held], starts[held], order[held], room[row]))
+        assert live[row, head, query].argmin() in (0, len(got)), "those that are meant come first"
+
+
+@pytest.mark.parametrize(
+    ("clusters", "tokens", "size", "room"),
+    [
+        (13, 90, 24, [24, 7, 1]),  # budgets of their own, less than there is
+        (1, 5, 3, [0, 3, 2]),
+        (40, 30, 50, [50, 30, 0]),  # more room than tokens, and many empty clusters
+        (130, 700, 300, [300, 299, 128]),
+    ],
+)
+def test_equals_a_loop(compute, clusters, tokens, size, room):
+    inputs = draw(clusters, clusters, tokens, room)
+    check(compute(*inputs, size=size), inputs, size)
+
+
+def test_several_programs_for_one_query():
+    """Each of a block of places, the last of them partly beyond the end."""
+    inputs = draw(1, 20, 100, [70, 33, 16])
+    check(gpu.cluster_tokens(*inputs, 70, interpret=True, tuning={"places": 16, "warps": 1}), inputs, 70)
+
+
+def test_too_many_clusters_are_refused():
+    many = jnp.zeros((1, 1, 16385), jnp.int32)
+    with pytest.raises(Unsupported, match="16385 clusters do not fit in registers; 16384 do"):
+        cluster_tokens(
+            many[:, :, None].astype(jnp.float32),
+            many,
+            many,
+            many,
+            jnp.asarray([1]),
+            1,
+            implementation="gpu",
+            interpret=True,
+        )
