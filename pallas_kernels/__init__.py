@@ -11,6 +11,7 @@ from .kmeans import kmeans as kmeans
 from .merge_clusters import merge_clusters as merge_clusters
 from .nearest import Nearest as Nearest
 from .nearest import nearest as nearest
+from .page_scores import page_scores as page_scores
 from .prefill_attention import prefill_attention as prefill_attention
 from .projection import Norm as Norm
 from .projection import gated_projection as gated_projection

@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
+from kvjax.pallas_kernels import page_scores, top_k_indices
 
 from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
-from .pages import best_pages, paged, tokens_of
+from .pages import paged, tokens_of
 from .recalling import Recalling
 from .registry import register
 
@@ -153,24 +154,30 @@ class Quest(Recalling):
         self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"]
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the pages with the highest bounds, in the order of these."""
-        scores = self.scores(spec, state, q)
-        first = jnp.arange(scores.shape[-1], dtype=jnp.int32) * self.page
-        candidates = jnp.broadcast_to((first < self.tail(state)[:, None])[:, None], scores.shape)
-        size = self.selects(spec)[1] // self.page
-        pages, live = best_pages(scores, candidates, self._chosen(state.budget), size)
-        index, live = tokens_of(pages, live, self.page)
+        index, live = tokens_of(*self._best(spec, state, q), self.page)
         return index, live & (index < state.slots.seen[:, None, None])
 
-    def scores(self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"]) -> Float[Array, "B R P"]:
-        """Of each page, the most that rotated queries can have as product with a key in it."""
-        q = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim)
-        zero = jnp.zeros((), q.dtype)
+    def runs(
+        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"], pos: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
+        """Pages as they were chosen, where nothing else is read."""
+        if self.recent or spec.window is not None or self.run_of(spec) != self.page:
+            return super().runs(spec, state, q, pos)
+        return self._best(spec, state, q)
 
-        # A channel's larger product is with its upper bound where the query is positive, and with the lower elsewhere.
-        parts = jnp.concatenate([jnp.minimum(q, zero), jnp.maximum(q, zero)], axis=-1)
-        scores = jnp.einsum("bkgh,bkph->bkgp", parts, state.bounds, preferred_element_type=jnp.float32)
+    def _best(
+        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"]
+    ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R P"]]:
+        """The pages with the highest bounds, and which of them are meant."""
+        size = self.selects(spec)[1] // self.page
+        return top_k_indices(self.scores(spec, state, q), self._chosen(state.budget)[:, None], size)
+
+    def scores(self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"]) -> Float[Array, "B R P"]:
+        """Of each page before the tail, the most that rotated queries can have as product with a key in it; of others -inf."""
+        scores = page_scores(q, state.bounds, self.tail(state), page=self.page)
         if self.gqa == "query_head":
-            return scores.reshape(spec.batch, spec.num_heads, -1)
+            return scores
+        scores = scores.reshape(spec.batch, spec.num_kv_heads, -1, scores.shape[-1])
         return jnp.sum(scores, axis=2) if self.gqa == "sum" else jnp.max(scores, axis=2)
 
     @property

@@ -119,13 +119,23 @@ class Recalling(Policy):
         if not self.recalls(spec):
             return super().attend(spec, state, q, pos, carry)
         q = spec.rope.rotate(q, pos[:, None])
-        index, live = self.recall(spec, state, self.asking(q, carry))
+        runs, live = self.runs(spec, state, self.asking(q, carry), pos)
+        k, v, seen = state.slots.k, state.slots.v, state.slots.seen
+        attended = gather_attention(q, k, v, runs, live, scale=spec.scale, page=self.run_of(spec), tokens=seen)
+        return attended.out, state, carry
+
+    def runs(
+        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"], pos: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
+        """All that rotated queries at `pos` read, as runs of `run_of` slots, and which of the runs, or of the slots in them, are meant.
+
+        Slots that hold no token yet need not be left out.
+        """
+        index, live = self.recall(spec, state, q)
         if spec.window is not None:
             live &= index > pos[:, None, None] - spec.window
         page = self.run_of(spec)
-        pages = index[..., ::page] // page
-        attended = gather_attention(q, state.slots.k, state.slots.v, pages, live, scale=spec.scale, page=page)
-        return attended.out, state, carry
+        return index[..., ::page] // page, live
 
     def recall(
         self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from ..dispatch import triton
 from ..masking import MASKED
+from ..products import dot
 from ..rotary import Turned
 from ..tuning import tuned
 from .result import Attended, Rotation
@@ -279,9 +280,9 @@ def _body(
             cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
             first, second = (load(k_ref, inside, span, half) for half in halves)
             keys = _halves(first, second, cos, sin)
-            logits = sum(_dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
+            logits = sum(dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
         else:
-            logits = _dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
+            logits = dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
             backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
@@ -292,7 +293,7 @@ def _body(
         values = backend.load(
             v_ref.at[span], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=jnp.zeros((), v_ref.dtype)
         )
-        acc = acc * shrink[:, None] + _dot(probs.astype(values.dtype), values, 0)
+        acc = acc * shrink[:, None] + dot(probs.astype(values.dtype), values, 0)
         return acc, peak, total * shrink + jnp.sum(probs, axis=1)
 
     nothing = (
@@ -320,10 +321,3 @@ def _turned(ref: Any, cos_ref: Any, sin_ref: Any) -> Array:
     partner = backend.load(ref.at[row, ((channel + dim // 2) % dim)[None]]).astype(jnp.float32)
     sign = jnp.where(channel < dim // 2, -1.0, 1.0)[None]
     return (ref[...].astype(jnp.float32) * cos + sign * partner * sin).astype(ref.dtype)
-
-
-def _dot(a: Array, b: Array, contract: int) -> Array:
-    """Products summed in float32 over the last dimension of `a` and dimension `contract` of `b`; float32 ones exactly."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((1,), (contract,)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from ..interpreter import interpreter
 from ..masking import MASKED
+from ..products import dot
 from ..tuning import tuned
 from .result import Attended, Rotation
 
@@ -144,12 +145,6 @@ def _body(
     acc_ref, top_ref, total_ref = rest[-3:]
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block = weight_ref.shape[-1]
-    precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-    def dot(a: Array, b: Array, contract: int) -> Array:
-        return jax.lax.dot_general(
-            a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
 
     @pl.when(j == 0)
     def _start() -> None:

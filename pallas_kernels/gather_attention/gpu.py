@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..decode_attention import Attended
 from ..dispatch import triton
 from ..masking import MASKED
+from ..products import dot
 from ..tuning import tuned
 
 
@@ -35,10 +36,11 @@ def gather_attention(
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
-    live: Bool[Array, "B R S"],
+    live: Bool[Array, "B R L"],
     *,
     scale: float,
     page: int = 1,
+    tokens: Int[Array, " B"] | None = None,
     sizes: dict[str, int] | None = None,
     interpret: bool = False,
 ) -> Attended:
@@ -48,9 +50,9 @@ def gather_attention(
         sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
     """
     batch, heads, dim = q.shape
-    selecting, size = live.shape[1], live.shape[2]
+    selecting, size = index.shape[1], index.shape[2] * page
     sizes = sizes or _sizes(batch * selecting, size, heads // selecting, dim, k.dtype)
-    return _attend(q, k, v, index, live, scale=scale, page=page, interpret=interpret, **sizes)
+    return _attend(q, k, v, index, live, tokens, scale=scale, page=page, interpret=interpret, **sizes)
 
 
 @partial(jax.jit, static_argnames=("scale", "page", "interpret", "block", "splits", "warps", "stages"))
@@ -59,7 +61,8 @@ def _attend(
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
-    live: Bool[Array, "B R S"],
+    live: Bool[Array, "B R L"],
+    tokens: Int[Array, " B"] | None,
     *,
     scale: float,
     page: int,
@@ -74,7 +77,7 @@ def _attend(
 
     batch, heads, dim = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
-    selecting, size = live.shape[1], live.shape[2]
+    selecting, size = index.shape[1], index.shape[2] * page
     group, shared = heads // selecting, selecting // kv_heads
     part = pl.cdiv(size, splits * block) * block
     splits = pl.cdiv(size, part)
@@ -86,8 +89,9 @@ def _attend(
             pl.BlockSpec((None, group, dim), lambda r, s: (r, 0, 0)),
             pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
             pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
-            pl.BlockSpec((None, size // page), lambda r, s: (r, 0)),
-            pl.BlockSpec((None, size), lambda r, s: (r, 0)),
+            pl.BlockSpec((None, index.shape[2]), lambda r, s: (r, 0)),
+            pl.BlockSpec((None, live.shape[2]), lambda r, s: (r, 0)),
+            pl.BlockSpec((1,), lambda r, s: (r // selecting,)),
         ],
         out_specs=[
             pl.BlockSpec((None, None, group, dim), lambda r, s: (r, s, 0, 0)),
@@ -104,8 +108,9 @@ def _attend(
         q.reshape(-1, group, dim),
         k.reshape(-1, slots, dim),
         v.reshape(-1, slots, dim),
-        index.reshape(-1, size // page),
-        live.reshape(-1, size),
+        index.reshape(-1, index.shape[2]),
+        live.reshape(-1, live.shape[2]),
+        jnp.full((batch,), slots, jnp.int32) if tokens is None else tokens,
     )
     if splits > 1:
         out, logsumexp = _joined(out, logsumexp)
@@ -135,6 +140,7 @@ def _body(
     v_ref: Any,
     index_ref: Any,
     live_ref: Any,
+    tokens_ref: Any,
     out_ref: Any,
     logsumexp_ref: Any,
     *,
@@ -146,23 +152,18 @@ def _body(
     from jax.experimental.pallas import triton as backend
 
     begin = pl.program_id(1) * part
-    size = live_ref.shape[0]
+    size, tokens = index_ref.shape[0] * page, tokens_ref[0]
+    run = size // live_ref.shape[0]
     q = q_ref[...]
     group, dim = q.shape
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     channel = jnp.arange(dim, dtype=jnp.int32)[None]
-
-    def dot(a: Array, b: Array, contract: int) -> Array:
-        return jax.lax.dot_general(
-            a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
 
     def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, top, total = carry
         place = begin + i * block + jnp.arange(block, dtype=jnp.int32)
         inside = place < size
-        live = backend.load(live_ref.at[place], mask=inside, other=False)
         slot = backend.load(index_ref.at[place // page], mask=inside, other=0) * page + place % page
+        live = backend.load(live_ref.at[place // run], mask=inside, other=False) & (slot < tokens)
         # What is not meant is not even read.
         held = jnp.broadcast_to(live[:, None], (block, dim))
         keys = backend.load(k_ref.at[slot[:, None], channel], mask=held, other=0.0)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..decode_attention import Attended
 from ..interpreter import interpreter
 from ..masking import MASKED
+from ..products import dot
 
 LANES = 128
 
@@ -134,12 +135,6 @@ def _body(
         refs[2 * each :],
     )
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-    def dot(a: Array, b: Array, contract: int) -> Array:
-        return jax.lax.dot_general(
-            a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
 
     def group(refs: Any) -> Array:
         return jnp.concatenate([ref[...] for ref in refs], axis=1 if lying else 0)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..dispatch import triton
 from ..masking import MASKED
+from ..products import dot
 from ..tuning import tuned
 from .observers import Observers
 
@@ -174,15 +175,11 @@ def _see(
     dim = q.shape[-1]
     held = jnp.broadcast_to(inside[:, None], (block, dim))
     keys = backend.load(k_ref.at[pos[:, None], jnp.arange(dim, dtype=jnp.int32)[None]], mask=held, other=0.0)
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    logits = jax.lax.dot_general(
-        q, keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
     distance = q_pos[:, None] - pos[None]
     visible = (distance >= 0) & (q_pos >= 0)[:, None] & inside[None]
     if sliding_window is not None:
         visible &= distance < sliding_window
-    return logits * scale, visible
+    return dot(q, keys, 1) * scale, visible
 
 
 def _normalise(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ..interpreter import interpreter
 from ..masking import MASKED
+from ..products import dot
 from ..tuning import tuned
 from .observers import Observers
 
@@ -140,17 +141,13 @@ def _see(
     size, first = size_ref[...], first_ref[...]
     upright = start + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
     keys = jnp.where(upright < size, k_ref[...], jnp.zeros((), k_ref.dtype))
-    precision = jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    logits = jax.lax.dot_general(
-        q_ref[...], keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
     place = start + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
     q_pos = pos_ref[...]
     distance = q_pos - (first + place)
     visible = (distance >= 0) & (q_pos >= 0) & (place < size)
     if sliding_window is not None:
         visible &= distance < sliding_window
-    return logits * scale, visible
+    return dot(q_ref[...], keys, 1) * scale, visible
 
 
 def _seen(bounds_ref: Any) -> Array:

@@ -90,6 +90,26 @@ class TestGatherAttention:
             check(compute(*inputs), inputs, page)
         assert implementation != "tpu" or not races_found()
 
+    @pytest.mark.parametrize("implementation", ["xla", "gpu", "tpu"])
+    def test_whole_pages_up_to_a_token(self, implementation):
+        """Pages are meant or not; of the page that holds a row's last token, only the slots up to it are read."""
+        page, tokens = 16, jnp.asarray([39, 128])
+        q, k, v, index, _ = draw(1, *PAGES["pages, groups"])
+        live = jnp.asarray(np.random.default_rng(1).random(index.shape) < 0.7)
+        held = (jnp.arange(k.shape[2]) < tokens[:, None])[:, None, :, None]
+        k, v = (jnp.where(held, jnp.nan_to_num(x, nan=0.5), jnp.nan) for x in (k, v))
+        out = gather_attention(
+            *(q, k, v, index, live),
+            scale=SCALE,
+            page=page,
+            tokens=tokens,
+            implementation=implementation,
+            interpret=implementation != "xla",
+        )
+        slots = index[..., None] * page + jnp.arange(page)
+        meant = live[..., None] & (slots < tokens[:, None, None, None])
+        check(out, (q, k, v, index, meant.reshape(*index.shape[:2], -1)), page)
+
     def test_programs_share_a_head(self):
         inputs = draw(3, *TOKENS["each query head"])
         sizes = {"block": 16, "splits": 3, "warps": 4, "stages": 1}
@@ -99,7 +119,7 @@ class TestGatherAttention:
 def test_what_does_not_fit_together():
     q, k, v, index, live = draw(0, *PAGES["pages, groups"])
     for page in (8, 17):
-        with pytest.raises(ValueError, match=rf"5 pages of {page} slots, live for 80 slots, and a cache of 128 slots"):
+        with pytest.raises(ValueError, match=rf"5 pages of {page} slots, live for 80, and a cache of 128 slots"):
             gather_attention(q, k, v, index, live, scale=SCALE, page=page)
 
 

@@ -75,7 +75,8 @@ def test_the_bound_by_hand():
     state = policy.init(case.spec)
     bounds = state.bounds.at[0, 0, 0, :2].set(jnp.asarray([-1.0, -1])).at[0, 0, 0, 8:10].set(jnp.asarray([1.0, 2]))
     q = jnp.zeros((1, 1, 8)).at[0, 0, :2].set(jnp.asarray(query, jnp.float32))
-    assert policy.scores(case.spec, state.replace(bounds=bounds), q)[0, 0, 0].item() == 2
+    state = state.replace(bounds=bounds, slots=state.slots.replace(seen=jnp.asarray([2])))
+    assert policy.scores(case.spec, state, q)[0, 0, 0].item() == 2
 
 
 def test_no_key_is_above_its_pages_bound():
