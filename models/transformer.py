@@ -108,8 +108,10 @@ def prefill(
         def attend(q: Array, k: Array, v: Array, spec: Any = spec) -> Array:
             nonlocal carry
             state, carry = policy.prefill(spec, q, k, v, lengths, carry)
+            # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
+            out, state = jax.lax.optimization_barrier((_causal(spec.rope, config, spec.window, q, k, v), state))
             states.append(state)
-            return _causal(spec.rope, config, spec.window, q, k, v)
+            return out
 
         x = _block(config, layer, x, attend)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
