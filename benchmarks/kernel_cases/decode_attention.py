@@ -16,12 +16,16 @@ SAMPLED = 3
 
 
 def cases() -> Iterator[Case]:
-    """The judged shapes, and those of one row with long and short caches."""
+    """Large batches, and what a fifth of 16k, 32k and 64k tokens leaves of one row and of eight."""
     yield _case(32, 8, 4, 8192, 128)
     yield _case(32, 8, 4, 8192, 128, ragged=True)
     yield _case(32, 8, 4, 8192, 64)
     yield _case(32, 8, 4, 8192, 64, ragged=True)
     yield _case(1, 8, 4, 2048, 128)
+    yield _case(1, 8, 4, 3328, 128)
+    yield _case(8, 8, 4, 3328, 128)
+    yield _case(8, 8, 4, 6656, 128)
+    yield _case(8, 8, 4, 13312, 128)
     yield _case(1, 8, 4, 3328, 128, rotated=True)
     yield _case(1, 8, 4, 3328, 128, rotated=True, probs=True)
     yield _case(1, 8, 4, 16384, 128)
@@ -91,7 +95,7 @@ def _case(
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
         variants["dense"] = functools.partial(_dense, scale=scale)
     for block, stages in ((64, 3), (64, 4), (128, 2)):
-        for programs in (128, 256, 512, 1024):
+        for programs in (128, 256, 384, 512, 768, 1024):
             splits = programs // (batch * kv_heads)
             if 1 <= splits <= slots // block:
                 sizes = {"block": block, "splits": splits, "warps": 4, "stages": stages}
