@@ -231,8 +231,14 @@ def test_small_sizes_need_a_file_of_their_own(monkeypatch, capsys):
     assert "as --out" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_all_sections_run(shared, monkeypatch, tmp_path):
+SOME = ["treekv", "clusterkv_recall", "chunkkv_layers", "chunkkv_reading", "catekv_recall"]
+"""Sections of every kind that take seconds: perplexity, recall, likeness of layers, continuations."""
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(SOME, marks=pytest.mark.slow), pytest.param(list(SECTIONS), marks=pytest.mark.long)]
+)
+def test_sections_run(names, shared, monkeypatch, tmp_path):
     """On a small real model and at small sizes; without DuoAttention, for which the model has no profile."""
     out, both = tmp_path / "small.json", catekv_ratios.methods
 
@@ -242,10 +248,10 @@ def test_all_sections_run(shared, monkeypatch, tmp_path):
     monkeypatch.setattr(catekv_ratios, "methods", methods)
     model, texts = shared / "data/models/stories260K-hf", shared / "data/text"
     options = ["--small", "--model", str(model), "--texts", str(texts), "--threads", "2", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["fidelity", *options])
+    monkeypatch.setattr(sys, "argv", ["fidelity", *names, *options])
     fidelity.main()
     found = json.loads(out.read_text())
-    assert [row["section"] for row in found["rows"]] == list(SECTIONS)
+    assert [row["section"] for row in found["rows"]] == names
     for row in found["rows"]:
         assert all(np.isfinite(number["samples"]).all() for number in row["rows"])
     assert "## TreeKV" in page.render(found)
