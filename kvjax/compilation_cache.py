@@ -30,7 +30,7 @@ def keep_compiled_programs() -> None:
 def not_kept() -> Iterator[None]:
     """Within it, programs are neither written to JAX's cache on disk nor read from it.
 
-    For a device that is not here: its programs can be written, but not read again (JAX 0.10 to 0.12 warn and compile anew).
+    For a device that is not here: its programs can be written, but not read again (JAX 0.10 and 0.12 warn and compile anew).
     """
     enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)

@@ -2,7 +2,7 @@
 
 The slots of one row and KV head are divided among programs. Each walks its part up to the last live slot with a running
 softmax, all query heads of the group at once, so that a key or value is read from memory once and dead slots at the end not
-at all. Partial results are joined by plain XLA.
+at all. A second, small body joins the parts.
 """
 
 import functools

@@ -232,7 +232,7 @@ def test_small_sizes_need_a_file_of_their_own(monkeypatch, capsys):
 
 
 SOME = ["treekv", "clusterkv_recall", "chunkkv_layers", "chunkkv_reading", "catekv_recall"]
-"""Sections of every kind that take seconds: perplexity, recall, likeness of layers, continuations."""
+"""Sections that take seconds: perplexity, recall, likeness of layers, continuations. Needles take longer."""
 
 
 @pytest.mark.parametrize(
