@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Norm, gated_projection, prefill_attention, projection
+from kvjax.pallas_kernels import (
+    Between,
+    Norm,
+    between_attentions,
+    gated_projection,
+    meeting_place,
+    prefill_attention,
+    projection,
+)
 
 from .config import ModelConfig
 from .params import MLP, Layer, Params
@@ -127,21 +135,21 @@ def decode_step(
     specs: Sequence[Any],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read one token a row, at original position `pos`; logits of the next, and the caches with it appended."""
-    x = _embed(params, token)
+    config, layers = params.config, params.layers
+    x, meeting = _embed(params, token), meeting_place()
+    heads = _first_heads(config, layers[0], x)
     updated, carry = [], None
-    for layer, spec, state in zip(params.layers, specs, states, strict=True):
-
-        def attend(q: Array, k: Array, v: Array, spec: Any = spec, state: Any = state) -> Array:
-            nonlocal carry
-            state = policy.append(spec, state, k, v, pos)
-            out, state, carry = policy.attend(spec, state, q, pos, carry)
-            updated.append(state)
-            return out
-
-        before, x = x, _block(params.config, layer, x, attend)
-        if len(updated) < len(specs):
-            ahead = partial(_queries_ahead, params, len(updated), before)
-            carry = policy.foresee(specs[len(updated)], ahead, pos, carry)
+    for i, (layer, spec, state) in enumerate(zip(layers, specs, states, strict=True)):
+        q, k, v = heads
+        state = policy.append(spec, state, k, v, pos)
+        out, state, carry = policy.attend(spec, state, q, pos, carry)
+        updated.append(state)
+        before, out = x, out.reshape(*x.shape[:-1], -1)
+        if i + 1 == len(layers):
+            x = _rest(config, layer, x, out)
+            break
+        x, heads, meeting = _next_heads(config, layer, layers[i + 1], x, out, meeting)
+        carry = policy.foresee(specs[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
     return _logits(params, x), tuple(updated)
 
 
@@ -187,13 +195,43 @@ def _embed(params: Params, tokens: Array) -> Array:
 
 def _block(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
-    p, eps = layer.attn, config.norm_eps
-    q, k, v = projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, eps))
-    q, k = _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm)
-    out = attend(q, k, _heads(config, v, p.v_bias))
-    x = _joined(config, x, out.reshape(*x.shape[:-1], -1), p.o, p.o_bias, layer.attn_post_norm)
-    h = _gated(layer.mlp, x, Norm(layer.mlp_norm, eps))
-    return _joined(config, x, h, layer.mlp.down, layer.mlp.down_bias, layer.mlp_post_norm)
+    out = attend(*_first_heads(config, layer, x))
+    return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1))
+
+
+def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
+    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer that reads `x`."""
+    p = layer.attn
+    return _shaped(config, layer, projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, config.norm_eps)))
+
+
+def _next_heads(
+    config: ModelConfig, layer: Layer, following: Layer, x: Float[Array, "B D"], out: Float[Array, "B A"], meeting: Array
+) -> tuple[Array, tuple[Array, Array, Array], Array]:
+    """The residual stream after `layer`, whose attention is `out`, the heads of the `following` layer, and the meeting place."""
+    p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
+    between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
+    if any(a is not None for a in between):
+        x = _rest(config, layer, x, out)
+        return x, _first_heads(config, following, x), meeting
+    norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
+    weights = Between(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
+    moved = between_attentions(out, x, weights, meeting)
+    return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v]), moved.meeting
+
+
+def _shaped(config: ModelConfig, layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:
+    """A layer's q, k and v by heads, with biases and norms where the family has them."""
+    p, (q, k, v) = layer.attn, products
+    return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
+
+
+def _rest(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], out: Float[Array, "... A"]) -> Array:
+    """The residual stream after a layer whose attention is `out`."""
+    p, mlp = layer.attn, layer.mlp
+    x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm)
+    h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
+    return _joined(config, x, h, mlp.down, mlp.down_bias, layer.mlp_post_norm)
 
 
 def _joined(config: ModelConfig, x: Array, h: Array, w: Array, bias: Array | None, norm: Array | None) -> Array:

@@ -31,10 +31,12 @@ class Target(NamedTuple):
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         kind: as JAX names it, such as "NVIDIA H200" or "TPU v5 lite".
+        cores: its multiprocessors, None if that is not known.
     """
 
     platform: str
     kind: str
+    cores: int | None = None
 
 
 def target() -> Target:
@@ -45,12 +47,12 @@ def target() -> Target:
     """
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
-        return Target(described.platform, described.device_kind)
+        return Target(described.platform, described.device_kind, described.num_cores)
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = jax.local_devices()[0] if chosen is None or isinstance(chosen, str) else chosen
     if isinstance(chosen, str):
         device = jax.local_devices(backend=chosen)[0]
-    return Target(device.platform, device.device_kind)
+    return Target(device.platform, device.device_kind, getattr(device, "core_count", None))
 
 
 def hopper() -> bool:

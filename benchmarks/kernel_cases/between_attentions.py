@@ -1,0 +1,99 @@
+"""All that a decoding step does between one layer's attention and the next, at Llama-3.1-8B's shapes; two layers in a row.
+
+"kernels" is one kernel a product, "xla" what models do where no Pallas body serves.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels import Between, Norm, between_attentions, meeting_place
+from kvjax.pallas_kernels.between_attentions import reference
+
+from .case import Case, relative_error
+
+WIDTH, WIDE, KEYS = 4096, 14336, 1024
+MATRICES = (
+    (WIDTH, WIDTH), (WIDE, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE), (WIDTH, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH),
+)  # fmt: skip
+"""Outputs and inputs of o, gate, up, down, q, k and v."""
+
+LAYERS = 2
+"""With weights of their own, and one meeting place."""
+
+
+def cases() -> Iterator[Case]:
+    """Normal weights, and what attention returned of the size that the residual stream has."""
+    weights = sum(outputs * inputs for outputs, inputs in MATRICES)
+    for rows in (1, 2, 4, 8):
+        yield Case(
+            operation="between_attentions",
+            shape=f"{rows} x {WIDTH}, MLP of {WIDE}, {WIDTH} + {KEYS} + {KEYS} heads, {LAYERS} layers",
+            dtype="bfloat16",
+            inputs=partial(_inputs, rows),
+            variants={
+                "xla": partial(_way, implementation="xla"),
+                "kernels": partial(_way, implementation=None),
+                "auto": _way,
+            },
+            error=_error,
+            tolerance=1e-2,
+            bytes=2 * LAYERS * weights,
+            flops=2 * LAYERS * rows * weights,
+        )
+
+
+def _weights(gains: list[Any], matrices: list[Any]) -> Between:
+    o, gate, up, down, q, k, v = matrices
+    return Between(o, Norm(gains[0], 1e-5), gate, up, down, Norm(gains[1], 1e-5), q, k, v)
+
+
+def _way(attended: jax.Array, x: jax.Array, *layers: Any, implementation: Any = "auto") -> list[jax.Array]:
+    meeting = meeting_place()
+    out = []
+    for layer in layers:
+        weights = _weights(*layer)
+        if implementation is None:
+            out = reference.between_attentions(attended, x, weights)
+        else:
+            *out, meeting = between_attentions(attended, x, weights, meeting, implementation=implementation)
+        x, attended, *_ = out
+    return out
+
+
+def _inputs(rows: int, seed: int) -> tuple[Any, ...]:
+    keys = iter(jax.random.split(jax.random.key(seed), 2 + LAYERS * (2 + len(MATRICES))))
+    attended, x = (jax.random.normal(next(keys), (rows, WIDTH), jnp.bfloat16) for _ in range(2))
+    layers = [
+        (
+            [1 + jax.random.normal(next(keys), (WIDTH,), jnp.bfloat16) / 8 for _ in range(2)],
+            [
+                jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * jnp.asarray(depth**-0.5, jnp.bfloat16)
+                for out, depth in MATRICES
+            ],
+        )
+        for _ in range(LAYERS)
+    ]
+    return attended, x, *layers
+
+
+def _error(inputs: tuple[Any, ...], out: list[Any]) -> float:
+    """Of the last layer's residual stream, q, k and v, the worst."""
+    attended, x, *layers = jax.tree.map(lambda a: np.asarray(a, np.float64), inputs)
+
+    def normed(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain
+
+    heads = []
+    for gains, (o, gate, up, down, *qkv) in layers:
+        x = x + attended @ o.T
+        h = normed(x, gains[0])
+        g = h @ gate.T
+        x = x + (g / (1 + np.exp(-g)) * (h @ up.T)) @ down.T
+        heads = [normed(x, gains[1]) @ w.T for w in qkv]
+        attended = heads[0]
+    return max(relative_error(got, want) for got, want in zip(out, [x, *heads], strict=True))

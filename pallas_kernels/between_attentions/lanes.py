@@ -1,0 +1,227 @@
+"""Steps of the Hopper body that threads take by themselves, in Mosaic's dialect."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+from jaxtyping import Array
+
+from .plan import HALF, PROGRAMS
+
+REF = plgpu.RefType()
+SCALAR = plgpu.Layout.WG_SPLAT(())
+_NEEDS_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+
+
+def load(ref: Any, layout: Any) -> Array:
+    """All of an array in shared memory, in a layout. (JAX up to 0.11 takes an index, later versions none.)"""
+    return plgpu.load(ref, (), layout=layout) if _NEEDS_INDEX else plgpu.load(ref, layout=layout)
+
+
+def _inline(*types: Any) -> Callable[[Any], Any]:
+    return plgpu.inline_mgpu(arg_types=types, return_type=None)
+
+
+def _int(value: int) -> Any:
+    kind = ir.IntegerType.get_signless(32)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
+
+
+def _float(value: float) -> Any:
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+
+
+def _at(*places: Any) -> list[Any]:
+    return [arith.index_cast(ir.IndexType.get(), _int(at) if isinstance(at, int) else at) for at in places]
+
+
+def _equal(a: Any, b: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def _below(a: Any, b: int) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ult, a, _int(b))
+
+
+def _item(vector_register: Any, place: int) -> Any:
+    return vector.extract(
+        vector_register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place])
+    )
+
+
+def _where(condition: Any) -> Any:
+    """The inside of a branch; it ends with `scf.yield_([])`."""
+    return ir.InsertionPoint(scf.IfOp(condition).then_block)
+
+
+def _warp_and_lane() -> tuple[Any, Any]:
+    thread = arith.remui(utils.thread_idx(), _int(128))
+    return arith.divui(thread, _int(32)), arith.remui(thread, _int(32))
+
+
+def _sum(value: Any, distances: list[int]) -> Any:
+    """Over the lanes that differ in these bits."""
+    for distance in distances:
+        value = arith.addf(value, utils.shfl_bfly(value, distance))
+    return value
+
+
+def sync() -> None:
+    """Wait for the other threads of the warpgroup."""
+
+    @_inline()
+    def _wait(_: Any) -> None:
+        utils.warpgroup_barrier()
+
+    _wait()
+
+
+def add_diagonals(products: Array, out: Any, column: Array, *, parts: int, second: int, scale: Any = None) -> None:
+    """Write outputs, each the sum of the diagonal of a block [s, s] of products [64, B s].
+
+    Args:
+        out: shared memory, [8, columns], or [2, 8, columns] where the products' halves go into one array each.
+        column: where the outputs of the first half go.
+        parts: s.
+        second: where those of the second half go, from there; not asked for if they have an array of their own.
+        scale: factors [8], one a row of inputs, in shared memory.
+    """
+    blocks, apart = products.shape[1] // 8, len(out.shape) == 3
+    scales = () if scale is None else (scale,)
+
+    @_inline(plgpu.Layout.WGMMA, SCALAR, *(REF for _ in (out, *scales)))
+    def _write(_: Any, products: Any, column: Any, out: Any, *scales: Any) -> None:
+        warp, lane = _warp_and_lane()
+        down, across = arith.divui(lane, _int(4)), arith.muli(arith.remui(lane, _int(4)), _int(2))
+        bits = [bit for bit in (4, 8, 16) if bit < 4 * parts] + [bit for bit in (1, 2) if 2 * bit < parts]
+        # A lane has products (16 warp + down + 8 half, 8 block + across) and the one beside.
+        for i, register in enumerate(products.registers.flat):
+            block, half = divmod(i, 2)
+            assert block < blocks
+            row = arith.addi(arith.muli(warp, _int(16)), arith.addi(down, _int(8 * half)))
+            first = arith.addi(across, _int(8 * block))
+            part = arith.remui(row, _int(parts))
+            total = _float(0)
+            for place in range(2):
+                on = _equal(arith.remui(arith.addi(first, _int(place)), _int(parts)), part)
+                total = arith.addf(total, arith.select(on, _item(register, place), _float(0)))
+            total = _sum(total, bits)
+            token, which = arith.divui(first, _int(parts)), arith.divui(row, _int(HALF))
+            at = arith.addi(column.registers.item(), arith.divui(arith.remui(row, _int(HALF)), _int(parts)))
+            if not apart:
+                at = arith.addi(at, arith.muli(which, _int(second)))
+            one = arith.andi(_equal(part, _int(0)), _equal(arith.remui(first, _int(parts)), _int(0)))
+            with _where(one):
+                for factors in scales:
+                    total = arith.mulf(total, memref.load(factors, _at(token)))
+                memref.store(total, out, _at(*((which,) if apart else ()), token, at))
+                scf.yield_([])
+
+    _write(products, column, out, *scales)
+
+
+def sum_rows(x: Array, out: Any) -> None:
+    """Sums of rows of x [8, 64], of which 16 threads have one, into shared memory [8]."""
+
+    @_inline(plgpu.Layout.WG_STRIDED((8, 64), vec_size=4), REF)
+    def _write(_: Any, x: Any, out: Any) -> None:
+        warp, lane = _warp_and_lane()
+        total = _float(0)
+        for register in x.registers.flat:
+            for place in range(4):
+                total = arith.addf(total, _item(register, place))
+        total = _sum(total, [1, 2, 4, 8])
+        with _where(_equal(arith.remui(lane, _int(16)), _int(0))):
+            memref.store(total, out, _at(arith.addi(arith.muli(warp, _int(2)), arith.divui(lane, _int(16)))))
+            scf.yield_([])
+
+    _write(x, out)
+
+
+def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
+    """1 / sqrt(mean square + eps) of each row, from every program's sums of squares [programs, 8]; both in shared memory."""
+
+    @_inline(REF, REF)
+    def _write(_: Any, squares: Any, out: Any) -> None:
+        warp, lane = _warp_and_lane()
+        for i in range(2):
+            row = arith.addi(arith.muli(warp, _int(2)), _int(i))
+            total = _float(0)
+            for first in range(0, PROGRAMS, 32):
+                total = arith.addf(total, memref.load(squares, _at(arith.addi(lane, _int(first)), row)))
+            mean = arith.mulf(_sum(total, [1, 2, 4, 8, 16]), _float(1 / depth))
+            f32 = ir.F32Type.get()
+            root = llvm.inline_asm(f32, [arith.addf(mean, _float(eps))], "rsqrt.approx.f32 $0, $1;", "=f,f")
+            with _where(_equal(lane, _int(0))):
+                memref.store(root, out, _at(row))
+                scf.yield_([])
+        utils.warpgroup_barrier()
+
+    _write(squares, out)
+
+
+def bring(source: Any, out: Any, first: Array, *, count: int) -> None:
+    """Columns [first, first + count) of an array in global memory, [B, _] or one row for all, into shared memory [8, 64]."""
+
+    rows = source.shape[0] if len(source.shape) == 2 else None
+
+    @_inline(REF, REF, SCALAR)
+    def _copy(_: Any, source: Any, out: Any, first: Any) -> None:
+        warp, lane = _warp_and_lane()
+        row = arith.addi(arith.muli(warp, _int(2)), arith.divui(lane, _int(16)))
+        for place in range(4):
+            column = arith.addi(arith.muli(arith.remui(lane, _int(16)), _int(4)), _int(place))
+            there = _below(column, count)
+            with _where(there if rows is None else arith.andi(there, _below(row, rows))):
+                at = arith.addi(first.registers.item(), column)
+                value = memref.load(source, _at(at) if rows is None else _at(row, at))
+                memref.store(value, out, _at(row, column))
+                scf.yield_([])
+
+    _copy(source, out, first)
+
+
+def meet(counters: Any, which: int, free: int, program: Array) -> None:
+    """Wait until every program is here, and what each has written is there for all to read.
+
+    Args:
+        counters: of global memory, [4], all zero before the first call.
+        which: the counter that counts this time.
+        free: the counter that was waited at the time before, which is zero again after this.
+    """
+
+    @_inline(REF, SCALAR)
+    def _wait(_: Any, counters: Any, program: Any) -> None:
+        wide, nothing = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.void")
+        start = llvm.ptrtoint(wide, utils.memref_ptr(counters))
+        address = [
+            arith.addi(start, arith.constant(wide, ir.IntegerAttr.get(wide, 4 * counter))) for counter in (which, free)
+        ]
+        utils.warpgroup_barrier()
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            # The copy engine wrote and will read: its accesses are ordered with these by the proxy fences.
+            llvm.inline_asm(nothing, [address[0]], _MEET, "l", has_side_effects=True)
+            with _where(_equal(program.registers.item(), _int(0))):
+                llvm.inline_asm(
+                    nothing, [address[1]], "st.relaxed.gpu.global.u32 [$0], 0;", "l", has_side_effects=True
+                )
+                scf.yield_([])
+        utils.warpgroup_barrier()
+
+    _wait(counters, program)
+
+
+_MEET = f"""{{
+    .reg .pred waiting;
+    .reg .u32 here;
+    fence.proxy.async;
+    red.release.gpu.global.add.u32 [$0], 1;
+    again: ld.acquire.gpu.global.u32 here, [$0];
+    setp.lt.u32 waiting, here, {PROGRAMS};
+    @waiting bra again;
+    fence.proxy.async;
+}}"""

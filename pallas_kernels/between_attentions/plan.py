@@ -1,0 +1,92 @@
+"""How the Hopper body divides its work.
+
+A matrix [O, I] is seen as [O · s, I / s], inputs [B, I] as [B · s, I / s]: without moving anything, 64 rows of a matrix, which is what
+the matrix units take, are then 64 / s outputs, few enough that all programs have equal shares. An output is the sum of the diagonal of
+a block of s by s products.
+"""
+
+from typing import NamedTuple
+
+PROGRAMS = 128
+"""One a multiprocessor, all at once: each waits for the others."""
+
+ROWS, HALF = 64, 32
+"""Rows of a matrix that are multiplied at a time, and half of them: a slot holds as many of the gate as of the up projection."""
+
+WARPGROUPS = 2
+"""Warpgroups that multiply, taking turns."""
+
+SHARED = 227 * 1024
+"""Bytes of shared memory of a program."""
+
+PARTS = {1: 8, 2: 8, 4: 2, 8: 2}
+"""s, by rows of inputs."""
+
+
+class Plan(NamedTuple):
+    """Sizes of one program's share.
+
+    Attributes:
+        rows: tokens, B.
+        parts: s.
+        outputs: of the residual stream.
+        wide: of the gate, and of the up projection.
+        heads: of q, and of k and of v.
+        chunk: inputs of a part that are multiplied at a time.
+        slots: chunks of weights under way.
+        inputs: chunks of inputs that are held at a time.
+    """
+
+    rows: int
+    parts: int
+    outputs: int
+    wide: int
+    heads: tuple[int, int]
+    chunk: int
+    slots: int
+    inputs: int
+
+
+def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]) -> Plan | str:
+    """The sizes for inputs [rows, attended], a residual stream of `width`, an MLP of `wide` and q, k of `heads` outputs; or why none fit."""
+    if rows not in PARTS:
+        return f"{rows} rows, not one of {list(PARTS)}"
+    parts = PARTS[rows]
+    for name, size in {"width": width, "MLP": wide, "queries": heads[0], "keys": heads[1]}.items():
+        if size % PROGRAMS:
+            return f"{name} of {size} is not a multiple of {PROGRAMS}"
+    own, own_wide, q, k = (size // PROGRAMS for size in (width, wide, *heads))
+    if own * parts % ROWS or own_wide * parts % HALF or q * parts % ROWS or k * parts not in (8, 16, 32, 64):
+        return f"shares of {own}, {own_wide}, {q} and {k} outputs, by {parts}, are not whole blocks"
+    if max(own, q) > 64 or k > 64 or (wide // parts) % own_wide or (width // parts) % own:
+        return f"shares of {own}, {own_wide}, {q} and {k} outputs do not fit"
+    for chunk in (256, 128):
+        if any(size % (parts * chunk) for size in (attended, width, wide)):
+            continue
+        short, long = max(attended, width) // parts // chunk, wide // parts // chunk
+        for slots in (4 * 256 // chunk, 2 * 256 // chunk):
+            for inputs in (max(short, long), short + short % 2):
+                found = Plan(rows, parts, own, own_wide, (q, k), chunk, slots, inputs)
+                if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
+                    return found
+    return f"{rows} rows of {max(attended, width, wide)} inputs do not fit into shared memory"
+
+
+def _turns(plan: Plan, attended: int, width: int) -> bool:
+    """Whether inputs that do not fit at once can be read in turns: a single block, of which each warpgroup has its own chunks."""
+    chunks = [size // plan.parts // plan.chunk for size in (attended, width)]
+    blocks = plan.outputs * plan.parts // ROWS, plan.wide * plan.parts // HALF
+    before = blocks[0] * chunks[0] + blocks[1] * chunks[1]
+    return blocks[0] == 1 and before % WARPGROUPS == 0 and plan.inputs % WARPGROUPS == 0
+
+
+def _bytes(plan: Plan) -> int:
+    """Shared memory: chunks of weights and of inputs, and what products are gathered in."""
+    chunks = 2 * plan.chunk * (plan.slots * ROWS + plan.inputs * plan.rows * plan.parts)
+    sums = 4 * WARPGROUPS * 8 * (64 + 2 * columns(plan.wide))
+    return chunks + sums + 2 * 8 * (4 * 64 + 2 * columns(plan.wide)) + 4 * 8 * PROGRAMS + 2048
+
+
+def columns(count: int) -> int:
+    """Columns of an array in shared memory that has `count`: rows begin where the copy engine can read, and k and v have room beside."""
+    return max(-(-count // 64) * 64, 128)
