@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Between, Norm, between_attentions, meeting_place
-from kvjax.pallas_kernels.between_attentions import reference
+from kvjax.pallas_kernels.between_attentions import hopper, plan, reference
 
 from .case import Case, relative_error
 
@@ -39,6 +39,7 @@ def cases() -> Iterator[Case]:
                 "xla": partial(_way, implementation="xla"),
                 "kernels": partial(_way, implementation=None),
                 "auto": _way,
+                **{f"gpu chunk={c} slots={n}": partial(_way, sizes=(c, n)) for c, n in ((256, 4), (128, 8), (128, 10))},
             },
             error=_error,
             tolerance=1e-2,
@@ -52,12 +53,20 @@ def _weights(gains: list[Any], matrices: list[Any]) -> Between:
     return Between(o, Norm(gains[0], 1e-5), gate, up, down, Norm(gains[1], 1e-5), q, k, v)
 
 
-def _way(attended: jax.Array, x: jax.Array, *layers: Any, implementation: Any = "auto") -> list[jax.Array]:
+def _way(
+    attended: jax.Array, x: jax.Array, *layers: Any, implementation: Any = "auto", sizes: tuple[int, int] | None = None
+) -> list[jax.Array]:
     meeting = meeting_place()
     out = []
     for layer in layers:
         weights = _weights(*layer)
-        if implementation is None:
+        if sizes is not None:
+            found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS))
+            assert isinstance(found, plan.Plan)
+            held = found.inputs * found.chunk // sizes[0]
+            found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
+            *out, meeting = hopper.between_attentions(attended, x, weights, meeting, sizes=found)
+        elif implementation is None:
             out = reference.between_attentions(attended, x, weights)
         else:
             *out, meeting = between_attentions(attended, x, weights, meeting, implementation=implementation)

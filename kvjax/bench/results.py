@@ -1,6 +1,7 @@
 """The result file of a benchmark: what it has is not measured again, and rows are written as they come."""
 
 import dataclasses
+import datetime
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ Row = dict[str, Any]
 
 
 class Results:
-    """JSON with a header, and rows in the order of the cases; threads may share it.
+    """JSON with a header, and rows in the order of the cases, each with the date of its own; threads may share it.
 
     Args:
         path: the file.
@@ -62,7 +63,8 @@ class Results:
         """Write what was found of a case."""
         from kvjax.evals import report
 
-        row = _fields(case) | found
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        row = _fields(case) | found | {"date": now}
         with self._lock:
             self.rows.append(row)
             self.rows.sort(key=self._place)

@@ -48,15 +48,19 @@ def _plan(attended: Array, x: Array, weights: "Between") -> Plan | str:
 
 
 def between_attentions(
-    attended: Array, x: Array, weights: "Between", meeting: Int[Array, "4"]
+    attended: Array, x: Array, weights: "Between", meeting: Int[Array, "4"], *, sizes: Plan | None = None
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """The residual stream, the next layer's q, k and v, and the meeting place; see the public function."""
-    sizes = _plan(attended, x, weights)
-    assert isinstance(sizes, Plan)
+    """The residual stream, the next layer's q, k and v, and the meeting place; see the public function.
+
+    Args:
+        sizes: instead of those that `plan` finds.
+    """
+    found = _plan(attended, x, weights) if sizes is None else sizes
+    assert isinstance(found, Plan)
     eps = weights.mlp_norm.eps, weights.attn_norm.eps
     matrices = weights.o, weights.gate, weights.up, weights.down, weights.q, weights.k, weights.v
     gains = weights.mlp_norm.gain, weights.attn_norm.gain
-    return _call(attended, x, gains, matrices, meeting, sizes=sizes, eps=eps)
+    return _call(attended, x, gains, matrices, meeting, sizes=found, eps=eps)
 
 
 @jax.jit(static_argnames=("sizes", "eps"))
