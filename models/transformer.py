@@ -21,7 +21,6 @@ from kvjax.pallas_kernels import (
     Norm,
     between_attentions,
     gated_projection,
-    meeting_place,
     prefill_attention,
     projection,
 )
@@ -136,7 +135,7 @@ def decode_step(
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read one token a row, at original position `pos`; logits of the next, and the caches with it appended."""
     config, layers = params.config, params.layers
-    x, meeting = _embed(params, token), meeting_place()
+    x = _embed(params, token)
     heads = _first_heads(config, layers[0], x)
     updated, carry = [], None
     for i, (layer, spec, state) in enumerate(zip(layers, specs, states, strict=True)):
@@ -148,7 +147,7 @@ def decode_step(
         if i + 1 == len(layers):
             x = _rest(config, layer, x, out)
             break
-        x, heads, meeting = _next_heads(config, layer, layers[i + 1], x, out, meeting)
+        x, heads = _next_heads(config, layer, layers[i + 1], x, out)
         carry = policy.foresee(specs[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
     return _logits(params, x), tuple(updated)
 
@@ -206,18 +205,22 @@ def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) ->
 
 
 def _next_heads(
-    config: ModelConfig, layer: Layer, following: Layer, x: Float[Array, "B D"], out: Float[Array, "B A"], meeting: Array
-) -> tuple[Array, tuple[Array, Array, Array], Array]:
-    """The residual stream after `layer`, whose attention is `out`, the heads of the `following` layer, and the meeting place."""
+    config: ModelConfig,
+    layer: Layer,
+    following: Layer,
+    x: Float[Array, "B D"],
+    out: Float[Array, "B A"],
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """The residual stream after `layer`, whose attention is `out`, and the heads of the `following` layer."""
     p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
     between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
     if any(a is not None for a in between):
         x = _rest(config, layer, x, out)
-        return x, _first_heads(config, following, x), meeting
+        return x, _first_heads(config, following, x)
     norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
     weights = Between(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
-    moved = between_attentions(out, x, weights, meeting)
-    return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v]), moved.meeting
+    moved = between_attentions(out, x, weights)
+    return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
 
 
 def _shaped(config: ModelConfig, layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:

@@ -2,7 +2,6 @@
 
 from .between_attentions import Between as Between
 from .between_attentions import between_attentions as between_attentions
-from .between_attentions import meeting_place as meeting_place
 from .chunk_similarity import chunk_similarity as chunk_similarity
 from .cluster_tokens import cluster_tokens as cluster_tokens
 from .decode_attention import Attended as Attended

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Between, Norm, between_attentions, meeting_place
+from kvjax.pallas_kernels import Between, Norm, between_attentions
 from kvjax.pallas_kernels.between_attentions import hopper, plan, reference
 
 from .case import Case, relative_error
@@ -23,7 +23,7 @@ MATRICES = (
 """Outputs and inputs of o, gate, up, down, q, k and v."""
 
 LAYERS = 2
-"""With weights of their own, and one meeting place."""
+"""With weights of their own."""
 
 
 def cases() -> Iterator[Case]:
@@ -56,7 +56,6 @@ def _weights(gains: list[Any], matrices: list[Any]) -> Between:
 def _way(
     attended: jax.Array, x: jax.Array, *layers: Any, implementation: Any = "auto", sizes: tuple[int, int] | None = None
 ) -> list[jax.Array]:
-    meeting = meeting_place()
     out = []
     for layer in layers:
         weights = _weights(*layer)
@@ -65,13 +64,13 @@ def _way(
             assert isinstance(found, plan.Plan)
             held = found.inputs * found.chunk // sizes[0]
             found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
-            *out, meeting = hopper.between_attentions(attended, x, weights, meeting, sizes=found)
+            out = hopper.between_attentions(attended, x, weights, sizes=found)
         elif implementation is None:
             out = reference.between_attentions(attended, x, weights)
         else:
-            *out, meeting = between_attentions(attended, x, weights, meeting, implementation=implementation)
+            out = between_attentions(attended, x, weights, implementation=implementation)
         x, attended, *_ = out
-    return out
+    return list(out)
 
 
 def _inputs(rows: int, seed: int) -> tuple[Any, ...]:

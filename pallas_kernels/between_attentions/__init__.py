@@ -3,4 +3,3 @@
 from .api import Between as Between
 from .api import Moved as Moved
 from .api import between_attentions as between_attentions
-from .api import meeting_place as meeting_place

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..dispatch import Implementation, choose
 from ..projection import Norm
@@ -39,26 +38,18 @@ class Moved(NamedTuple):
     Attributes:
         x: the residual stream.
         q, k, v: the next layer's products, without biases or rotation.
-        meeting: the meeting place, to be handed on.
     """
 
     x: Float[Array, "B D"]
     q: Float[Array, "B Q"]
     k: Float[Array, "B K"]
     v: Float[Array, "B K"]
-    meeting: Int[Array, "4"]
-
-
-def meeting_place() -> Int[Array, "4"]:
-    """Where a kernel's programs count who has arrived. One serves all calls of a step, each of which hands it on to the next."""
-    return jnp.zeros((4,), jnp.int32)
 
 
 def between_attentions(
     attended: Float[Array, "B A"],
     x: Float[Array, "B D"],
     weights: Between,
-    meeting: Int[Array, "4"],
     *,
     implementation: Implementation = "auto",
 ) -> Moved:
@@ -70,7 +61,6 @@ def between_attentions(
     Args:
         attended: what attention returned, heads side by side.
         x: the residual stream before it is added.
-        meeting: from `meeting_place`, or from the call before.
         implementation: "auto" takes the device's body where it serves; there is no interpreter for it.
 
     Raises:
@@ -81,5 +71,5 @@ def between_attentions(
     chosen = choose("between_attentions", implementation, gpu=lambda: hopper.refuses(attended, x, weights))
     if chosen == "xla":
         by = "xla" if implementation == "xla" else "auto"
-        return Moved(*reference.between_attentions(attended, x, weights, by), meeting)
-    return Moved(*hopper.between_attentions(attended, x, weights, meeting))
+        return Moved(*reference.between_attentions(attended, x, weights, by))
+    return Moved(*hopper.between_attentions(attended, x, weights))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from ..dispatch import hopper, target
 from .plan import HALF, PROGRAMS, ROWS, WARPGROUPS, Plan, columns, plan
@@ -24,15 +24,20 @@ if TYPE_CHECKING:
 SWIZZLE = 128
 """Bytes of a row of shared memory that are interleaved."""
 
+COUNTERS = (509,)
+"""Shape of the zeros that programs count meetings in, of which they need three: one that no other zeros have, or XLA would have one array
+for both.
+"""
+
 
 def refuses(attended: Array, x: Array, weights: "Between") -> str | None:
     """Why this body does not serve a case, or None if it does."""
     if not hopper():
         return "this program is not for a Hopper GPU"
-    if (cores := target().cores) is None or cores < PROGRAMS:  # programs that are not all there at once would wait for ever
+    if (
+        cores := target().cores
+    ) is None or cores < PROGRAMS:  # programs that are not all there at once would wait for ever
         return f"this GPU has {cores} multiprocessors, not {PROGRAMS}"
-    if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__} cannot hand a kernel its meeting place"
     if attended.ndim != 2:
         return f"inputs are {attended.shape}, not a token a row"
     kinds = {a.dtype for a in jax.tree.leaves((attended, x, [w for w in weights if isinstance(w, jax.Array)]))}
@@ -48,9 +53,9 @@ def _plan(attended: Array, x: Array, weights: "Between") -> Plan | str:
 
 
 def between_attentions(
-    attended: Array, x: Array, weights: "Between", meeting: Int[Array, "4"], *, sizes: Plan | None = None
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The residual stream, the next layer's q, k and v, and the meeting place; see the public function.
+    attended: Array, x: Array, weights: "Between", *, sizes: Plan | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """The residual stream, the next layer's q, k and v; see the public function.
 
     Args:
         sizes: instead of those that `plan` finds.
@@ -60,7 +65,7 @@ def between_attentions(
     eps = weights.mlp_norm.eps, weights.attn_norm.eps
     matrices = weights.o, weights.gate, weights.up, weights.down, weights.q, weights.k, weights.v
     gains = weights.mlp_norm.gain, weights.attn_norm.gain
-    return _call(attended, x, gains, matrices, meeting, sizes=found, eps=eps)
+    return _call(attended, x, gains, matrices, sizes=found, eps=eps)
 
 
 @jax.jit(static_argnames=("sizes", "eps"))
@@ -69,11 +74,10 @@ def _call(
     x: Array,
     gains: tuple[Array, Array],
     matrices: tuple[Array, ...],
-    meeting: Array,
     *,
     sizes: Plan,
     eps: tuple[float, float],
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
     """The kernel, traced and lowered once for all layers."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -111,7 +115,9 @@ def _call(
         def _order() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
-            def order(slot: int, count: int, chunks: int, halves: Sequence[tuple[Any, Any]], rows: int, step: int) -> int:
+            def order(
+                slot: int, count: int, chunks: int, halves: Sequence[tuple[Any, Any]], rows: int, step: int
+            ) -> int:
                 """Chunks of `count` blocks, each of two halves of `rows` rows, the first from a row of a matrix on."""
 
                 def fill(i: Array, _: None) -> None:
@@ -307,7 +313,9 @@ def _call(
 
     tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
     shape, smem, barrier = jax.ShapeDtypeStruct, plgpu.SMEM, plgpu.Barrier
-    counters = jax.new_ref(meeting)
+    # Each call of a step begins with what the one before left, whose last counter its first meeting clears. They are told nothing of
+    # each other: XLA knows of no writing, but every call awaits the one before for its inputs, and gets the same memory.
+    counters = jnp.zeros(COUNTERS, jnp.int32)
     out = plgpu.kernel(
         body,
         out_type=[
@@ -341,4 +349,4 @@ def _call(
         ],
         kernel_name="between_attentions",
     )(split(attended), x, *gains, *map(split, matrices), counters)
-    return *out[:4], jax.freeze(counters)
+    return out[0], out[1], out[2], out[3]

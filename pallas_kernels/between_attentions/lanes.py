@@ -48,9 +48,7 @@ def _below(a: Any, b: int) -> Any:
 
 
 def _item(vector_register: Any, place: int) -> Any:
-    return vector.extract(
-        vector_register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place])
-    )
+    return vector.extract(vector_register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place]))
 
 
 def _where(condition: Any) -> Any:
@@ -105,10 +103,10 @@ def add_diagonals(products: Array, out: Any, column: Array, *, parts: int, secon
             row = arith.addi(arith.muli(warp, _int(16)), arith.addi(down, _int(8 * half)))
             first = arith.addi(across, _int(8 * block))
             part = arith.remui(row, _int(parts))
-            total = _float(0)
+            total = _float(0.0)
             for place in range(2):
                 on = _equal(arith.remui(arith.addi(first, _int(place)), _int(parts)), part)
-                total = arith.addf(total, arith.select(on, _item(register, place), _float(0)))
+                total = arith.addf(total, arith.select(on, _item(register, place), _float(0.0)))
             total = _sum(total, bits)
             token, which = arith.divui(first, _int(parts)), arith.divui(row, _int(HALF))
             at = arith.addi(column.registers.item(), arith.divui(arith.remui(row, _int(HALF)), _int(parts)))
@@ -130,7 +128,7 @@ def sum_rows(x: Array, out: Any) -> None:
     @_inline(plgpu.Layout.WG_STRIDED((8, 64), vec_size=4), REF)
     def _write(_: Any, x: Any, out: Any) -> None:
         warp, lane = _warp_and_lane()
-        total = _float(0)
+        total = _float(0.0)
         for register in x.registers.flat:
             for place in range(4):
                 total = arith.addf(total, _item(register, place))
@@ -150,7 +148,7 @@ def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
         warp, lane = _warp_and_lane()
         for i in range(2):
             row = arith.addi(arith.muli(warp, _int(2)), _int(i))
-            total = _float(0)
+            total = _float(0.0)
             for first in range(0, PROGRAMS, 32):
                 total = arith.addf(total, memref.load(squares, _at(arith.addi(lane, _int(first)), row)))
             mean = arith.mulf(_sum(total, [1, 2, 4, 8, 16]), _float(1 / depth))
@@ -166,7 +164,6 @@ def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
 
 def bring(source: Any, out: Any, first: Array, *, count: int) -> None:
     """Columns [first, first + count) of an array in global memory, [B, _] or one row for all, into shared memory [8, 64]."""
-
     rows = source.shape[0] if len(source.shape) == 2 else None
 
     @_inline(REF, REF, SCALAR)
@@ -189,7 +186,7 @@ def meet(counters: Any, which: int, free: int, program: Array) -> None:
     """Wait until every program is here, and what each has written is there for all to read.
 
     Args:
-        counters: of global memory, [4], all zero before the first call.
+        counters: of global memory, three or more, all zero before the first call.
         which: the counter that counts this time.
         free: the counter that was waited at the time before, which is zero again after this.
     """
@@ -206,9 +203,7 @@ def meet(counters: Any, which: int, free: int, program: Array) -> None:
             # The copy engine wrote and will read: its accesses are ordered with these by the proxy fences.
             llvm.inline_asm(nothing, [address[0]], _MEET, "l", has_side_effects=True)
             with _where(_equal(program.registers.item(), _int(0))):
-                llvm.inline_asm(
-                    nothing, [address[1]], "st.relaxed.gpu.global.u32 [$0], 0;", "l", has_side_effects=True
-                )
+                llvm.inline_asm(nothing, [address[1]], "st.relaxed.gpu.global.u32 [$0], 0;", "l", has_side_effects=True)
                 scf.yield_([])
         utils.warpgroup_barrier()
 
