@@ -49,7 +49,8 @@ def refuses(attended: Array, x: Array, weights: "Between") -> str | None:
 
 def _plan(attended: Array, x: Array, weights: "Between") -> Plan | str:
     heads = weights.q.shape[0], weights.k.shape[0]
-    return plan(*attended.shape, x.shape[1], weights.gate.shape[0], heads)
+    rows, inputs = attended.shape
+    return plan(rows, inputs, x.shape[1], weights.gate.shape[0], heads)
 
 
 def between_attentions(
@@ -200,12 +201,12 @@ def _call(
                     return total[...]
 
                 products = pl.run_scoped(add_up, plgpu.WGMMAAccumulatorRef((ROWS, batch * parts), float32))
-                if eps is not None and not again:
+                if (added := eps) is not None and not again:
 
                     @pl.when(i == 0)
                     def _roots() -> None:
                         plgpu.barrier_wait(counted)
-                        lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=eps)
+                        lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
 
                 lanes.add_diagonals(products, out, column(i), parts=parts, second=second, scale=roots)
 
@@ -219,9 +220,16 @@ def _call(
             for row in range(batch):
                 plgpu.copy_smem_to_gmem(smem.at[row, pl.ds(0, count)], ref.at[row * parts + part, pl.ds(column, count)])
 
+        def added_up(parts: Sequence[Any], layout: Any) -> Array:
+            """What the warpgroups have each made of their chunks, as the product's type has it."""
+            first, *others = (lanes.load(part, layout) for part in parts)
+            for other in others:
+                first += other
+            return first.astype(bfloat16)
+
         def join(gain: int, ref: Any, squares: Any, last: bool = False) -> None:
             """Add the product to the residual stream, and hand on what the next product takes."""
-            product = sum(lanes.load(sums_smem.at[i], narrow_layout) for i in range(WARPGROUPS)).astype(bfloat16)
+            product = added_up([sums_smem.at[i] for i in range(WARPGROUPS)], narrow_layout)
             x = product.astype(float32) + lanes.load(x_smem, narrow_layout).astype(float32)
             x = x.astype(bfloat16)
             x_smem[...], exact = x, x.astype(float32)
@@ -236,7 +244,7 @@ def _call(
             plgpu.wait_smem_to_gmem(0)
 
         def gathered(half: int) -> Array:
-            return sum(lanes.load(wide_smem.at[i, half], wide_layout) for i in range(WARPGROUPS)).astype(bfloat16)
+            return added_up([wide_smem.at[i, half] for i in range(WARPGROUPS)], wide_layout)
 
         @pl.when(role < WARPGROUPS)
         def _compute() -> None:

@@ -19,7 +19,7 @@ _NEEDS_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 def load(ref: Any, layout: Any) -> Array:
     """All of an array in shared memory, in a layout. (JAX up to 0.11 takes an index, later versions none.)"""
-    return plgpu.load(ref, (), layout=layout) if _NEEDS_INDEX else plgpu.load(ref, layout=layout)
+    return plgpu.load(ref, *(((),) if _NEEDS_INDEX else ()), layout=layout)
 
 
 def _inline(*types: Any) -> Callable[[Any], Any]:
@@ -153,7 +153,7 @@ def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
                 total = arith.addf(total, memref.load(squares, _at(arith.addi(lane, _int(first)), row)))
             mean = arith.mulf(_sum(total, [1, 2, 4, 8, 16]), _float(1 / depth))
             f32 = ir.F32Type.get()
-            root = llvm.inline_asm(f32, [arith.addf(mean, _float(eps))], "rsqrt.approx.f32 $0, $1;", "=f,f")
+            root: Any = llvm.inline_asm(f32, [arith.addf(mean, _float(eps))], "rsqrt.approx.f32 $0, $1;", "=f,f")
             with _where(_equal(lane, _int(0))):
                 memref.store(root, out, _at(row))
                 scf.yield_([])
