@@ -34,9 +34,8 @@ def refuses(attended: Array, x: Array, weights: "Between") -> str | None:
     """Why this body does not serve a case, or None if it does."""
     if not hopper():
         return "this program is not for a Hopper GPU"
-    if (
-        cores := target().cores
-    ) is None or cores < PROGRAMS:  # programs that are not all there at once would wait for ever
+    cores = target().cores
+    if cores is None or cores < PROGRAMS:  # programs that are not all there at once would wait for ever
         return f"this GPU has {cores} multiprocessors, not {PROGRAMS}"
     if attended.ndim != 2:
         return f"inputs are {attended.shape}, not a token a row"
@@ -321,8 +320,8 @@ def _call(
 
     tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
     shape, smem, barrier = jax.ShapeDtypeStruct, plgpu.SMEM, plgpu.Barrier
-    # Each call of a step begins with what the one before left, whose last counter its first meeting clears. They are told nothing of
-    # each other: XLA knows of no writing, but every call awaits the one before for its inputs, and gets the same memory.
+    # XLA is not told that these are written. It need not know: calls follow one another, as each takes what the one before made, and a call
+    # does as well with zeros as with what another has left, in which only the last meeting's counter is not zero; the first clears it.
     counters = jnp.zeros(COUNTERS, jnp.int32)
     out = plgpu.kernel(
         body,

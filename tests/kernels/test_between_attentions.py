@@ -153,9 +153,9 @@ def test_lowers_for_hopper(rows):
     """Not anew for each layer; the first one's inputs come from outside the mesh that stands for the device, and count as others."""
 
     def layers(attended, x, weights):
-        moved = between_attentions(attended, x, weights)
+        moved = [between_attentions(attended, x, weights)]
         for _ in range(3):
-            moved = between_attentions(moved.q, moved.x, weights)
+            moved.append(between_attentions(moved[-1].q, moved[-1].x, weights))
         return moved
 
     with on():
