@@ -3,11 +3,18 @@
 That body runs on the GPU alone; `python -m benchmarks.kernels between_attentions` compares it there with NumPy in float64.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.bench import states
+from kvjax.bench.case import Case
+from kvjax.cache import layer_specs
+from kvjax.models import abstract
+from kvjax.models.transformer import decode_step
 from kvjax.pallas_kernels import Between, Norm, between_attentions
 from kvjax.pallas_kernels.between_attentions import hopper
 from kvjax.pallas_kernels.between_attentions.plan import HALF, PROGRAMS, ROWS, Plan, plan
@@ -163,3 +170,22 @@ def test_lowers_for_hopper(rows):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @_call") == 4
     assert text.count("@mosaic_gpu_v2(") == 2
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_decoding_uses_it():
+    """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next."""
+    case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False)
+    with on():
+        policy = case.bound_policy()
+        specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
+        state, params = states.shapes(policy, specs), abstract(case.config, case.dtype)
+
+        def step(params, caches, token, pos):
+            return decode_step(params, caches, token, pos, policy, specs)
+
+        traced = jax.jit(step).trace(params, state.caches, state.token, state.pos)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
+    calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
+    assert len(calls) == case.config.num_layers - 1
