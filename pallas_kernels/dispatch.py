@@ -7,6 +7,7 @@ serves, and XLA otherwise; so a body that is missing costs speed, never correctn
 
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -19,6 +20,11 @@ Implementation = Literal["auto", "xla", "tpu", "gpu"]
 """Who is asked to compute. `"auto"` chooses; any other must serve or raise `Unsupported`."""
 
 Chosen = Literal["xla", "tpu", "gpu"]
+
+SPARED = "KVJAX_WITHOUT_KERNELS"
+"""Environment variable: operations, parted by commas, that `"auto"` leaves to XLA, should a kernel fail on a device that it has not been
+tried on. Read when a program is traced.
+"""
 
 
 class Unsupported(ValueError):
@@ -98,7 +104,10 @@ def choose(
     here = target()
     if implementation == "auto":
         serves = bodies.get(here.platform)
-        reason = "has no Pallas body of its own" if serves is None else serves() or (slower() if slower else None)
+        if operation in (name.strip() for name in os.environ.get(SPARED, "").split(",")):
+            reason = f"{SPARED} names it"
+        else:
+            reason = "has no Pallas body of its own" if serves is None else serves() or (slower() if slower else None)
         chosen: Chosen = "xla" if reason else here.platform  # pyright: ignore[reportAssignmentType]
         log.debug("%s on %s: %s%s", operation, here.kind, chosen, f" ({reason})" if reason else "")
         return chosen

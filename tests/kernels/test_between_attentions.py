@@ -15,7 +15,7 @@ from kvjax.bench.case import Case
 from kvjax.cache import layer_specs
 from kvjax.models import abstract
 from kvjax.models.transformer import decode_step
-from kvjax.pallas_kernels import Between, Norm, between_attentions
+from kvjax.pallas_kernels import Between, Norm, between_attentions, dispatch
 from kvjax.pallas_kernels.between_attentions import hopper
 from kvjax.pallas_kernels.between_attentions.plan import HALF, PROGRAMS, ROWS, Plan, plan
 from kvjax.pallas_kernels.dispatch import Unsupported
@@ -173,8 +173,11 @@ def test_lowers_for_hopper(rows):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_decoding_uses_it():
-    """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next."""
+@pytest.mark.parametrize("spared", [None, "nearest", "nearest, between_attentions"])
+def test_decoding_uses_it(spared, monkeypatch):
+    """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to."""
+    if spared:
+        monkeypatch.setenv(dispatch.SPARED, spared)
     case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False)
     with on():
         policy = case.bound_policy()
@@ -188,4 +191,5 @@ def test_decoding_uses_it():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
     calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
-    assert len(calls) == case.config.num_layers - 1
+    without = spared is not None and "between_attentions" in spared
+    assert len(calls) == (0 if without else case.config.num_layers - 1)
