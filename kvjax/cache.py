@@ -18,7 +18,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax import host_memory
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import NO_ROPE, Rope
-from kvjax.pallas_kernels import Rotation, Turned, decode_attention, write_slots
+from kvjax.pallas_kernels import (
+    Held,
+    Rotation,
+    Turned,
+    Writing,
+    decode_attention,
+    divided_attention,
+    write_divided_slots,
+    write_slots,
+)
 
 BLOCK = 1024
 """Slots that `attend_many` takes at a time."""
@@ -263,6 +272,31 @@ def insert_with(
     return Slots(*stored, *written[: len(stores) + 2], next=following, seen=seen), others
 
 
+def insert_divided(
+    caches: Sequence[Slots],
+    heads: Sequence[tuple[int, ...]],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    pos: Int[Array, " B"],
+    *,
+    rope: Rope = NO_ROPE,
+) -> list[Slots]:
+    """`insert` into caches among which a layer's KV heads are divided, at once.
+
+    Args:
+        heads: for each cache, which of the KV heads it has.
+        k, v: of all heads.
+    """
+    values = [turned(rope, k, pos), v, pos[:, None], 1.0]
+    written = write_divided_slots(
+        [
+            Writing([slots.k, slots.v, slots.pos, slots.weight], slots.next, values, [slots.next, slots.seen], mine)
+            for slots, mine in zip(caches, heads, strict=True)
+        ]
+    )
+    return [Slots(*arrays) for arrays in written]
+
+
 def turned(rope: Rope, x: Float[Array, "B N H"], pos: Int[Array, " B"]) -> Float[Array, "B N H"] | Turned:
     """`x` rotated to each row's position, if need be later, by the kernel that reads it."""
     return Turned(x, *rope.cos_sin(pos)) if rope.turns_halves_of(x.shape[-1]) else rope.rotate(x, pos[:, None])
@@ -308,9 +342,7 @@ def attend(
     Returns:
         The attended values, and each slot's probability averaged over its query group, if it was asked for.
     """
-    rope, weight, keys, rotation = spec.rope, slots.weight, slots.k, None
-    if spec.window is not None:
-        weight = jnp.where(slots.pos > q_pos[:, None, None] - spec.window, weight, 0.0)
+    rope, weight, keys, rotation = spec.rope, _seen(spec, slots, q_pos), slots.k, None
     if place is not None and rope.turns_halves_of(spec.head_dim):
         rotation = Rotation(*place, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
     elif place is not None:
@@ -319,6 +351,31 @@ def attend(
         keys = rope.rotate_by_table(keys, place[0], keys.shape[2])
     attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)
     return attended.out, attended.probs
+
+
+def attend_divided(
+    spec: LayerSpec,
+    caches: Sequence[Slots],
+    heads: Sequence[tuple[int, ...]],
+    q: Float[Array, "B N H"] | Turned,
+    q_pos: Int[Array, " B"],
+) -> Float[Array, "B N H"]:
+    """`attend` over caches among which a layer's KV heads are divided, at once.
+
+    Args:
+        spec: of the whole layer.
+        heads: for each cache, which of the KV heads it has.
+        q: queries of all heads, rotated or `turned`.
+    """
+    held = [Held(slots.k, slots.v, _seen(spec, slots, q_pos), mine) for slots, mine in zip(caches, heads, strict=True)]
+    return divided_attention(q, held, scale=spec.scale)
+
+
+def _seen(spec: LayerSpec, slots: Slots, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
+    """Weights of the slots inside the layer's sliding window."""
+    if spec.window is None:
+        return slots.weight
+    return jnp.where(slots.pos > q_pos[:, None, None] - spec.window, slots.weight, 0.0)
 
 
 def places(pos: Int[Array, " B"], count: int) -> Int[Array, "B S"]:

@@ -7,6 +7,8 @@ from .cluster_tokens import cluster_tokens as cluster_tokens
 from .decode_attention import Attended as Attended
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
+from .divided_attention import Held as Held
+from .divided_attention import divided_attention as divided_attention
 from .gather_attention import gather_attention as gather_attention
 from .kmeans import Distance as Distance
 from .kmeans import kmeans as kmeans
@@ -23,4 +25,6 @@ from .rotary import Turned as Turned
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .window_scores import window_scores as window_scores
+from .write_slots import Writing as Writing
+from .write_slots import write_divided_slots as write_divided_slots
 from .write_slots import write_slots as write_slots

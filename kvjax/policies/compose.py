@@ -8,10 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax import cache, host_memory
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels.divided import query_heads
 
 from .base import Carry, Due, Policy, PolicyError, State, any_due
+
+Part = tuple[Policy, LayerSpec, np.ndarray]
+"""Of a layer: a policy, the layer as it sees it, and its KV heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,16 +204,26 @@ class ByHead(Policy):
         v: Float[Array, "B K H"],
         pos: Int[Array, " B"],
     ) -> tuple[State, ...]:
+        parts = self._parts(spec)
+        if _plain(parts, state):
+            return tuple(cache.insert_divided(state, _kv_heads(parts), k, v, pos, rope=spec.rope))
         return tuple(
             policy.append(sub, part, k[:, heads], v[:, heads], pos)
-            for (policy, sub, heads), part in zip(self._parts(spec), state, strict=True)
+            for (policy, sub, heads), part in zip(parts, state, strict=True)
         )
 
     def attend(
         self, spec: LayerSpec, state: tuple[State, ...], q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], tuple[State, ...], Carry]:
+        parts = self._parts(spec)
+        if _plain(parts, state):
+            return (
+                cache.attend_divided(spec, state, _kv_heads(parts), cache.turned(spec.rope, q, pos), pos),
+                state,
+                carry,
+            )
         outs, states, order = [], [], []
-        for (policy, sub, heads), part in zip(self._parts(spec), state, strict=True):
+        for (policy, sub, heads), part in zip(parts, state, strict=True):
             queries = _queries(spec, heads)
             out, part, own = policy.attend(sub, part, q[:, queries], pos, _own(carry, policy))
             outs.append(out)
@@ -249,7 +264,7 @@ class ByHead(Policy):
         following = jnp.concatenate([part.next for part in parts], axis=1)[:, back]
         return Slots(join("k", 0), join("v", 0), join("pos", -1), join("weight", 0), following, parts[0].seen)
 
-    def _parts(self, spec: LayerSpec) -> list[tuple[Policy, LayerSpec, np.ndarray]]:
+    def _parts(self, spec: LayerSpec) -> list[Part]:
         """Policy, layer as it sees it, and KV heads, of each group that has heads in this layer."""
         group = spec.num_heads // spec.num_kv_heads
         return [
@@ -302,8 +317,21 @@ def overlaid(base: Policy, policy: Policy, heads: Sequence[Sequence[int]], num_k
 
 def _queries(spec: LayerSpec, heads: np.ndarray) -> np.ndarray:
     """Query heads that read these KV heads, in their order."""
-    group = spec.num_heads // spec.num_kv_heads
-    return (heads[:, None] * group + np.arange(group)).reshape(-1)
+    return query_heads(heads, spec.num_heads // spec.num_kv_heads)
+
+
+def _kv_heads(parts: Sequence[Part]) -> list[tuple[int, ...]]:
+    return [tuple(heads.tolist()) for _, _, heads in parts]
+
+
+def _plain(parts: Sequence[Part], states: Sequence[State]) -> bool:
+    """Whether all groups take and read a new token as `Policy` does, from device memory: then they can do so at once."""
+    return all(
+        type(policy).append is Policy.append
+        and type(policy).attend is Policy.attend
+        and not host_memory.on_host(state.k)
+        for (policy, _, _), state in zip(parts, states, strict=True)
+    )
 
 
 def _positions(policies: Sequence[Policy]) -> Literal["original", "cache"]:

@@ -21,6 +21,9 @@ from ..rotary import Turned
 from ..tuning import tuned
 from .result import Attended, Rotation
 
+Turning = Literal["all", "queries", "nothing"]
+"""What is rotated on the way."""
+
 LOOK = 1024
 """Weights looked at at a time to find the last live slot."""
 
@@ -126,14 +129,11 @@ def _attend(
         shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
         out_specs.append(pl.BlockSpec((None, group, slots), lambda h, s: (h, 0, 0)))
 
-    body = functools.partial(
-        _body,
-        scale=scale,
-        block=block,
-        part=part,
-        slots=slots,
-        turned="all" if rotation is not None else "queries" if isinstance(q, Turned) else "nothing",
-    )
+    turned: Turning = "all" if rotation is not None else "queries" if isinstance(q, Turned) else "nothing"
+
+    def body(*refs: Any) -> None:
+        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, turned=turned)
+
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -150,7 +150,7 @@ def _attend(
             name="decode_attention",
         )(*inputs)
         out, logsumexp = pl.pallas_call(
-            _join,
+            join_parts,
             grid=(fold, group),
             in_specs=[pl.BlockSpec((None, splits, None, dim), lambda h, g: (h, 0, g, 0)), part_of, part_of],
             out_specs=[
@@ -174,7 +174,7 @@ def _attend(
     return Attended(out.reshape(heads_of.shape), logsumexp.reshape(batch, heads), mass)
 
 
-def _join(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:
+def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:
     """One query head's parts, weighted by their shares of the softmax's denominator."""
     from jax.experimental.pallas import triton as backend
 
@@ -217,25 +217,32 @@ def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[st
     )
 
 
-def _body(
+def attend_part(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
     weight_ref: Any,
     *refs: Any,
+    number: Array,
     scale: float,
     block: int,
     part: int,
     slots: int,
-    turned: Literal["all", "queries", "nothing"],
+    turned: Turning,
 ) -> None:
-    """One part of one head: unnormalised values, the largest logit, and the sum of exponentials."""
+    """One part of one head: unnormalised values, the largest logit, and the sum of exponentials.
+
+    Args:
+        refs: what rotates, as `turned` says; where results go; and where logits go, if they are wanted.
+        number: which part it is.
+        part, slots: slots of a part, and in all.
+    """
     from jax.experimental.pallas import triton as backend
 
     turn_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[turned])], refs[count:]
     out_ref, top_ref, total_ref, *logit_refs = rest
     group, dim = q_ref.shape
-    begin = pl.program_id(1) * part
+    begin = number * part
     end = jnp.minimum(begin + part, slots)
     even = slots % block == 0
 

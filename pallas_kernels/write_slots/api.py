@@ -1,12 +1,29 @@
 """The public function, and the choice of who computes it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
 from ..dispatch import Implementation, choose
 from ..rotary import Turned
 from . import reference
+
+
+class Writing(NamedTuple):
+    """What `write_slots` takes, for one of several caches among which a layer's KV heads are divided.
+
+    Attributes:
+        arrays, slot, counters: of this cache's heads.
+        values: of all heads of the layer.
+        heads: which of them this cache has, in its order.
+    """
+
+    arrays: Sequence[Array]
+    slot: Int[Array, "B K"]
+    values: Sequence[Array | Turned | int | float]
+    counters: Sequence[Array]
+    heads: tuple[int, ...]
 
 
 def write_slots(
@@ -36,14 +53,33 @@ def write_slots(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
+    whole = Writing(arrays, slot, values, counters, tuple(range(slot.shape[1])))
+    return write_divided_slots([whole], implementation=implementation, interpret=interpret)[0]
+
+
+def write_divided_slots(
+    writings: Sequence[Writing], *, implementation: Implementation = "auto", interpret: bool = False
+) -> list[list[Array]]:
+    """`write_slots` in several caches at once, among which a layer's KV heads are divided.
+
+    Args:
+        writings: one a cache; each head is in one of them.
+        implementation, interpret: as for `write_slots`.
+
+    Returns:
+        For each cache the arrays, and after them the counters.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
 
     def gpu() -> str | None:
         from . import gpu
 
-        return gpu.refuses(arrays)
+        return gpu.refuses([array for writing in writings for array in writing.arrays])
 
     if choose("write_slots", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.write_slots(arrays, slot, values, counters)
+        return [reference.write_slots(writing) for writing in writings]
     from . import gpu as body
 
-    return body.write_slots(arrays, slot, values, counters, interpret=interpret)
+    return body.write_slots(writings, interpret=interpret)

@@ -1,25 +1,31 @@
 """The same in plain XLA: a scatter an array."""
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from ..rotary import Turned
 
+if TYPE_CHECKING:
+    from .api import Writing
 
-def write_slots(
-    arrays: Sequence[Array],
-    slot: Int[Array, "B K"],
-    values: Sequence[Array | Turned | int | float],
-    counters: Sequence[Array] = (),
-) -> list[Array]:
-    """Arrays with a value in one slot a head, and counters one greater; see the public function."""
+
+def write_slots(writing: "Writing") -> list[Array]:
+    """Arrays of a cache with a value in one slot a head, and counters one greater."""
+    slot = writing.slot
     rows, heads = np.ogrid[: slot.shape[0], : slot.shape[1]]
-    plain = [x() if isinstance(x, Turned) else x for x in values]
     written = [
-        array.at[rows, heads, slot].set(jnp.asarray(x, array.dtype), mode="drop")
-        for array, x in zip(arrays, plain, strict=True)
+        array.at[rows, heads, slot].set(jnp.asarray(_of(writing.heads, x), array.dtype), mode="drop")
+        for array, x in zip(writing.arrays, writing.values, strict=True)
     ]
-    return written + [counter + 1 for counter in counters]
+    return written + [counter + 1 for counter in writing.counters]
+
+
+def _of(heads: tuple[int, ...], value: Any) -> Any:
+    """The values of these heads, where they have values of their own."""
+    value = value() if isinstance(value, Turned) else value
+    if np.ndim(value) < 2 or value.shape[1] == 1 or heads == tuple(range(value.shape[1])):
+        return value
+    return value[:, np.asarray(heads)]
