@@ -309,18 +309,6 @@ def evict(slots: Slots, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> Sl
     return dataclasses.replace(slots, pos=pos, weight=weight, next=jnp.where(when, slot, slots.next))
 
 
-def clear(slots: Slots, gone: Bool[Array, "B K C"], following: Int[Array, "B K"]) -> Slots:
-    """`evict` in a pass over all slots, for policies that pass over them anyway: XLA joins what they do there with this.
-
-    Args:
-        gone: slots to free.
-        following: each head's next slot.
-    """
-    return dataclasses.replace(
-        slots, pos=jnp.where(gone, -1, slots.pos), weight=jnp.where(gone, 0.0, slots.weight), next=following
-    )
-
-
 def attend(
     spec: LayerSpec,
     slots: Slots,

@@ -24,6 +24,8 @@ from .ragged_attention import ragged_attention as ragged_attention
 from .rotary import Turned as Turned
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
+from .tree_eviction import Ranked as Ranked
+from .tree_eviction import tree_eviction as tree_eviction
 from .window_scores import window_scores as window_scores
 from .write_slots import Writing as Writing
 from .write_slots import write_divided_slots as write_divided_slots

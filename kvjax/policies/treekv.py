@@ -1,7 +1,6 @@
 """TreeKV: evictions that cycle through the cache from old to new, leaving it sparse on the left and dense on the right."""
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -12,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import window_scores
+from kvjax.pallas_kernels import Ranked, tree_eviction, window_scores
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
 from .registry import register
@@ -144,27 +143,19 @@ class TreeKV(Policy):
         return out, state, carry
 
     def compress(self, spec: LayerSpec, state: Tree) -> Tree:
-        over = state.count > state.budget[:, None]
-        pair = self.sinks + state.scope[..., None] + jnp.arange(2, dtype=jnp.int32)
-        free = state.rank.shape[-1]
-        # What is known of the slots of that rank, in one pass over all: nothing but the pass's own result is written.
-        apart = jnp.abs(state.rank[:, :, None] - pair[..., None])  # [B, K, 2, C]
-        of_slots = state.score[:, :, None], state.steps[:, :, None], jnp.arange(free, dtype=jnp.int32)
-        entries = [apart, *(jnp.broadcast_to(x, apart.shape) for x in of_slots)]
-        none = [jnp.full((), free, jnp.int32), *(jnp.zeros((), x.dtype) for x in of_slots)]
-        _, score, steps, places = jax.lax.reduce(entries, none, _nearer, (3,))
-        averages = score / jnp.maximum(steps, 1.0)
-        goes = self._keep_left(averages[..., 0], averages[..., 1])  # the right one, else the left
-        victim, slot = (jnp.where(goes, both[..., 1], both[..., 0])[..., None] for both in (pair, places))
-        later = over[..., None] & (state.rank > victim) & (state.rank < free)
-        gone = over[..., None] & (state.rank == victim)
-        return dataclasses.replace(
-            state,
-            slots=cache.clear(state.slots, gone, jnp.where(over, slot[..., 0], state.slots.next)),
-            rank=jnp.where(gone, free, state.rank - later.astype(jnp.int32)),
-            count=state.count - over.astype(jnp.int32),
-            scope=jnp.where(over, self._next(state.scope, state.tree[:, None]), state.scope),
+        slots = state.slots
+        evicted = tree_eviction(
+            Ranked(state.rank, slots.pos, slots.weight, state.count, slots.next, state.scope),
+            state.score,
+            state.steps,
+            state.tree,
+            state.budget,
+            sinks=self.sinks,
+            stride=self._stride,
+            scored=self.keep == "score",
         )
+        slots = dataclasses.replace(slots, pos=evicted.pos, weight=evicted.weight, next=evicted.next)
+        return dataclasses.replace(state, slots=slots, rank=evicted.rank, count=evicted.count, scope=evicted.scope)
 
     def _tree(self, slots: Slots, score: Array, steps: Array, tokens: Int[Array, " B"]) -> Tree:
         """A state whose slots are filled in order of position."""
@@ -274,9 +265,8 @@ class TreeKV(Policy):
 
     def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
         """The scope after an eviction, counted from 0 (Algorithm 1, line 16)."""
-        return (scope + (1 if self.cycle == "text" else 2)) % jnp.maximum(tree, 1)
+        return (scope + self._stride) % jnp.maximum(tree, 1)
 
-
-def _nearer(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
-    """The entry whose first number is less."""
-    return [jnp.where(a[0] <= b[0], x, y) for x, y in zip(a, b, strict=True)]
+    @property
+    def _stride(self) -> int:
+        return 1 if self.cycle == "text" else 2

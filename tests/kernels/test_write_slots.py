@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.models.rope import Rope
-from kvjax.pallas_kernels import Turned, write_slots
+from kvjax.pallas_kernels import Turned, Writing, write_divided_slots, write_slots
 from kvjax.pallas_kernels.dispatch import Unsupported
 
 ROWS, HEADS, SLOTS, DIM = 2, 3, 7, 16
@@ -71,6 +71,34 @@ class TestWriteSlots:
             expected = [written(array, slot, value) for array, value in zip(arrays, values, strict=True)]
             for new, wanted in zip(got, [*expected, *(counter + 1 for counter in counters)], strict=True):
                 np.testing.assert_array_equal(new, wanted)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+def test_divided_among_caches_as_if_alone(implementation):
+    """Heads of a layer in two caches of different sizes: each has what it would have in a cache of all."""
+    random = np.random.default_rng(1)
+    k, v = (jnp.asarray(random.normal(size=(ROWS, 5, DIM)), jnp.float32) for _ in "kv")
+    rope, pos = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1), jnp.asarray([3, 1000], jnp.int32)
+    values = [Turned(k, *rope.cos_sin(pos)), v, pos[:, None], 1.0]
+    writings = []
+    for heads, slots in (((3, 1), SLOTS), ((0, 4, 2), SLOTS + 4)):
+        shape = ROWS, len(heads), slots
+        arrays = [jnp.zeros((*shape, DIM)), jnp.ones((*shape, DIM)), jnp.full(shape, -1), jnp.zeros(shape)]
+        slot = jnp.asarray(random.integers(0, slots, shape[:2]), jnp.int32)
+        seen = jnp.asarray(random.integers(0, 9, ROWS), jnp.int32)
+        writings.append(Writing(arrays, slot, values, [slot, seen], heads))
+    got = write_divided_slots(writings, implementation=implementation, interpret=implementation != "xla")
+    for written_to, writing in zip(got, writings, strict=True):
+        mine = np.asarray(writing.heads)
+        for row, place in np.ndindex(ROWS, len(mine)):
+            at = int(writing.slot[row, place])
+            news = rope.rotate(k, pos[:, None])[row, mine[place]], v[row, mine[place]], pos[row], 1.0
+            for new, before, value in zip(written_to, writing.arrays, news, strict=False):
+                wanted = np.array(before[row, place])
+                wanted[at] = value
+                np.testing.assert_allclose(new[row, place], wanted, atol=1e-6)
+        for new, before in zip(written_to[4:], writing.counters, strict=True):
+            np.testing.assert_array_equal(new, before + 1)
 
 
 def test_who_cannot_serve_says_why():
