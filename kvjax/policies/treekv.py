@@ -155,7 +155,7 @@ class TreeKV(Policy):
             scored=self.keep == "score",
         )
         slots = dataclasses.replace(slots, pos=evicted.pos, weight=evicted.weight, next=evicted.next)
-        return dataclasses.replace(state, slots=slots, rank=evicted.rank, count=evicted.count, scope=evicted.scope)
+        return dataclasses.replace(state, slots=slots, rank=evicted.rank, count=evicted.kept, scope=evicted.scope)
 
     def _tree(self, slots: Slots, score: Array, steps: Array, tokens: Int[Array, " B"]) -> Tree:
         """A state whose slots are filled in order of position."""

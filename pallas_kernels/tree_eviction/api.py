@@ -14,7 +14,7 @@ class Ranked(NamedTuple):
     Attributes:
         rank: place of a slot's token among those kept, 0 for the oldest; C where free.
         pos, weight: of the token in a slot, -1 and 0 where free.
-        count: tokens that are kept, each rank below it once.
+        kept: how many tokens are, each rank below it once.
         next: the slot that the next token goes to.
         scope: rank of the older of the two neighbours, less the sinks.
     """
@@ -22,7 +22,7 @@ class Ranked(NamedTuple):
     rank: Int[Array, "B K C"]
     pos: Int[Array, "B K C"]
     weight: Float[Array, "B K C"]
-    count: Int[Array, "B K"]
+    kept: Int[Array, "B K"]
     next: Int[Array, "B K"]
     scope: Int[Array, "B K"]
 

@@ -23,7 +23,7 @@ def tree_eviction(
     scored: bool,
 ) -> tuple[Array, ...]:
     """What `Ranked` has, after one eviction in the heads that are over their budget."""
-    rank, count, free = ranked.rank, ranked.count, ranked.rank.shape[-1]
+    rank, count, free = ranked.rank, ranked.kept, ranked.rank.shape[-1]
     over = count > budget[:, None]
     pair = sinks + ranked.scope[..., None] + jnp.arange(2, dtype=jnp.int32)
     # What is known of the slots of that rank, in one pass over all: nothing but the pass's own result is written.
