@@ -41,8 +41,10 @@ def tree_eviction(
     Only what changes is written, so the arrays must be this function's own (they are, where they are not used again).
     """
     batch, heads, slots = ranked.rank.shape
-    changed = [x.reshape(batch * heads, *x.shape[2:]) for x in ranked]
-    given = [score.reshape(-1, slots), steps.reshape(-1, slots), tree, budget]
+    folded = [x.reshape(batch * heads, *x.shape[2:]) for x in ranked]
+    # How many are kept goes into an array of its own: attention reads the number that the loop began with, which would be copied.
+    given = [score.reshape(-1, slots), steps.reshape(-1, slots), tree, budget, *folded]
+    first, own = len(given) - len(folded), ranked._fields.index("kept")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton as backend
@@ -50,23 +52,25 @@ def tree_eviction(
         out = pl.pallas_call(
             functools.partial(_body, heads=heads, slots=slots, sinks=sinks, stride=stride, scored=scored),
             grid=(batch * heads,),
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed],
-            input_output_aliases={len(given) + i: i for i in range(len(changed))},
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in folded],
+            input_output_aliases={first + i: i for i in range(len(folded)) if i != own},
             compiler_params=backend.CompilerParams(num_warps=WARPS, num_stages=2),
             interpret=interpret,
             name="tree_eviction",
-        )(*given, *changed)
+        )(*given)
     return [new.reshape(x.shape) for new, x in zip(out, ranked, strict=True)]
 
 
 def _body(*refs: Any, heads: int, slots: int, sinks: int, stride: int, scored: bool) -> None:
     from jax.experimental.pallas import triton as backend
 
-    score_ref, steps_ref, tree_ref, budget_ref = refs[:4]
+    score_ref, steps_ref, tree_ref, budget_ref, _, _, _, before_ref, *_ = refs
     rank_ref, pos_ref, weight_ref, count_ref, next_ref, scope_ref = refs[-6:]
     here = pl.program_id(0)
-    count, scope = count_ref[here], scope_ref[here]
+    count, scope = before_ref[here], scope_ref[here]
     older, blocks = sinks + scope, pl.cdiv(slots, BLOCK)
+    over = count > budget_ref[here // heads]
+    count_ref[here] = count - over.astype(jnp.int32)
 
     def load(i: Any) -> tuple[Array, Array, Array]:
         at = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -76,7 +80,7 @@ def _body(*refs: Any, heads: int, slots: int, sinks: int, stride: int, scored: b
         at, _, rank = load(i)
         return jnp.where(rank == older, at, found[0]), jnp.where(rank == older + 1, at, found[1])
 
-    @pl.when(count > budget_ref[here // heads])
+    @pl.when(over)
     def _evict() -> None:
         nowhere = jnp.full((BLOCK,), -1, jnp.int32)
         first, second = (jnp.max(at) for at in jax.lax.fori_loop(0, blocks, look, (nowhere, nowhere)))
@@ -94,6 +98,5 @@ def _body(*refs: Any, heads: int, slots: int, sinks: int, stride: int, scored: b
         jax.lax.fori_loop(0, blocks, close, None)
         pos_ref[here, slot] = jnp.int32(-1)
         weight_ref[here, slot] = jnp.float32(0)
-        count_ref[here] = count - 1
         next_ref[here] = slot
         scope_ref[here] = (scope + stride) % jnp.maximum(tree_ref[here // heads], 1)
