@@ -165,6 +165,21 @@ def _first(rows: list[dict[str, Any]], name: str, context: int, batch: Any, meas
     return next(found, None)
 
 
+def long_texts() -> str:
+    """How far a text was read in what time, a row a policy, and what memory that took."""
+    measured = [row for name in ("long-context-h200.json", "long-context-10m-h200.json") for row in rows(name)]
+    lines = [
+        "| policy | tokens of the text | read | seconds | cache | program | full cache |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in measured:
+        sizes = " | ".join(f"{row[name] / 1e9:.1f} GB" for name in ("cache_bytes", "program_bytes", "full_cache_bytes"))
+        lines.append(
+            f"| `{_name(row)}` | {row['tokens']:,} | {row['tokens_read']:,} | {row['seconds']:.0f} | {sizes} |"
+        )
+    return "\n".join(lines)
+
+
 def peers() -> str:
     """Milliseconds a token and seconds to the first token of PyTorch's programs beside kvjax, a row a length and batch."""
     theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
@@ -234,6 +249,7 @@ if __name__ == "__main__":
         first_token(),
         compression(),
         published(),
+        long_texts(),
         peers(),
         kernels(),
         sep="\n\n",

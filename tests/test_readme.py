@@ -63,7 +63,7 @@ def test_tables_are_those_of_the_result_files():
     assert tables.memory() in README
     assert tables.quality(tables.measured_quality()) in README
     assert tables.speed() in README
-    for table in (tables.first_token(), tables.compression(), tables.published(), tables.peers()):
+    for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
         assert table in (ROOT / "docs/speed.md").read_text(encoding="utf-8")
     assert tables.kernels() in (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
 

@@ -106,7 +106,8 @@ def _attend(
         pl.BlockSpec((None, slots), lambda h, s: (h, 0)),
     ]
     if rotation is not None:
-        # Keys are rounded to 8 bits once they are rotated; angles' 11 bits cost less than that, and half the reads.
+        # Keys are rounded to 8 bits once they are rotated; angles' 11 bits cost less than that, and half the reads. (Two short tables that
+        # stay in the L1 cache, for the sum of two angles, take 16 us more on an H200: 8 rows, 3456 slots.)
         short = k.dtype == jnp.bfloat16
         tables = [table.astype(jnp.float16 if short else jnp.float32) for table in rotation.tables()]
         inputs += [*tables, rotation.query.reshape(fold, 1), rotation.place.reshape(fold, slots)]

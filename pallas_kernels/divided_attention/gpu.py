@@ -63,6 +63,8 @@ def divided_attention(
     Args:
         sizes: `block` slots read at a time, blocks of a `part`, `warps` and `stages` of each program, instead of the usual ones.
     """
+    # What does not fit at once then waits for its turn with short parts.
+    caches = sorted(caches, key=lambda held: -held.k.shape[2])
     arrays = [(held.k, held.v, held.weight) for held in caches]
     sizes = sizes or _sizes([held.k for held in caches])
     heads = tuple(tuple(held.heads) for held in caches)
