@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.lowering import decoding_step, on
 
-from kvjax.bench import states
 from kvjax.bench.case import Case
-from kvjax.cache import layer_specs
-from kvjax.models import abstract
-from kvjax.models.transformer import decode_step
 from kvjax.pallas_kernels import Between, Norm, between_attentions, dispatch
 from kvjax.pallas_kernels.between_attentions import hopper
 from kvjax.pallas_kernels.between_attentions.plan import HALF, PROGRAMS, ROWS, Plan, plan
@@ -37,12 +34,6 @@ def draw(rows, attended, width, wide, heads, dtype=jnp.float32):
     norms = [Norm(normal(width), 1e-5) for _ in range(2)]
     weights = Between(o, norms[0], gate, up, down, norms[1], normal(q, width), normal(k, width), normal(k, width))
     return normal(rows, attended), normal(rows, width), weights
-
-
-def on(kind="NVIDIA H200", cores=132):
-    """Programs traced within are for this device."""
-    device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=cores)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
@@ -179,16 +170,7 @@ def test_decoding_uses_it(spared, monkeypatch):
     if spared:
         monkeypatch.setenv(dispatch.SPARED, spared)
     case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False)
-    with on():
-        policy = case.bound_policy()
-        specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
-        state, params = states.shapes(policy, specs), abstract(case.config, case.dtype)
-
-        def step(params, caches, token, pos):
-            return decode_step(params, caches, token, pos, policy, specs)
-
-        traced = jax.jit(step).trace(params, state.caches, state.token, state.pos)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = decoding_step(case)
     kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
     calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
     without = spared is not None and "between_attentions" in spared

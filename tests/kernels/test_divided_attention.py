@@ -2,16 +2,12 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.lowering import decoding_step
 
-from kvjax.bench import states
 from kvjax.bench.case import Case
-from kvjax.cache import layer_specs
-from kvjax.models import abstract
-from kvjax.models.transformer import decode_step
 from kvjax.pallas_kernels import Held, Turned, divided_attention
 from kvjax.pallas_kernels.dispatch import Unsupported
 from kvjax.pallas_kernels.divided import head_at, is_among, place_among
@@ -101,17 +97,7 @@ def test_two_kinds_of_heads_take_as_many_kernels_as_one():
 
     def kernels(name, settings):
         case = Case(name, settings, 4096, 1, "llama-3.1-8b", layers=3, prefill=False)
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            policy = case.bound_policy()
-            specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
-            state, params = states.shapes(policy, specs), abstract(case.config, case.dtype)
-
-            def step(params, caches, token, pos):
-                return decode_step(params, caches, token, pos, policy, specs)
-
-            traced = jax.jit(step).trace(params, state.caches, state.token, state.pos)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = decoding_step(case)
         bodies = re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL)
         named = {name: re.findall(r'name = "(\w+)"', body) for name, body in bodies}
         called = re.findall(r"call @(\w+)\(", text[: text.index("func.func private")])
