@@ -1,0 +1,115 @@
+"""The kernels of a decoding step one by one: when each begins and how long it takes, as the GPU's profiler saw it.
+
+    python -m benchmarks.timeline --policies full,catekv:share_adaptive=0.4 --context 16384 --batch 1 --layers 6
+
+Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
+side one after the other. The time a token beside it is without the profiler.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.profiler import ProfileData
+
+from benchmarks import report
+from kvjax import decoding
+from kvjax.bench import states
+from kvjax.bench.case import Case, read_policy
+from kvjax.cache import layer_specs
+from kvjax.compilation_cache import keep_compiled_programs
+from kvjax.models import Params, init
+from kvjax.sampling import Greedy
+
+STEPS = 48
+"""Tokens a call, when it is timed."""
+
+PROFILED = 5
+"""Tokens while the profiler looks; the middle one's kernels are kept."""
+
+
+def main() -> None:
+    """One policy after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--policies", default="full", help="as for `kvjax bench`")
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="result file; printed alone if not given")
+    args = parser.parse_args()
+    keep_compiled_programs()
+    header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
+    rows, params = [], None
+    for text in args.policies.split(","):
+        name, settings = read_policy(text)
+        case = Case(name, settings, args.context, args.batch, args.shape, dtype=args.dtype, layers=args.layers)
+        params = init(case.config, jax.random.key(0), case.dtype) if params is None else params
+        rows.append(measure(case, params))
+        print(f"{text}: {rows[-1]['tpot_ms']:.3f} ms a token")
+        for kernel in rows[-1]["kernels"]:
+            print("{begin_us:10.2f} {microseconds:9.2f} {name}".format(**kernel), flush=True)
+        if args.out is not None:
+            report.write(args.out, header, rows)
+
+
+def measure(case: Case, params: Params) -> dict[str, Any]:
+    """The time a token, and the kernels of one."""
+    policy = case.bound_policy()
+    specs = layer_specs(params.config, case.batch, case.context, case.new_tokens, params.dtype)  # pyright: ignore[reportArgumentType]
+    state = jax.block_until_ready(states.filled(policy, specs, case.context))
+    ends = jnp.zeros((0,), jnp.int32)
+
+    def decode(state: decoding.Decoding, steps: int) -> decoding.Decoding:
+        count = jnp.asarray(steps, jnp.int32)
+        return jax.block_until_ready(decoding.decode(policy, specs, params, state, count, Greedy(), ends))[0]
+
+    state = decode(state, PROFILED)
+    start = time.perf_counter()
+    state = decode(state, STEPS)
+    seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            decode(state, PROFILED)
+        (written,) = Path(folder).rglob("*.xplane.pb")
+        found = kernels(ProfileData.from_file(str(written)))
+    of_one = len(found) // PROFILED
+    middle = found[PROFILED // 2 * of_one :][:of_one]
+    return {
+        "policy": case.policy,
+        "settings": case.settings,
+        "context": case.context,
+        "batch": case.batch,
+        "tpot_ms": 1e3 * seconds / STEPS,
+        "kernels": [
+            {"name": name, "begin_us": (begin - middle[0][0]) / 1e3, "microseconds": duration / 1e3}
+            for begin, duration, name in middle
+        ],
+    }
+
+
+def kernels(profile: ProfileData) -> list[tuple[float, float, str]]:
+    """Begin and duration in nanoseconds, and name, of all that a GPU did.
+
+    Raises:
+        ValueError: there is no GPU in it.
+    """
+    lines = [
+        line
+        for plane in profile.planes
+        if "gpu" in plane.name.lower()
+        for line in plane.lines
+        if "stream" in (line.name or "").lower()
+    ]
+    if not lines:
+        raise ValueError(f"the profile has no GPU's streams, but {[plane.name for plane in profile.planes]}")
+    return sorted((event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
+
+
+if __name__ == "__main__":
+    main()
