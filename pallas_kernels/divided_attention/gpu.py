@@ -3,10 +3,11 @@
 What a program does is what it does in `decode_attention`; which cache, head and part it is for, it finds by its number.
 """
 
+import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +25,48 @@ PROGRAMS = 512
 """At most, so that all are on the device at once."""
 
 
-class Share(NamedTuple):
-    """Programs of one cache.
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Programs of one cache: for each row and head of it some, which have a part of its slots each.
 
     Attributes:
         heads: of the layer, that it has.
+        rows, layer_heads: of the layer.
         slots: its capacity.
-        begin, programs: the first, and how many there are.
-        parts: how many a head.
+        parts: of a head.
+        begin: the first program.
     """
 
     heads: tuple[int, ...]
+    rows: int
+    layer_heads: int
     slots: int
-    begin: int
-    programs: int
     parts: int
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """The program after the last."""
+        return self.begin + self.rows * len(self.heads) * self.parts
+
+    def here(self, program: Any) -> tuple[Any, Any]:
+        """Row and head of the cache, as one number, and part, of a program; some that exist if the program is another cache's."""
+        number = jax.lax.clamp(0, program - self.begin, self.end - self.begin - 1)
+        return number // self.parts, number % self.parts
+
+    def row(self, program: Any) -> Any:
+        """The program's row."""
+        return self.here(program)[0] // len(self.heads)
+
+    def asking(self, program: Any) -> Any:
+        """Its row and head of the layer, as one number."""
+        place = self.here(program)[0] % len(self.heads)
+        return self.row(program) * self.layer_heads + head_at(place, self.heads)
+
+    def of_layer(self, number: Any) -> Any:
+        """Row and head of the cache where they are this row and head of the layer; some that exist if the cache has not that head."""
+        row, head = number // self.layer_heads, number % self.layer_heads
+        return jax.lax.min(row * len(self.heads) + place_among(head, self.heads), self.rows * len(self.heads) - 1)
 
 
 def refuses(q: Array, caches: Sequence["Held"]) -> str | None:
@@ -106,74 +134,62 @@ def _attend(
     queries = heads_of.reshape(batch * kv_heads, group, dim)
     tables = [q.cos, q.sin] if isinstance(q, Turned) else []
 
-    shares, inputs, specs, shapes, out_specs, begin = [], [], [], [], [], 0
+    shares, inputs, specs, shapes, out_specs, joined, end = [], [], [], [], [], [], 0
     for (k, v, weight), mine in zip(caches, heads, strict=True):
-        slots, fold = k.shape[2], batch * len(mine)
-        parts = -(-slots // part)
-        share = Share(mine, slots, begin, fold * parts, parts)
-        begin += share.programs
+        slots = k.shape[2]
+        share = Share(mine, batch, kv_heads, slots, -(-slots // part), end)
+        end = share.end
         shares.append(share)
-        at = functools.partial(_places, share)
-
-        def asked(p: Any, at: Callable[[Any], Any] = at, share: Share = share) -> tuple[Any, int, int]:
-            head, _ = at(p)
-            return head // len(share.heads) * kv_heads + head_at(head % len(share.heads), share.heads), 0, 0
-
-        def row(p: Any, at: Callable[[Any], Any] = at, share: Share = share) -> tuple[Any, int]:
-            return at(p)[0] // len(share.heads), 0
-
-        whole, line = _block(at, None, slots, dim), _block(at, None, slots)
-        inputs += [queries, k.reshape(fold, slots, dim), v.reshape(fold, slots, dim), weight.reshape(fold, slots)]
-        specs += [pl.BlockSpec((None, group, dim), asked), whole, whole, line]
-        inputs += tables
-        specs += [pl.BlockSpec((1, dim // 2), row) for _ in tables]
-        shapes += [jax.ShapeDtypeStruct((fold, parts, group, *rest), jnp.float32) for rest in ((dim,), (), ())]
-        out_specs += [_block(at, None, None, group, *rest) for rest in ((dim,), (), ())]
+        inputs += [queries, *(x.reshape(-1, *x.shape[2:]) for x in (k, v, weight)), *tables]
+        specs += [
+            pl.BlockSpec((None, group, dim), lambda p, share=share: (share.asking(p), 0, 0)),
+            *(pl.BlockSpec((None, slots, dim), lambda p, share=share: (share.here(p)[0], 0, 0)) for _ in "kv"),
+            pl.BlockSpec((None, slots), lambda p, share=share: (share.here(p)[0], 0)),
+            *(pl.BlockSpec((1, dim // 2), lambda p, share=share: (share.row(p), 0)) for _ in tables),
+        ]
+        for rest in ((dim,), (), ()):  # values, the largest logit, and the sum of exponentials
+            nothing = (0,) * len(rest)
+            shapes.append(jax.ShapeDtypeStruct((batch * len(mine), share.parts, group, *rest), jnp.float32))
+            of_part = pl.BlockSpec(
+                (None, None, group, *rest), lambda p, share=share, nothing=nothing: (*share.here(p), 0, *nothing)
+            )
+            of_head = pl.BlockSpec(
+                (None, share.parts, None, *rest),
+                lambda p, g, share=share, nothing=nothing: (share.of_layer(p), 0, g, *nothing),
+            )
+            out_specs.append(of_part)
+            joined.append(of_head)
     each = 4 + len(tables)
 
     def body(*refs: Any) -> None:
         program, outs = pl.program_id(0), refs[each * len(shares) :]
         for i, share in enumerate(shares):
-            mine = [*refs[each * i : each * (i + 1)], *outs[3 * i : 3 * (i + 1)]]
-
-            @pl.when((program >= share.begin) & (program < share.begin + share.programs))
-            def _attend_part(mine: list[Any] = mine, share: Share = share) -> None:
-                undivided.attend_part(
-                    *mine,
-                    number=_places(share, program)[1],
-                    scale=scale,
-                    block=block,
-                    part=part,
-                    slots=share.slots,
-                    turned="queries" if tables else "nothing",
-                )
+            attend_part = functools.partial(
+                undivided.attend_part,
+                *refs[each * i : each * (i + 1)],
+                *outs[3 * i : 3 * (i + 1)],
+                number=share.here(program)[1],
+                scale=scale,
+                block=block,
+                part=part,
+                slots=share.slots,
+                turned="queries" if tables else "nothing",
+            )
+            pl.when((program >= share.begin) & (program < share.end))(attend_part)
 
     def join(*refs: Any) -> None:
         head = pl.program_id(0) % kv_heads
         for i, share in enumerate(shares):
-            mine = *refs[3 * i : 3 * (i + 1)], *refs[-2:]
-            pl.when(is_among(head, share.heads))(functools.partial(undivided.join_parts, *mine))
+            join_parts = functools.partial(undivided.join_parts, *refs[3 * i : 3 * (i + 1)], *refs[-2:])
+            pl.when(is_among(head, share.heads))(join_parts)
 
-    joined = []
-    for share in shares:
-
-        def held(p: Any, share: Share = share) -> Any:
-            return p // kv_heads * len(share.heads) + place_among(p % kv_heads, share.heads)
-
-        def kept(p: Any, held: Callable[[Any], Any] = held, share: Share = share) -> Any:
-            return jax.lax.min(held(p), batch * len(share.heads) - 1)
-
-        joined += [
-            pl.BlockSpec((None, share.parts, None, dim), lambda p, g, kept=kept: (kept(p), 0, g, 0)),
-            *(pl.BlockSpec((None, share.parts, None), lambda p, g, kept=kept: (kept(p), 0, g)) for _ in range(2)),
-        ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton as backend
 
         results = pl.pallas_call(
             body,
-            grid=(begin,),
+            grid=(end,),
             in_specs=specs,
             out_specs=out_specs,
             out_shape=shapes,
@@ -198,15 +214,3 @@ def _attend(
             name="divided_attention_join",
         )(*results)
     return out.reshape(heads_of.shape)
-
-
-def _places(share: Share, program: Any) -> tuple[Any, Any]:
-    """Row and head of its cache, as one number, and part, of a program; some that exist if it has another cache."""
-    number = jax.lax.clamp(0, program - share.begin, share.programs - 1)
-    return number // share.parts, number % share.parts
-
-
-def _block(at: Callable[[Any], Any], *shape: int | None) -> pl.BlockSpec:
-    """All that a program reads or writes of an array that begins with row and head, and part where that is the second one."""
-    first = 1 if len(shape) < 2 or shape[1] is not None else 2
-    return pl.BlockSpec(shape, lambda p: (*at(p)[:first], *(0,) * (len(shape) - first)))
