@@ -61,7 +61,7 @@ def main() -> None:
 def measure(case: Case, params: Params) -> dict[str, Any]:
     """The time a token, and the kernels of one."""
     policy = case.bound_policy()
-    specs = layer_specs(params.config, case.batch, case.context, case.new_tokens, params.dtype)  # pyright: ignore[reportArgumentType]
+    specs = layer_specs(params.config, int(case.batch), case.context, case.new_tokens, params.dtype)
     state = jax.block_until_ready(states.filled(policy, specs, case.context))
     ends = jnp.zeros((0,), jnp.int32)
 

@@ -43,7 +43,7 @@ def decode_attention(
     def gpu() -> str | None:
         from . import gpu
 
-        return gpu.refuses(heads, k, rotation)
+        return gpu.refuses(heads.shape[1] // k.shape[1], k, rotation)
 
     def tpu() -> str | None:
         from . import tpu

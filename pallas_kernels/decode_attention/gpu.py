@@ -28,15 +28,15 @@ LOOK = 1024
 """Weights looked at at a time to find the last live slot."""
 
 
-def refuses(q: Array, k: Array, rotation: Rotation | None) -> str | None:
-    """Why this body does not serve a case, or None if it does."""
+def refuses(group: int, k: Array, rotation: Rotation | None) -> str | None:
+    """Why this body does not serve a case of `group` query heads for a KV head, or None if it does."""
     dim, slots = k.shape[-1], k.shape[-2]
     if reason := triton():
         return reason
     if dim & (dim - 1) or not 16 <= dim <= 256:
         return f"head dim {dim} is not a power of two from 16 to 256"
-    if (q.shape[1] // k.shape[1]) & (q.shape[1] // k.shape[1] - 1):
-        return f"{q.shape[1] // k.shape[1]} query heads for a KV head is not a power of two"
+    if group & (group - 1):
+        return f"{group} query heads for a KV head is not a power of two"
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
     if rotation is not None and 2 * rotation.inv_freq.shape[-1] != dim:
@@ -197,18 +197,21 @@ def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref
     lse_ref[...] = jnp.full((1,), jnp.where(some, best + jnp.log(divisor), -jnp.inf), jnp.float32)
 
 
+def block_size(slots: int, dim: int, dtype: Any) -> int:
+    """Slots that are read at a time: 16 KB of keys, from 16 slots to 128, and no more than there are."""
+    in_bytes = 16384 // (dim * jnp.dtype(dtype).itemsize)
+    return max(16, min(128, *(1 << (size.bit_length() - 1) for size in (in_bytes, slots))))
+
+
 def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[str, int]:
     """Block sizes for `fold` rows × KV heads.
 
-    A block is 16 KB of keys; programs are about 512, each with at least one block to read, in two halves if it has no more. On an
+    Programs are about 512, each with at least one block to read, in two halves if it has no more. On an
     H200 four parts a head instead of two gained 9 % where lengths are ragged and lost 5 % where they are not (32 rows, 8 KV heads,
     8192 slots of 128 channels), and 58 instead of 29, of two halves of a block, took 12.3 us where two blocks took 13.7 (one row,
     8 KV heads, 3712 slots).
     """
-    block = max(
-        16,
-        min(128, 1 << ((16384 // (dim * jnp.dtype(dtype).itemsize)).bit_length() - 1), 1 << (slots.bit_length() - 1)),
-    )
+    block = block_size(slots, dim, dtype)
     splits = max(1, min(512 // fold, slots // block))
     if slots // splits <= block:
         block = max(16, block // 2)

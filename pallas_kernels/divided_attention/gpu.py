@@ -73,7 +73,7 @@ def refuses(q: Array, caches: Sequence["Held"]) -> str | None:
     """Why this body does not serve a case, or None if it does."""
     group = q.shape[1] // sum(len(held.heads) for held in caches)
     for held in caches:
-        if reason := undivided.refuses(q[:, : group * len(held.heads)], held.k, None):
+        if reason := undivided.refuses(group, held.k, None):
             return reason
     return None
 
@@ -100,12 +100,9 @@ def divided_attention(
 
 
 def _sizes(keys: Sequence[Array]) -> dict[str, int]:
-    """Blocks of 16 KB of keys, and parts of as few as there are programs for; of two halves if one would do."""
+    """Parts of as few blocks as there are programs for; of two halves if one would do."""
     dim, dtype = keys[0].shape[-1], keys[0].dtype
-    smallest = min(k.shape[2] for k in keys)
-    block = max(
-        16, min(128, 1 << ((16384 // (dim * dtype.itemsize)).bit_length() - 1), 1 << (smallest.bit_length() - 1))
-    )
+    block = undivided.block_size(min(k.shape[2] for k in keys), dim, dtype)
     blocks = sum(k.shape[0] * k.shape[1] * -(-k.shape[2] // block) for k in keys)
     part = -(-blocks // PROGRAMS)
     if part == 1 and block > 16:

@@ -70,8 +70,8 @@ def top_k_indices(
     Args:
         count: between 0 and `size`.
         size: S, at most N.
-        warps: of a program; if not given, four for 32 scores a thread or less, and more of longer rows. (On an H200, of 256 rows of
-            4192 scores, 8 warps took 31 us and 16 took 36; of 32 rows of 1048, 4 took 13 and 2 took 17.)
+        warps: of a program; if not given, up to four for 16 scores a thread, and more for 32. (On an H200, of 256 rows of 4192 scores,
+            8 warps took 31 us and 16 took 36; of 32 rows of 1048, 4 took 13 and 2 took 17.)
     """
     rows, length = scores.shape
     width = pl.next_power_of_2(length)
