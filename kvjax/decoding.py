@@ -6,7 +6,7 @@ its memory does not depend on how many tokens are decoded in all.
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import flax.struct
@@ -117,7 +117,8 @@ def _loop(
     seldom = _seldom(policy, specs, start[1].caches)
 
     def due(loop: Loop) -> Array:
-        return jnp.any(jnp.stack([jnp.asarray(policy.due(specs[i], loop[1].caches[i])) for i in seldom]))
+        # Over layers first: over rows first, XLA would ask every layer by a kernel of its own.
+        return jnp.any(reduce(jnp.logical_or, [jnp.asarray(policy.due(specs[i], loop[1].caches[i])) for i in seldom]))
 
     def compress(caches: tuple[Any, ...], layers: Collection[int]) -> tuple[Any, ...]:
         return tuple(policy.compress(specs[i], cache) if i in layers else cache for i, cache in enumerate(caches))

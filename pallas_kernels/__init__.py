@@ -12,6 +12,8 @@ from .divided_attention import divided_attention as divided_attention
 from .gather_attention import gather_attention as gather_attention
 from .kmeans import Distance as Distance
 from .kmeans import kmeans as kmeans
+from .merge_clusters import Clusters as Clusters
+from .merge_clusters import copy_clusters as copy_clusters
 from .merge_clusters import merge_clusters as merge_clusters
 from .nearest import Nearest as Nearest
 from .nearest import nearest as nearest

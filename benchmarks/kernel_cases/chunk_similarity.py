@@ -1,4 +1,4 @@
-"""Edges inside chunks: as Chelsea asks for them, keys beside values in float32, and in larger chunks of bfloat16 keys."""
+"""Edges inside chunks: as Chelsea asks for them, of a prompt, of rows of a cache between tokens that are never merged, and in larger chunks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,39 +15,47 @@ from kvjax.pallas_kernels.chunk_similarity import RESOLUTION, gpu
 from .case import Case, relative_error
 
 SHAPES = (
-    (2048, 256, 128, 256, "float32"),
-    (2048, 256, 64, 128, "float32"),
-    (2048, 256, 128, 256, "bfloat16"),
-    (512, 2048, 128, 128, "bfloat16"),
+    (1, 65536, 65536, 256, 128, "bfloat16"),
+    (1, 13312, 13200, 256, 128, "bfloat16"),
+    (8, 3456, 3360, 256, 128, "bfloat16"),
+    (8, 13312, 13200, 256, 128, "bfloat16"),
+    (1, 65536, 65536, 256, 64, "float32"),
+    (1, 65536, 65536, 256, 128, "float32"),
+    (1, 131072, 131072, 2048, 128, "bfloat16"),
 )
-"""Chunks, places in a chunk, head dim, channels in a row, dtype."""
+"""Rows, places, tokens of a row, places in a chunk, head dim, dtype."""
+
+HEADS = 8
+
+SINKS = 16
+"""Where chunks begin that have fewer tokens than there are places."""
 
 SAMPLE = 4
 """Chunks that are checked."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal keys, the last chunk half full."""
-    for chunks, chunk, dim, width, dtype in SHAPES:
+    """Normal keys."""
+    for rows, places, tokens, chunk, dim, dtype in SHAPES:
         yield Case(
             operation="chunk_similarity",
-            shape=f"{chunks} chunks of {chunk}, H{dim} of {width} channels",
+            shape=f"{rows} of {tokens} tokens, K{HEADS}, chunks of {chunk}, H{dim}",
             dtype=dtype,
-            inputs=partial(_inputs, chunks, chunk, width, dtype),
+            inputs=partial(_inputs, rows, places, tokens, dim, dtype),
             variants={
-                "xla": partial(chunk_similarity, head_dim=dim, implementation="xla"),
-                "auto": partial(chunk_similarity, head_dim=dim),
+                "xla": partial(chunk_similarity, chunk=chunk, implementation="xla"),
+                "auto": partial(chunk_similarity, chunk=chunk),
                 **{
                     "gpu " + " ".join(f"{name}={value}" for name, value in sizes.items()): partial(
-                        gpu.chunk_similarity, dim=dim, sizes=sizes
+                        gpu.chunk_similarity, chunk=chunk, sizes=sizes
                     )
                     for sizes in _sizes(dtype, chunk // 2)
                 },
             },
-            error=partial(_error, dim),
+            error=partial(_error, chunk),
             tolerance=2 * RESOLUTION,
-            bytes=chunks * chunk * (jnp.dtype(dtype).itemsize * dim + 4),
-            flops=2 * chunks * (chunk // 2) ** 2 * dim,
+            bytes=rows * HEADS * tokens * (jnp.dtype(dtype).itemsize * dim + 4),
+            flops=rows * HEADS * tokens * (chunk // 2) * dim,
         )
 
 
@@ -59,23 +67,27 @@ def _sizes(dtype: str, half: int) -> Iterator[dict[str, int]]:
             yield {"rows": row, "columns": column, "warps": warps, "stages": stages}
 
 
-def _inputs(chunks: int, chunk: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
-    keys = jax.random.normal(jax.random.key(seed), (chunks, chunk, width), jnp.dtype(dtype))
-    return keys, jnp.arange(chunks * chunk, dtype=jnp.int32).reshape(chunks, chunk) < (chunks - 0.5) * chunk
+def _inputs(rows: int, places: int, tokens: int, dim: int, dtype: str, seed: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.normal(jax.random.key(seed), (rows, HEADS, places, dim), jnp.dtype(dtype))
+    first = SINKS if tokens < places else 0
+    return keys, jnp.full((rows,), first, jnp.int32), jnp.full((rows,), tokens, jnp.int32)
 
 
-def _error(dim: int, inputs: tuple[Any, ...], out: Any) -> float:
-    """How far the similarities are from the best ones, or those of the chosen edges are."""
+def _error(chunk: int, inputs: tuple[Any, ...], out: Any) -> float:
+    """How far the similarities are from the best ones, or those of the chosen edges are, in the first head's chunks and its last."""
+    keys, first, count = inputs
+    key = np.asarray(keys[0, 0, int(first[0]) :][: int(count[0])], np.float64)
+    unit = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    scores, places = (np.asarray(x[0, 0]) for x in out)
+    chunks = -(-len(unit) // chunk)
     worst = 0.0
-    keys, live = inputs
-    for sample in (*range(SAMPLE), -1):
-        key, alive = np.asarray(keys[sample, :, :dim], np.float64), np.asarray(live[sample])
-        unit = key / np.linalg.norm(key, axis=-1, keepdims=True)
-        cosine = np.where(alive[1::2], unit[0::2] @ unit[1::2].T, -np.inf)[alive[0::2]]
-        chosen = np.take_along_axis(cosine, np.asarray(out.place[sample])[alive[0::2], None], axis=-1)[:, 0]
+    for number in (*range(SAMPLE), chunks - 1):
+        mine = unit[number * chunk :][:chunk]
+        cosine = mine[0::2] @ mine[1::2].T
+        score, place = scores[number][: len(cosine)], places[number][: len(cosine)]
+        chosen = np.take_along_axis(cosine, place[:, None], axis=-1)[:, 0]
         best = cosine.max(axis=-1)
-        score = np.asarray(out.score[sample])
-        if np.isfinite(score[~alive[0::2]]).any():
-            return float("inf")
-        worst = max(worst, relative_error(chosen, best), relative_error(score[alive[0::2]], best))
+        worst = max(worst, relative_error(chosen, best), relative_error(score, best))
+    if np.isfinite(scores[-1][-1]) and len(unit) < scores.size * 2 - 1:
+        return float("inf")
     return worst

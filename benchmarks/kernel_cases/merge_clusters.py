@@ -1,4 +1,4 @@
-"""A step of Chelsea's clustering once its edges are chosen: keys beside values in float32, of a cache that is full or nearly empty."""
+"""A step of Chelsea's clustering once its edges are chosen: of a prompt of which all or a part is left, and of rows of a cache."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,75 +9,82 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import merge_clusters
+from kvjax.pallas_kernels import Clusters, merge_clusters
 from kvjax.pallas_kernels.merge_clusters import gpu
 
 from .case import Case, relative_error
 
-PLACES, HEADS, CHUNK, WIDTH = 32768, 8, 256, 256
+HEADS, CHUNK, DIM, SINKS = 8, 256, 128, 16
 
-HELD = (32768, 8192)
-"""Tokens of a row."""
-
-SHARE = 0.5
-"""Of the even places, those whose tokens are merged: a quarter of all tokens go, as in a step of four on the way to a fifth."""
+SHAPES = (
+    (1, 32768, 32768, 0.5, "bfloat16"),
+    (1, 32768, 8192, 0.5, "bfloat16"),
+    (1, 13312, 13264, 0.01, "bfloat16"),
+    (8, 3456, 3424, 0.04, "bfloat16"),
+    (8, 13312, 13264, 0.01, "bfloat16"),
+    (1, 32768, 32768, 0.5, "float32"),
+)
+"""Rows, places, tokens of a row, the share of tokens at even places that are merged, dtype."""
 
 
 def cases() -> Iterator[Case]:
     """Random edges of random tokens."""
-    for held in HELD:
-        left = int(held * (1 - SHARE / 2))
+    for rows, places, tokens, share, dtype in SHAPES:
+        read = rows * HEADS * tokens
+        each = 2 * DIM * jnp.dtype(dtype).itemsize + 8
         yield Case(
             operation="merge_clusters",
-            shape=f"{held} of {PLACES} places, chunks of {CHUNK}, K{HEADS}, {WIDTH} channels",
-            dtype="float32",
-            inputs=partial(_inputs, held),
+            shape=f"{rows} of {tokens} tokens in {places} places, chunks of {CHUNK}, {share} of half merged, K{HEADS}, H{DIM}",
+            dtype=dtype,
+            inputs=partial(_inputs, rows, places, tokens, share, dtype),
             variants={
-                "xla": partial(merge_clusters, implementation="xla"),
-                "auto": merge_clusters,
+                "xla": partial(merge_clusters, chunk=CHUNK, implementation="xla"),
+                "auto": partial(merge_clusters, chunk=CHUNK),
                 **{
                     f"gpu channels={channels} warps={warps}": partial(
-                        gpu.merge_clusters, sizes={"channels": channels, "warps": warps}
+                        gpu.merge_clusters, chunk=CHUNK, sizes={"channels": channels, "warps": warps}
                     )
                     for channels, warps in product((32, 64, 128), (2, 4, 8))
                 },
             },
             error=_error,
-            tolerance=1e-6,
-            bytes=HEADS * (held + left) * (4 * WIDTH + 8) + HEADS * held // 2 * 4,
+            tolerance=1e-6 if dtype == "float32" else 2**-8,
+            bytes=int(read * (2 - share / 2) * each) + read // 2 * 4,
             flops=0,
         )
 
 
-def _inputs(held: int, seed: int) -> tuple[jax.Array, ...]:
+def _inputs(rows: int, places: int, tokens: int, share: float, dtype: str, seed: int) -> tuple[Any, ...]:
     random = np.random.default_rng(seed)
-    shape = 1, HEADS, PLACES
-    edges = 1, HEADS, PLACES // CHUNK, CHUNK // 2
+    shape = rows, HEADS, places
+    first = SINKS if tokens < places else 0
+    edges = rows, HEADS, -(-places // CHUNK), CHUNK // 2
     target = random.integers(0, CHUNK // 2, size=edges)
-    there = np.arange(0, PLACES, 2).reshape(edges[2:]) < held
-    target = np.where(there & (random.random(edges) < SHARE), target, -1)
-    return (
-        jax.random.normal(jax.random.key(seed), (*shape, WIDTH)),
-        jnp.broadcast_to(jnp.arange(PLACES, dtype=jnp.int32), shape),
-        jnp.asarray(random.integers(1, 9, shape), jnp.float32),
-        jnp.asarray(target, jnp.int32),
-        jnp.full((1,), held, jnp.int32),
-    )
+    number = np.arange(edges[2])[:, None] * CHUNK
+    there = (number + 2 * np.arange(CHUNK // 2) < tokens - first) & (number + 2 * target + 1 < tokens - first)
+    target = np.where(there & (random.random(edges) < share), target, -1)
+    k, v = (jax.random.normal(key, (*shape, DIM), jnp.dtype(dtype)) for key in jax.random.split(jax.random.key(seed)))
+    pos = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), shape)
+    held = Clusters(k, v, pos, jnp.asarray(random.integers(1, 9, shape), jnp.float32))
+    row = jnp.full((rows,), first, jnp.int32)
+    return held, jnp.asarray(target, jnp.int32), row, row + tokens - 2 * first
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the first head's rows; infinite if a position or a weight is wrong."""
-    kv, pos, weight, target = (np.asarray(x)[0, 0] for x in inputs[:4])
-    held = int(inputs[4][0])
-    total, newest, weights = weight[:, None] * kv.astype(np.float64), pos.copy(), weight.astype(np.float64)
-    gone = np.zeros(PLACES, bool)
+    """Of the last row's last head; infinite if a position or a weight is wrong."""
+    tokens, target, first, count = inputs
+    start, end = int(first[-1]), int(first[-1] + count[-1])
+    k, v, pos, weight = (np.asarray(x[-1, -1]) for x in tokens)
+    total = weight[:, None] * np.concatenate([k, v], axis=-1).astype(np.float64)
+    newest, weights, gone = pos.copy(), weight.astype(np.float64), np.zeros(len(pos), bool)
+    target = np.asarray(target[-1, -1])
     chunk, pair = np.nonzero(target >= 0)
-    source, into = chunk * CHUNK + 2 * pair, chunk * CHUNK + 2 * target[chunk, pair] + 1
+    source, into = start + chunk * CHUNK + 2 * pair, start + chunk * CHUNK + 2 * target[chunk, pair] + 1
     gone[source] = True
     for array, add in ((total, np.add), (weights, np.add), (newest, np.maximum)):
         add.at(array, into, array[source])
-    stays = np.flatnonzero(~gone[:held])
-    got_kv, got_pos, got_weight = (np.asarray(x)[0, 0, : len(stays)] for x in out)
+    stays = np.flatnonzero(~gone[:end])
+    got_k, got_v, got_pos, got_weight = (np.asarray(x[-1, -1, : len(stays)]) for x in out)
     if not (np.array_equal(got_pos, newest[stays]) and np.array_equal(got_weight, weights[stays])):
         return float("inf")
-    return relative_error(got_kv, total[stays] / weights[stays, None])
+    return relative_error(np.concatenate([got_k, got_v], axis=-1), total[stays] / weights[stays, None])

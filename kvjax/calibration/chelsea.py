@@ -51,12 +51,9 @@ class Edges:
     def __call__(self, spec: LayerSpec, q: Array, k: Float[Array, "B T K H"], v: Array) -> Float[Array, "B K"]:
         chunk = self.settings.chunk
         keys = jnp.swapaxes(k[:, self.settings.sinks :], 1, 2).astype(jnp.float32)
-        batch, heads, length, dim = keys.shape
-        padding = -length % chunk
-        live = jnp.broadcast_to(jnp.arange(length + padding) < length, (batch, heads, length + padding))
-        keys = jnp.pad(keys, [(0, 0), (0, 0), (0, padding), (0, 0)])
-        chunks = (batch, heads, -1, chunk)
-        similarity, _ = chunk_similarity(keys.reshape(*chunks, dim), live.reshape(chunks))
+        batch, _, length, _ = keys.shape
+        count = jnp.full((batch,), length, jnp.int32)
+        similarity, _ = chunk_similarity(keys, jnp.zeros_like(count), count, self.settings.chunk)
         exists = jnp.isfinite(similarity)
         weak = exists & (similarity < self.settings.threshold)
         return jnp.sum(weak, axis=(-2, -1)).astype(jnp.float32) / jnp.sum(exists, axis=(-2, -1)).astype(jnp.float32)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels import Clusters, copy_clusters
 
 from . import soft_matching
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
@@ -21,7 +22,6 @@ from .full import Full
 from .offload import offloaded
 from .profile import HeadProfile, find
 from .registry import register
-from .soft_matching import Clusters
 
 SCHEDULES = {"llama-2": (0.45, 0.05, 3), "llama-3": (0.35, 0.1, 2), "qwen": (0.2, 0.1, 2), "constant": (0.25, 0.0, 0)}
 """r_init, alpha and number of decreasing steps by model family (appendix C.2); "constant" is the paper's needle test."""
@@ -56,9 +56,9 @@ class Loop:
     """Clustering between two steps. A step reads one place and writes to another, and the places take turns. B rows.
 
     Attributes:
-        tokens: from the first that may be merged on.
+        tokens: all of them, those that are never merged among them.
         room: as much again, to write to.
-        size: tokens of each row, with those that are never merged.
+        size: tokens of each row.
         steps: clustering steps that each row has been through.
     """
 
@@ -198,10 +198,7 @@ class Chelsea(Policy):
         self, spec: LayerSpec, state: Centroids, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
     ) -> tuple[Float[Array, "B N H"], Centroids, Carry]:
         out, _, carry = super().attend(spec, state.slots, q, pos, carry)
-        # So that clustering cannot start before attention has read the slots, and works in place; XLA would copy them all at
-        # every step. (An optimization barrier goes before it decides that, and a row whose output is NaN is lost anyway.)
-        steps = state.steps + jnp.isnan(out[:, 0, 0]).astype(jnp.int32)
-        return out, dataclasses.replace(state, steps=steps), carry
+        return out, state, carry
 
     def extend(
         self,
@@ -261,44 +258,40 @@ class Chelsea(Policy):
                 of a layer of 32768 tokens and 8 heads).
         """
         slots = state.slots
-        chunk = self._chunk(slots.pos.shape[-1])
+        places = slots.pos.shape[-1]
+        chunk = self._chunk(places)
         sinks, recent = self._regions(state.budget)
         size = slots.next[:, 0]
         goal = jnp.where(self._due(state), state.budget, size)
 
         def step(loop: Loop) -> Loop:
-            middle = loop.size - sinks - recent
-            count = self._merges(jnp.maximum(middle, 0), loop.steps, chunk, loop.size - goal)
-            merged = soft_matching.merge(loop.tokens, loop.size - sinks, middle, count, chunk, loop.room)
+            middle = jnp.maximum(loop.size - sinks - recent, 0)
+            count = self._merges(middle, loop.steps, chunk, loop.size - goal)
+            merged = soft_matching.merge(loop.tokens, sinks, loop.size - sinks, middle, count, chunk, loop.room)
             return Loop(merged, loop.tokens, loop.size - count, loop.steps + (count > 0).astype(jnp.int32))
 
-        older = soft_matching.between(
-            slots.k, slots.v, slots.pos, slots.weight, sinks, -(-slots.pos.shape[-1] // chunk) * chunk
-        )
-        room = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), older)
-        loop = Loop(older, room, size, state.steps)
+        def back(loop: Loop) -> Loop:
+            return Loop(copy_clusters(loop.tokens, loop.size, loop.room), loop.tokens, loop.size, loop.steps)
+
+        tokens = Clusters(slots.k, slots.v, slots.pos, slots.weight)
+        room = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), tokens)
+        loop = Loop(tokens, room, size, state.steps)
         # Two at a time, after which tokens and room are where they were, so that XLA need not copy them.
         loop = jax.lax.fori_loop(0, usual // 2, lambda _, loop: step(step(loop)), loop)
         if usual % 2:
             loop = step(loop)
-        loop = jax.lax.while_loop(lambda loop: jnp.any(loop.size > goal), step, loop)
+        if usual % 2 and places == capacity:  # else they are copied anyway
+            loop = back(loop)
+        loop = jax.lax.while_loop(lambda loop: jnp.any(loop.size > goal), lambda loop: back(step(loop)), loop)
 
-        index = jnp.arange(capacity, dtype=jnp.int32) - sinks[:, None]
-        live = jnp.arange(capacity, dtype=jnp.int32) < loop.size[:, None]
-
-        def joined(first: Array, then: Array, free: int) -> Array:
-            """First tokens, then clusters, then free slots."""
-            wide = (slice(None), None, slice(None)) + (None,) * (first.ndim - 3)
-            older = soft_matching.taken(then, index).astype(first.dtype)
-            both = jnp.where((index < 0)[wide], first[:, :, :capacity], older)
-            return jnp.where(live[wide], both, jnp.asarray(free, first.dtype))
-
+        live = (jnp.arange(capacity, dtype=jnp.int32) < loop.size[:, None])[:, None]
+        k, v, pos, weight = (x[:, :, :capacity] for x in loop.tokens)
         slots = dataclasses.replace(
             slots,
-            k=joined(slots.k, loop.tokens.k, 0),
-            v=joined(slots.v, loop.tokens.v, 0),
-            pos=joined(slots.pos, loop.tokens.pos, -1),
-            weight=joined(slots.weight, loop.tokens.weight, 0),
+            k=k,
+            v=v,
+            pos=jnp.where(live, pos, -1),
+            weight=jnp.where(live, weight, 0.0),
             next=jnp.broadcast_to(loop.size[:, None], slots.next.shape),
         )
         return dataclasses.replace(state, slots=slots, steps=loop.steps)

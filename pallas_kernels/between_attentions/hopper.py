@@ -172,14 +172,12 @@ def _call(
                 again: whether inputs and roots are there already.
             """
             turns = chunks > held
-            if not (turns or again):
-                for part in range(chunks):
-                    plgpu.barrier_wait(arrived.at[part])
             roots = None if eps is None else roots_smem.at[role]
 
             def block(i: Array, _: None) -> None:
                 start = slot + i * chunks
                 first = jax.lax.rem(role + start, WARPGROUPS)
+                fresh = (i == 0) & (not (turns or again))  # inputs that nothing has waited for
 
                 def add_up(total: Any) -> Array:
                     def add(j: Array, _: None) -> None:
@@ -187,6 +185,7 @@ def _call(
                         at, inputs_at = jax.lax.rem(start + part, slots), jax.lax.rem(part, held)
                         if turns:
                             plgpu.barrier_wait(turned.at[inputs_at])
+                        pl.when(fresh)(lambda: plgpu.barrier_wait(arrived.at[inputs_at]))
                         plgpu.barrier_wait(filled.at[at])
                         plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
                         plgpu.wgmma_wait(0)
@@ -201,6 +200,16 @@ def _call(
                     return total[...]
 
                 products = pl.run_scoped(add_up, plgpu.WGMMAAccumulatorRef((ROWS, batch * parts), float32))
+
+                @pl.when(fresh)
+                def _others() -> None:
+                    """Of every barrier each turn is waited for, or the next one would be taken for it."""
+
+                    def wait(j: Array, _: None) -> None:
+                        plgpu.barrier_wait(arrived.at[1 - first + WARPGROUPS * j])
+
+                    jax.lax.fori_loop(0, jax.lax.div(chunks - (1 - first) + WARPGROUPS - 1, WARPGROUPS), wait, None)
+
                 if (added := eps) is not None and not again:
 
                     @pl.when(i == 0)

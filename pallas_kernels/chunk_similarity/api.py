@@ -1,55 +1,60 @@
 """The public function, and the choice of who computes it."""
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from ..dispatch import Implementation, choose
 from ..nearest import Nearest
 from . import reference
+from .chunks import chunked
 
 
 def chunk_similarity(
-    keys: Float[Array, "*B C W"],
-    live: Bool[Array, "*B C"],
+    keys: Float[Array, "B K S H"],
+    first: Int[Array, " B"],
+    count: Int[Array, " B"],
+    chunk: int,
     *,
-    head_dim: int | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Nearest:
-    """From each even place of a chunk of C >= 2 places, the edge to the odd place with the most similar key.
+    """From each even place of a chunk, the edge to the odd place with the most similar key.
 
     Edges of Chunked Soft Matching (Hu et al. 2025, section 5.2). Similarity is the cosine, in whole multiples of `RESOLUTION`.
 
     Args:
-        keys: chunks of keys; what is not live may hold anything.
-        live: which places hold something.
-        head_dim: if given, keys are the first so many of the W channels: those that stand beside their values need no copy.
+        keys: by place; what is not among those that are compared may hold anything.
+        first: where each row's first chunk begins.
+        count: how many places from there on hold a key.
+        chunk: C >= 2 places of a chunk.
         implementation: "auto" takes the device's Pallas body where it serves; it keeps no similarities in memory.
         interpret: run a Pallas body in its interpreter, on any device.
 
     Returns:
-        Similarity of each edge, -inf where there is none, and where it leads: 0 for place 1, 1 for place 3, and so on; of
-        equally similar keys, to the first.
+        Of each edge [B, K, N, A], for N = ⌈S / C⌉ chunks and the A = ⌈C / 2⌉ even places of each: its similarity, -inf where there is
+        none, and where it leads: 0 for place 1 of the chunk, 1 for place 3, and so on; of equally similar keys, to the first.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    dim = keys.shape[-1] if head_dim is None else head_dim
 
     def gpu() -> str | None:
         from . import gpu
 
-        return gpu.refuses(keys, dim)
+        return gpu.refuses(keys, chunk)
 
     def tpu() -> str | None:
         from . import tpu
 
-        return tpu.refuses(keys, dim)
+        return tpu.refuses(keys, chunk)
 
     chosen = choose("chunk_similarity", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
-    if chosen == "xla":
-        return reference.chunk_similarity(keys[..., :dim], live)
     if chosen == "gpu":
-        from .gpu import chunk_similarity as body
-    else:
-        from .tpu import chunk_similarity as body
-    return body(keys, live, dim, interpret=interpret)
+        from . import gpu as on_gpu
+
+        return on_gpu.chunk_similarity(keys, first, count, chunk, interpret=interpret)
+    chunks, live = chunked(keys, first, count, chunk)
+    if chosen == "xla":
+        return reference.chunk_similarity(chunks, live)
+    from . import tpu as on_tpu
+
+    return on_tpu.chunk_similarity(chunks, live, interpret=interpret)

@@ -5,7 +5,6 @@ as the halves of the words that they share; so no key is moved in memory. Produc
 along lanes, where comparing is a whole register's work.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -28,13 +27,10 @@ TILE = 256
 """Most even or odd places in one product."""
 
 
-def refuses(keys: Array, dim: int) -> str | None:
+def refuses(keys: Array, chunk: int) -> str | None:
     """Why this body does not serve a case, or None if it does."""
-    chunk, width = keys.shape[-2:]
     if keys.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {keys.dtype}"
-    if width % LANES:
-        return f"rows of {width} channels are not whole multiples of {LANES}"
     if chunk % 2:
         return f"a chunk of {chunk} places is not made of pairs"
     if chunk % (4 * SUBLANES) or (chunk > 2 * TILE and chunk % (2 * TILE)):
@@ -44,20 +40,19 @@ def refuses(keys: Array, dim: int) -> str | None:
     return None
 
 
-def chunk_similarity(
-    keys: Float[Array, "*B C W"], live: Bool[Array, "*B C"], dim: int, *, interpret: bool = False
-) -> Nearest:
-    """Best edges of every chunk; see the public function. `dim` channels are the key."""
-    *batch, chunk, width = keys.shape
+def chunk_similarity(keys: Float[Array, "*B C H"], live: Bool[Array, "*B C"], *, interpret: bool = False) -> Nearest:
+    """Best edges of every chunk; see the public function."""
+    keys = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % LANES)])
+    *batch, chunk, dim = keys.shape
     chunks, half = math.prod(batch), chunk // 2
     case = {"chunks": chunks, "half": half, "head_dim": dim, "dtype": keys.dtype.name}
     together = min(chunks, tuned("chunk_similarity", case, {"chunks": max(1, 1024 // chunk)})["chunks"])
     odd = live[..., 1::2].reshape(chunks, 1, half).astype(jnp.int32)
     places = pl.BlockSpec((together, 1, half), lambda g: (g, 0, 0))
     best = pl.pallas_call(
-        functools.partial(_body, dim=dim),
+        _body,
         grid=(pl.cdiv(chunks, together),),
-        in_specs=[pl.BlockSpec((together, chunk, pl.cdiv(dim, LANES) * LANES), lambda g: (g, 0, 0)), places],
+        in_specs=[pl.BlockSpec((together, chunk, dim), lambda g: (g, 0, 0)), places],
         out_specs=places,
         out_shape=jax.ShapeDtypeStruct((chunks, 1, half), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
@@ -68,28 +63,28 @@ def chunk_similarity(
         ),
         interpret=interpreter(interpret),
         name="chunk_similarity",
-    )(keys.reshape(chunks, chunk, width), odd)
+    )(keys.reshape(chunks, chunk, dim), odd)
     return unrank(jnp.where(live[..., 0::2], best.reshape(*batch, half), NONE))
 
 
-def _body(keys_ref: Any, live_ref: Any, best_ref: Any, *, dim: int) -> None:
+def _body(keys_ref: Any, live_ref: Any, best_ref: Any) -> None:
     together, chunk = keys_ref.shape[:2]
     tile = min(chunk // 2, TILE)
     for c in range(together):
         for even in range(0, chunk // 2, tile):
-            best_ref[c, :, even : even + tile] = _best(keys_ref.at[c], live_ref.at[c], even, tile, dim)
+            best_ref[c, :, even : even + tile] = _best(keys_ref.at[c], live_ref.at[c], even, tile)
 
 
-def _best(keys_ref: Any, live_ref: Any, start: int, tile: int, dim: int) -> Array:
+def _best(keys_ref: Any, live_ref: Any, start: int, tile: int) -> Array:
     """Ranks [1, tile] of the best edges from even places."""
-    even = _places(keys_ref, start, tile, 0, dim)
+    even = _places(keys_ref, start, tile, 0)
     # Their lengths are wanted along lanes, where a product with ones leaves them.
     square = jnp.square(even.astype(jnp.float32))
-    length = products(jnp.ones((SUBLANES, dim), jnp.float32), square)[:1]
+    length = products(jnp.ones((SUBLANES, keys_ref.shape[1]), jnp.float32), square)[:1]
     inverse = jnp.where(length > 0, jax.lax.rsqrt(length), 0.0)
     best = jnp.full((SUBLANES, tile), NONE, jnp.int32)
     for first in range(0, keys_ref.shape[0] // 2, tile):
-        odd = _places(keys_ref, first, tile, 1, dim)
+        odd = _places(keys_ref, first, tile, 1)
         target = first + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
         ranks = rank(products(odd, even), inverse, inverse_length(odd)[:, None], target)
         ranks = jnp.where(column(live_ref[:, first : first + tile]) != 0, ranks, NONE)
@@ -98,10 +93,10 @@ def _best(keys_ref: Any, live_ref: Any, start: int, tile: int, dim: int) -> Arra
     return jnp.max(best, axis=0, keepdims=True)
 
 
-def _places(keys_ref: Any, start: int, size: int, parity: int, dim: int) -> Float[Array, "S H"]:
+def _places(keys_ref: Any, start: int, size: int, parity: int) -> Float[Array, "S H"]:
     """`size` keys at every second place, from the pair `start` on."""
     if keys_ref.dtype == jnp.float32:
-        return keys_ref[pl.ds(2 * start + parity, size, stride=2), :][:, :dim]
-    pairs = pltpu.bitcast(keys_ref[pl.ds(2 * start, 2 * size), :], jnp.uint32)[:, :dim]
+        return keys_ref[pl.ds(2 * start + parity, size, stride=2), :]
+    pairs = pltpu.bitcast(keys_ref[pl.ds(2 * start, 2 * size), :], jnp.uint32)
     bits = pairs & jnp.uint32(0xFFFF0000) if parity else pairs << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(keys_ref.dtype)

@@ -1,40 +1,57 @@
 """The public function, and the choice of who computes it."""
 
+from typing import NamedTuple
+
 from jaxtyping import Array, Float, Int
 
 from ..dispatch import Implementation, choose
 from . import reference
 
 
+class Clusters(NamedTuple):
+    """Tokens and clusters of tokens, in order.
+
+    Attributes:
+        k, v: keys and values; of a cluster, the means over its tokens.
+        pos: original position, of a cluster that of its newest token.
+        weight: how many tokens each stands for.
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
+    weight: Float[Array, "B K S"]
+
+
 def merge_clusters(
-    kv: Float[Array, "B K S W"],
-    pos: Int[Array, "B K S"],
-    weight: Float[Array, "B K S"],
+    tokens: Clusters,
     target: Int[Array, "B K N A"],
+    first: Int[Array, " B"],
     count: Int[Array, " B"],
+    chunk: int,
     *,
-    into: tuple[Float[Array, "B K S W"], Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
+    into: Clusters | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
-) -> tuple[Float[Array, "B K S W"], Int[Array, "B K S"], Float[Array, "B K S"]]:
+) -> Clusters:
     """Tokens at even places of a chunk become part of tokens at odd places; what is left moves up, in order.
 
     A step of Chunked Soft Matching (Hu et al. 2025, section 5.2) once its edges are chosen. A token that others are merged into
-    becomes the mean of all, each counted by its weight; its weight is then the sum of theirs, and its position that of the newest.
+    becomes the mean of all, each counted by its weight, in float32 until it is written; its weight is then the sum of theirs, and its
+    position that of the newest.
 
     Args:
-        kv: keys, values or both, in N chunks of C places, S = N · C.
-        pos: original positions.
-        weight: how many tokens each stands for.
-        target: for each of the A = ⌈C / 2⌉ even places of a chunk, what its token is merged into: 0 for place 1, 1 for place 3,
-            and so on; -1 where it stays, or where there is none.
-        count: tokens of each row, in its first places. The other places may hold anything.
+        target: for each of the A = ⌈C / 2⌉ even places of the N = ⌈S / C⌉ chunks, what its token is merged into: 0 for place 1 of
+            the chunk, 1 for place 3, and so on; -1 where it stays, or where there is none.
+        first: where each row's first chunk begins; what is before stays as it is.
+        count: tokens of each row from there on. Places after them may hold anything.
+        chunk: C places of a chunk.
         into: arrays to be written to in place, where they are not used again; what they hold is not read.
         implementation: "auto" takes the device's Pallas body where it serves; its work follows `count`, not S.
         interpret: run a Pallas body in its interpreter, on any device.
 
     Returns:
-        `kv`, `pos` and `weight` of what is left, in each head's first places. The other places may hold anything.
+        What is before the chunks, and what is left of them. Places after that may hold anything.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
@@ -43,10 +60,42 @@ def merge_clusters(
     def gpu() -> str | None:
         from . import gpu
 
-        return gpu.refuses(kv, target.shape[2])
+        return gpu.refuses(tokens.k, chunk)
 
     if choose("merge_clusters", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.merge_clusters(kv, pos, weight, target, count)
+        return Clusters(*reference.merge_clusters(tokens, target, first, count, chunk))
     from . import gpu as body
 
-    return body.merge_clusters(kv, pos, weight, target, count, into, interpret=interpret)
+    return Clusters(*body.merge_clusters(tokens, target, first, count, chunk, into, interpret=interpret))
+
+
+def copy_clusters(
+    tokens: Clusters,
+    size: Int[Array, " B"],
+    into: Clusters,
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Clusters:
+    """Tokens as they are, elsewhere: back in a cache that merging has left.
+
+    Args:
+        size: tokens of each row, in its first places.
+        into: arrays to be written to in place, where they are not used again; beyond a row's tokens they are as before, or may hold anything.
+        implementation: "auto" takes the device's Pallas body where it serves; without one XLA copies what it has to.
+        interpret: run a Pallas body in its interpreter, on any device.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+
+    def gpu() -> str | None:
+        from . import gpu
+
+        return gpu.refuses_rows(tokens.k)
+
+    if choose("copy_clusters", implementation, gpu=gpu, interpret=interpret) == "xla":
+        return tokens
+    from . import gpu as body
+
+    return Clusters(*body.copy_clusters(tokens, size, into, interpret=interpret))

@@ -1,51 +1,57 @@
 """The same in plain XLA: a product for each chunk, then what stays gathered from all of them."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+
+from ..chunk_similarity.chunks import chunked, from_place
 
 
 def merge_clusters(
-    kv: Float[Array, "B K S W"],
-    pos: Int[Array, "B K S"],
-    weight: Float[Array, "B K S"],
-    target: Int[Array, "B K N A"],
-    count: Int[Array, " B"],
-) -> tuple[Float[Array, "B K S W"], Int[Array, "B K S"], Float[Array, "B K S"]]:
-    """Tokens merged and gaps closed; see the public function. Where nothing is left, kv and weight are 0 and pos is -1."""
-    batch, heads, places, width = kv.shape
-    shape = (*target.shape[:3], places // target.shape[2])
-    live = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32) < count[:, None, None], pos.shape)
-    kv = jnp.where(live[..., None], kv, jnp.zeros((), kv.dtype)).reshape(*shape, width)
-    weight = jnp.where(live, weight, 0.0).reshape(shape)
-    pos = jnp.where(live, pos, -1).reshape(shape)
-    joined = target[..., None] == jnp.arange(shape[-1] // 2, dtype=jnp.int32)  # [B, K, N, A, odd places]
+    tokens: Sequence[Array], target: Int[Array, "B K N A"], first: Int[Array, " B"], count: Int[Array, " B"], chunk: int
+) -> list[Array]:
+    """Tokens merged and gaps closed; see the public function. Where nothing is left, keys, values and weights are 0 and positions -1."""
+    (k, live), (v, _), (pos, _), (weight, _) = (chunked(x, first, count, chunk) for x in tokens)
+    weight = jnp.where(live, weight, 0.0)
+    pos = jnp.where(live, pos, -1)
+    joined = target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32)  # [B, K, N, A, odd places]
 
     share = jnp.where(joined, weight[..., 0::2, None], 0.0)
-    odd, odd_kv = weight[..., 1::2], kv[..., 1::2, :]
+    odd = weight[..., 1::2]
     degree = odd + jnp.sum(share, axis=-2)
-    total = odd[..., None] * odd_kv + jnp.einsum("...ab,...ah->...bh", share, kv[..., 0::2, :], precision="highest")
-    grown = degree > odd
-    centroid = jnp.where(grown[..., None], total / jnp.maximum(degree, 1.0)[..., None], odd_kv)
     newest = jnp.maximum(pos[..., 1::2], jnp.max(jnp.where(joined, pos[..., 0::2, None], -1), axis=-2))
 
-    stays = jnp.stack([target < 0, jnp.ones_like(target, bool)], axis=-1).reshape(*shape[:3], -1)[..., : shape[-1]]
-    index, filled = _first(stays.reshape(live.shape) & live)
-    source = jnp.asarray(_halves(places, shape[-1]))[index]
+    def mean(rows: Array) -> tuple[Array, Array]:
+        """Rows at even places, and those at odd ones with what is merged into them."""
+        rows = jnp.where(live[..., None], rows, jnp.zeros((), rows.dtype))
+        even, centroid = (rows[..., i::2, :].astype(jnp.float32) for i in range(2))
+        total = odd[..., None] * centroid + jnp.einsum("...ab,...ah->...bh", share, even, precision="highest")
+        centroid = jnp.where((degree > odd)[..., None], total / jnp.maximum(degree, 1.0)[..., None], centroid)
+        return rows[..., 0::2, :], centroid.astype(rows.dtype)
 
-    def gather(even: Array, odd: Array, free: int) -> Array:
-        """What stays, in order, from the even places of all chunks and the odd ones."""
+    batch, heads, places = tokens[2].shape
+    size = live.shape[2] * chunk
+    stays = jnp.stack([target < 0, jnp.ones_like(target, bool)], axis=-1).reshape(*live.shape[:3], -1)[..., :chunk]
+    index, filled = _first(stays.reshape(batch, heads, size) & live.reshape(batch, heads, size))
+    source = jnp.asarray(_halves(size, chunk))[index]
+    back = jnp.arange(places, dtype=jnp.int32) - first[:, None]
+
+    def gather(before: Array, even: Array, odd: Array, free: int) -> Array:
+        """What is before the chunks, and after it what stays, in order, from the even places of all chunks and the odd ones."""
         halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
         wide = (...,) + (None,) * (halves.ndim - 3)
-        return jnp.where(
-            filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype)
-        )
+        left = jnp.where(filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype))
+        left = from_place(left, -first, places)
+        return jnp.where((back < 0)[:, None][wide], before, left)
 
-    return (
-        gather(kv[..., 0::2, :], centroid, 0),
-        gather(pos[..., 0::2], newest, -1),
-        gather(weight[..., 0::2], degree, 0),
-    )
+    return [
+        gather(tokens[0], *mean(k), 0),
+        gather(tokens[1], *mean(v), 0),
+        gather(tokens[2], pos[..., 0::2], newest, -1),
+        gather(tokens[3], weight[..., 0::2], degree, 0),
+    ]
 
 
 def _first(stays: Bool[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:

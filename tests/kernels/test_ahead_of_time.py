@@ -92,13 +92,14 @@ def searching(groups: int, queries: int, keys: int, dim: int, dtype: str) -> Com
     return Compiled(nearest, shapes, spread + 8 * groups * queries + MB)
 
 
-def matching(chunks: int, chunk: int, width: int, dim: int, dtype: str) -> Compiled:
-    """Similarity inside chunks, with no copy of the keys."""
+def matching(batch: int, heads: int, places: int, chunk: int, dim: int, dtype: str) -> Compiled:
+    """Similarity inside chunks, which begin anywhere: keys are cut into chunks first, whole vectors of 128 channels."""
 
-    def function(keys: Any, live: Any) -> Any:
-        return chunk_similarity(keys, live, head_dim=dim)
+    def function(*inputs: Any) -> Any:
+        return chunk_similarity(*inputs, chunk)
 
-    return Compiled(function, (shape(dtype, chunks, chunk, width), shape("bool", chunks, chunk)), MB)
+    keys, row = shape(dtype, batch, heads, places, dim), shape("int32", batch)
+    return Compiled(function, (keys, row, row), 2 * max(128 // dim, 1) * keys.size * keys.dtype.itemsize + 4 * MB)
 
 
 def clustering(batch: int, kv_heads: int, tokens: int, clusters: int, dim: int, dtype: str) -> Compiled:
@@ -138,9 +139,9 @@ KERNELS = {
     "window scores, chunks, heads of 64, uneven": observing(2, 4000, 256, 32, 8, 64, 8, "bfloat16"),
     "nearest, 256 centroids": searching(64, 8192, 256, 128, "bfloat16"),
     "nearest, heads of 64, float32, uneven": searching(3, 1000, 70, 64, "float32"),
-    "similarity in chunks of 256, float32 beside values": matching(1024, 256, 256, 128, "float32"),
-    "similarity in a chunk of 2048": matching(8, 2048, 128, 128, "bfloat16"),
-    "similarity in chunks of 256, heads of 64 beside values": matching(1024, 256, 128, 64, "float32"),
+    "similarity in chunks of 256, bfloat16": matching(1, 8, 32768, 256, 128, "bfloat16"),
+    "similarity in a chunk of 2048": matching(1, 8, 2048, 2048, 128, "bfloat16"),
+    "similarity in chunks of 256, float32 heads of 64": matching(4, 8, 8192, 256, 64, "float32"),
     "k-means, 8192 tokens": clustering(2, 8, 8192, 102, 128, "bfloat16"),
     "k-means, heads of 64, float32": clustering(1, 3, 4000, 50, 64, "float32"),
 }

@@ -15,23 +15,29 @@ from kvjax.pallas_kernels.dispatch import Unsupported
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
 
-def compute(implementation, *args, **options):
-    options |= {"implementation": implementation, "interpret": implementation != "xla"}
-    out = jax.block_until_ready(jax.jit(functools.partial(chunk_similarity, **options))(*args))
+def compute(implementation, keys, first, count, chunk):
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    compare = functools.partial(chunk_similarity, chunk=chunk, **options)
+    out = jax.block_until_ready(jax.jit(compare)(keys, *(jnp.asarray(x, jnp.int32) for x in (first, count))))
     assert implementation != "tpu" or not races_found()
     return out
 
 
-def check(out, keys, live, exact=False):
+def check(out, keys, first, count, chunk, exact=False):
     """Each edge's cosine, to the resolution, and where it leads: to the first of equals, or to one as similar up to rounding."""
-    for chunk in np.ndindex(keys.shape[:-2]):
-        key, alive = np.asarray(keys[chunk], np.float64), np.asarray(live[chunk])
+    batch, heads, places, _ = keys.shape
+    assert out.score.shape == (batch, heads, -(-places // chunk), -(-chunk // 2))
+    for row, head, number in np.ndindex(out.score.shape[:3]):
+        begin = number * chunk
+        alive = begin + np.arange(chunk) < count[row]
+        key = np.zeros((chunk, keys.shape[-1]))
+        key[alive] = np.asarray(keys[row, head], np.float64)[first[row] + begin :][:chunk][: alive.sum()]
         unit = key / np.maximum(np.linalg.norm(key, axis=-1, keepdims=True), 1e-300)
         cosine = np.where(alive[0::2, None] & alive[1::2], unit[0::2] @ unit[1::2].T, -np.inf)
         best, exists = cosine.max(axis=-1), np.isfinite(cosine).any(axis=-1)
-        score, place = np.asarray(out.score[chunk], np.float64), np.asarray(out.place[chunk])
+        score, place = (np.asarray(x[row, head, number]) for x in out)
         assert set(zip(score[~exists], place[~exists], strict=True)) <= {(-np.inf, 0)}
-        assert not (score[exists] % RESOLUTION).any()
+        assert not (score[exists].astype(np.float64) % RESOLUTION).any()
         np.testing.assert_allclose(score[exists], best[exists], atol=0.5 * RESOLUTION + 1e-6)
         chosen = np.take_along_axis(cosine, place[:, None], axis=-1)[:, 0]
         assert (chosen[exists] >= best[exists] - (RESOLUTION + 1e-6)).all()
@@ -39,73 +45,65 @@ def check(out, keys, live, exact=False):
             assert place.tolist() == np.round(cosine / RESOLUTION).argmax(axis=-1).tolist()
 
 
-def draw(seed, dtype, chunks, chunk, width):
-    random = np.random.default_rng(seed)
-    keys = jnp.asarray(random.normal(size=(chunks, chunk, width)), dtype)
-    return keys, jnp.asarray(random.random((chunks, chunk)) < np.linspace(0, 1, chunks)[:, None])
+def draw(seed, dtype, places, first, count, dim, heads=1):
+    """Normal keys, NaN before each row's first chunk and after its last key."""
+    keys = jnp.asarray(np.random.default_rng(seed).normal(size=(len(first), heads, places, dim)), dtype)
+    at, first, count = np.arange(places), np.asarray(first)[:, None], np.asarray(count)[:, None]
+    return jnp.where(jnp.asarray((at >= first) & (at < first + count))[:, None, :, None], keys, jnp.nan)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestChunkSimilarity:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize(("chunk", "dim"), [(64, 128), (1024, 128)])
-    def test_edges(self, implementation, chunk, dim, dtype):
-        """From chunks with nothing in them to full ones, NaN where there is nothing."""
-        keys, live = draw(chunk, dtype, 2 if chunk == 1024 else 5, chunk, dim)
-        out = compute(implementation, jnp.where(live[..., None], keys, jnp.nan), live)
-        check(out, keys, live)
+    @pytest.mark.parametrize(
+        ("chunk", "places", "first", "count", "dim"),
+        [
+            (64, 130, [0, 1, 2, 0], [130, 128, 65, 0], 128),
+            (64, 130, [0, 5], [130, 33], 64),
+            (1024, 1024, [0], [1000], 128),
+        ],
+    )
+    def test_edges(self, implementation, chunk, places, first, count, dim, dtype):
+        """Rows with nothing in them and full ones, and chunks that begin after the first place and end within a pair."""
+        keys = draw(chunk, dtype, places, first, count, dim, heads=2 if chunk == 64 else 1)
+        check(compute(implementation, keys, first, count, chunk), keys, first, count, chunk)
 
     def test_the_first_of_equals(self, implementation):
         """Keys with few different directions and many lengths, some of length 0."""
         random = np.random.default_rng(7)
         directions = np.eye(128)[:4] + np.eye(128)[1:5]
-        length = 2.0 ** random.integers(-3, 3, size=(5, 32, 1)) * (random.random((5, 32, 1)) < 0.9)
-        keys = directions[random.integers(4, size=(5, 32))] * length
-        keys, live = jnp.asarray(keys, jnp.float32), jnp.asarray(random.random((5, 32)) < 0.9)
-        check(compute(implementation, keys, live), keys, live, exact=True)
-
-    def test_keys_beside_values(self, implementation):
-        """Values, NaN here, play no part; leading axes are as they please."""
-        keys, _ = draw(8, "float32", 6, 32, 64)
-        beside = jnp.concatenate([keys, jnp.full_like(keys, jnp.nan)], axis=-1).reshape(2, 3, 32, 128)
-        live = jnp.ones((2, 3, 32), bool)
-        check(compute(implementation, beside, live, head_dim=64), keys.reshape(2, 3, 32, 64), live)
+        length = 2.0 ** random.integers(-3, 3, size=(2, 1, 96, 1)) * (random.random((2, 1, 96, 1)) < 0.9)
+        keys = jnp.asarray(directions[random.integers(4, size=(2, 1, 96))] * length, jnp.float32)
+        case = [0, 4], [96, 75], 32
+        check(compute(implementation, keys, *case), keys, *case, exact=True)
 
 
 def test_worked_example():
     """Four keys: edges lead from the first to the second (.8) and from the third to the second (.96)."""
-    keys = jnp.asarray([(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)], jnp.float32)
-    similarity, target = chunk_similarity(keys, jnp.ones(4, bool))
-    np.testing.assert_allclose(similarity, [0.8, 0.96], atol=RESOLUTION)
-    assert target.tolist() == [0, 0]
+    keys = jnp.asarray([(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)], jnp.float32)[None, None]
+    similarity, target = chunk_similarity(keys, jnp.zeros(1, jnp.int32), jnp.full(1, 4, jnp.int32), 4)
+    np.testing.assert_allclose(similarity, [[[[0.8, 0.96]]]], atol=RESOLUTION)
+    assert target.tolist() == [[[[0, 0]]]]
 
 
 def test_auto_is_xla_on_a_cpu():
-    keys, live = draw(9, "float32", 2, 7, 48)
-    auto = jax.jit(chunk_similarity)(keys, live)
-    xla = jax.jit(lambda *args: chunk_similarity(*args, implementation="xla"))(keys, live)
+    case = [0, 2], [14, 12], 7
+    keys = draw(9, "float32", 14, *case[:2], 48)
+    auto, xla = compute("auto", keys, *case), compute("xla", keys, *case)
     assert all((a == b).all() for a, b in zip(auto, xla, strict=True))
-    check(auto, keys, live)
+    check(auto, keys, *case)
 
 
 @pytest.mark.parametrize(
-    ("chunk", "width", "dim", "implementation", "reason"),
+    ("chunk", "dim", "implementation", "reason"),
     [
-        (8, 48, 48, "gpu", "head dim 48 is not a power of two"),
-        (7, 64, 64, "gpu", "a chunk of 7 places is not made of pairs"),
-        (7, 128, 64, "tpu", "a chunk of 7 places is not made of pairs"),
-        (64, 64, 64, "tpu", "64 channels are not whole multiples of 128"),
-        (800, 128, 128, "tpu", "a chunk of 800 places is not a multiple of 32, or above 512 of 512"),
-        (4096, 128, 128, "tpu", "a chunk of 4096 places is longer than 2048"),
-        (8, 96, 64, "gpu", "96 channels are not whole multiples of head dim 64"),
+        (8, 48, "gpu", "head dim 48 is not a power of two"),
+        (7, 64, "gpu", "a chunk of 7 places is not made of pairs"),
+        (7, 128, "tpu", "a chunk of 7 places is not made of pairs"),
+        (800, 128, "tpu", "a chunk of 800 places is not a multiple of 32, or above 512 of 512"),
+        (4096, 128, "tpu", "a chunk of 4096 places is longer than 2048"),
     ],
 )
-def test_refusals(chunk, width, dim, implementation, reason):
+def test_refusals(chunk, dim, implementation, reason):
     with pytest.raises(Unsupported, match=reason):
-        chunk_similarity(
-            jnp.zeros((1, chunk, width)),
-            jnp.ones((1, chunk), bool),
-            head_dim=dim,
-            implementation=implementation,
-            interpret=True,
-        )
+        compute(implementation, jnp.zeros((1, 1, chunk, dim)), [0], [chunk], chunk)

@@ -10,10 +10,10 @@ import pytest
 from policies.driver import Case, compiled, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
+from kvjax.pallas_kernels import Clusters
 from kvjax.policies import Chelsea, Full, Policy, PolicyError, chelsea, soft_matching
 from kvjax.policies.base import budget_tokens
 from kvjax.policies.chelsea import SCHEDULES
-from kvjax.policies.soft_matching import Clusters
 
 # The worked example: four keys in one chunk. Edges lead from the first to the second (.8) and from the third to the second (.96).
 FOUR = [(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)]
@@ -24,19 +24,19 @@ def clusters(keys, weights=None) -> Clusters:
     k = jnp.asarray(keys, jnp.float32)[None, None]
     places = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     weight = jnp.ones(k.shape[:3], jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)[None, None]
-    return Clusters(jnp.concatenate([k, k], axis=-1), jnp.where(weight > 0, places, -1), weight)
+    return Clusters(k, k, jnp.where(weight > 0, places, -1), weight)
 
 
 def merge(tokens: Clusters, size: int, count: int, chunk: int) -> tuple[list, list, list]:
     """Live keys, weights and positions after one step."""
     held = int(jnp.sum(tokens.weight > 0))
-    after = MERGE(tokens, *(jnp.asarray([x], jnp.int32) for x in (held, size, count)), chunk)
+    after = MERGE(tokens, *(jnp.asarray([x], jnp.int32) for x in (0, held, size, count)), chunk)
     np.testing.assert_array_equal(after.k, after.v)
     k, weight, pos = (np.asarray(x[0, 0])[: held - count] for x in (after.k, after.weight, after.pos))
     return np.round(k, 4).tolist(), weight.tolist(), pos.tolist()
 
 
-MERGE = jax.jit(soft_matching.merge, static_argnums=4)
+MERGE = jax.jit(soft_matching.merge, static_argnums=5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Clusters back in the cache that they were merged from."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels import Clusters, copy_clusters
+from kvjax.pallas_kernels.merge_clusters import gpu
+
+from .case import Case
+
+HEADS, DIM = 8, 128
+
+SHAPES = ((1, 3456, 3360), (1, 13312, 13200), (8, 3456, 3360), (8, 13312, 13200))
+"""Rows, places, tokens of a row."""
+
+
+def cases() -> Iterator[Case]:
+    """Random tokens."""
+    for rows, places, tokens in SHAPES:
+        yield Case(
+            operation="copy_clusters",
+            shape=f"{rows} of {tokens} tokens in {places} places, K{HEADS}, H{DIM}",
+            dtype="bfloat16",
+            inputs=partial(_inputs, rows, places, tokens),
+            variants={
+                "xla": lambda tokens, _, into: jax.tree.map(lambda x, y: x + jnp.zeros((), x.dtype) * y, tokens, into),
+                "auto": copy_clusters,
+                **{
+                    f"gpu rows={count} warps={warps}": partial(gpu.copy_clusters, sizes={"rows": count, "warps": warps})
+                    for count, warps in product((16, 32, 64, 128), (2, 4, 8))
+                },
+            },
+            error=_error,
+            tolerance=0.0,
+            bytes=rows * HEADS * tokens * 2 * (4 * DIM + 8),
+            flops=0,
+        )
+
+
+def _inputs(rows: int, places: int, tokens: int, seed: int) -> tuple[Any, ...]:
+    shape = rows, HEADS, places
+    k, v = (jax.random.normal(key, (*shape, DIM), jnp.bfloat16) for key in jax.random.split(jax.random.key(seed)))
+    pos = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), shape)
+    held = Clusters(k, v, pos, jnp.ones(shape, jnp.float32))
+    return held, jnp.full((rows,), tokens, jnp.int32), Clusters(*(jnp.zeros_like(x) for x in held))
+
+
+def _error(inputs: tuple[Any, ...], out: Any) -> float:
+    """The share of entries that differ."""
+    tokens, size, _ = inputs
+    held = int(size[0])
+    wrong = [np.asarray(x[:, :, :held]) != np.asarray(y[:, :, :held]) for x, y in zip(tokens, out, strict=True)]
+    return float(np.mean([part.mean() for part in wrong]))
