@@ -2,7 +2,9 @@
 
 from .between_attentions import Between as Between
 from .between_attentions import between_attentions as between_attentions
+from .centroid_scores import centroid_scores as centroid_scores
 from .chunk_similarity import chunk_similarity as chunk_similarity
+from .cluster_tokens import Always as Always
 from .cluster_tokens import cluster_tokens as cluster_tokens
 from .decode_attention import Attended as Attended
 from .decode_attention import Rotation as Rotation

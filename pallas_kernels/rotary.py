@@ -29,3 +29,13 @@ class Turned(NamedTuple):
     def __call__(self) -> Float[Array, "B N H"]:
         """The heads, rotated in float32."""
         return turned_halves(self.x, self.cos[:, None], self.sin[:, None])
+
+
+def shape_of(q: Array | Turned) -> tuple[int, ...]:
+    """Of the heads, rotated or not yet."""
+    return (q.x if isinstance(q, Turned) else q).shape
+
+
+def rotated(q: Array | Turned) -> Array:
+    """The heads, rotated if they are not yet."""
+    return q() if isinstance(q, Turned) else q

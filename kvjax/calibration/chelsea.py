@@ -49,7 +49,6 @@ class Edges:
     settings: Settings
 
     def __call__(self, spec: LayerSpec, q: Array, k: Float[Array, "B T K H"], v: Array) -> Float[Array, "B K"]:
-        chunk = self.settings.chunk
         keys = jnp.swapaxes(k[:, self.settings.sinks :], 1, 2).astype(jnp.float32)
         batch, _, length, _ = keys.shape
         count = jnp.full((batch,), length, jnp.int32)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import cluster_tokens, kmeans
+from kvjax.pallas_kernels import Always, Turned, centroid_scores, cluster_tokens, kmeans
 
 from .base import Carry, Due, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields
 from .recalling import Recalling
@@ -197,17 +197,31 @@ class ClusterKV(Recalling):
         return dataclasses.replace(grouped, slots=state.slots)
 
     def selected(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"]
+        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the clusters that rotated queries like best, in the order in which they are taken (section IV-C)."""
-        q = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
-        if self.gqa == "mean":
-            q = jnp.mean(q, axis=2, keepdims=True)
-        scores = jnp.sum(q[:, :, :, None] * state.centroids[:, :, None], axis=-1)  # exactly, which no matrix unit does
+        return self._taken(spec, state, q, None)
+
+    def recall(
+        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned
+    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+        always = Always(*self.ends(spec), self.tail(state), state.slots.seen, self.reads(spec))
+        return self._taken(spec, state, q, always)
+
+    def _taken(
+        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned, always: Always | None
+    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+        """The tokens of the best clusters, and what is always read besides."""
         heads, size = self.selects(spec)
+        if self.gqa == "mean":
+            q = q() if isinstance(q, Turned) else q
+            grouped = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
+            q = jnp.mean(grouped, axis=2)
+        scores = centroid_scores(q, state.centroids)
         room = jnp.maximum(state.budget - self.sinks, 0)
-        index, live = cluster_tokens(scores, state.sizes, state.starts, state.order, room, size)
-        return index.reshape(spec.batch, heads, size), live.reshape(spec.batch, heads, size)
+        taken = cluster_tokens(scores, state.sizes, state.starts, state.order, room, size, always)
+        index, live = (x.reshape(spec.batch, heads, -1) for x in taken)
+        return index, live
 
     def shuffled(self, spec: LayerSpec, pos: Int[Array, "B T"], inside: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
         """Places in `pos`, in the random order in which k-means takes them for its first centroids; `inside` ones first.

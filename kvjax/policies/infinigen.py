@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels import Turned
 
 from .base import Carry, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import best_pages
@@ -179,13 +180,14 @@ class InfiniGen(Recalling):
     ) -> Carry:
         return spec.rope.rotate(queries(), pos[:, None]) if self.recalls(spec) else None
 
-    def asking(self, q: Float[Array, "B N H"], carry: Carry) -> Float[Array, "B N H"]:
+    def asking(self, q: Float[Array, "B N H"] | Turned, carry: Carry) -> Float[Array, "B N H"] | Turned:
         return q if carry is None else carry
 
     def selected(
-        self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"]
+        self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"] | Turned
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens before the newest that score highest, best first; in all heads as many as are near the highest on average."""
+        q = q() if isinstance(q, Turned) else q
         mean = jnp.mean(q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32), axis=2)
         query = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
         scores = jnp.einsum(

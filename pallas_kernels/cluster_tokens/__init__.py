@@ -1,3 +1,4 @@
-"""The tokens of the clusters that a query likes best, up to a number of them."""
+"""The tokens of a query's best clusters."""
 
+from .api import Always as Always
 from .api import cluster_tokens as cluster_tokens

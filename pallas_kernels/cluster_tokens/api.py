@@ -1,9 +1,29 @@
 """The public function, and the choice of who computes it."""
 
+from typing import NamedTuple
+
 from jaxtyping import Array, Bool, Float, Int
 
 from ..dispatch import Implementation, choose
 from . import reference
+
+
+class Always(NamedTuple):
+    """Tokens that every query takes besides, in places after those of its clusters.
+
+    Attributes:
+        first: how many of a row's first tokens.
+        latest: places for its latest ones.
+        tail: the position that these begin at.
+        seen: tokens of each row.
+        places: for all together: those of clusters, `first`, `latest`, and some that nothing is meant in.
+    """
+
+    first: int
+    latest: int
+    tail: Int[Array, " B"]
+    seen: Int[Array, " B"]
+    places: int
 
 
 def cluster_tokens(
@@ -13,10 +33,11 @@ def cluster_tokens(
     order: Int[Array, "B K C"],
     room: Int[Array, " B"],
     size: int,
+    always: Always | None = None,
     *,
     implementation: Implementation = "auto",
     interpret: bool = False,
-) -> tuple[Int[Array, "B K G S"], Bool[Array, "B K G S"]]:
+) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
     """The tokens of whole clusters, the highest score first, until there is room for no more (ClusterKV, section IV-C).
 
     The cluster for which not all room is left gives its first tokens in `order`. Of equal scores the first cluster comes first; NaN is
@@ -29,21 +50,23 @@ def cluster_tokens(
         order: tokens, those of one cluster next to each other.
         room: the most tokens to choose in a row of the batch, up to `size`.
         size: S, places for them.
+        always: tokens that are taken besides, for which the result has P places instead of S.
         implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
         interpret: run a Pallas body in its interpreter, on any device.
 
     Returns:
-        Tokens, those that are meant first, and which are meant. All are tokens of `order`.
+        Tokens, and which are meant: in the first S places those of clusters before any that are not. All are tokens of `order`, or
+        positions below C.
 
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
     chosen = choose("cluster_tokens", implementation, gpu=lambda: _refuses(scores.shape[-1]), interpret=interpret)
     if chosen == "xla":
-        return reference.cluster_tokens(scores, sizes, starts, order, room, size)
+        return reference.cluster_tokens(scores, sizes, starts, order, room, size, always)
     from . import gpu
 
-    return gpu.cluster_tokens(scores, sizes, starts, order, room, size, interpret=interpret)
+    return gpu.cluster_tokens(scores, sizes, starts, order, room, size, always, interpret=interpret)
 
 
 def _refuses(clusters: int) -> str | None:

@@ -1,7 +1,12 @@
 """The same, readably: clusters sorted by score and laid end to end."""
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    from .api import Always
 
 
 def cluster_tokens(
@@ -11,8 +16,9 @@ def cluster_tokens(
     order: Int[Array, "B K C"],
     room: Int[Array, " B"],
     size: int,
-) -> tuple[Int[Array, "B K G S"], Bool[Array, "B K G S"]]:
-    """Tokens in the order in which their clusters are taken."""
+    always: "Always | None" = None,
+) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
+    """Tokens in the order in which their clusters are taken, and then what is always."""
     ranked = jnp.argsort(-scores, axis=-1, stable=True)
     lengths = jnp.take_along_axis(sizes[:, :, None], ranked, axis=-1)
     ends = jnp.cumsum(lengths, axis=-1, dtype=jnp.int32)
@@ -22,4 +28,13 @@ def cluster_tokens(
     fills = (place >= (ends - lengths)[..., None]) & (place < ends[..., None])  # [B, K, G, M, S]
     nth = place + jnp.sum(jnp.where(fills, shifts[..., None], 0), axis=-2, dtype=jnp.int32)
     live = place < jnp.minimum(ends[..., -1:], room[:, None, None, None])
-    return jnp.take_along_axis(order[:, :, None], jnp.where(live, nth, 0), axis=-1, mode="clip"), live
+    index = jnp.take_along_axis(order[:, :, None], jnp.where(live, nth, 0), axis=-1, mode="clip")
+    if always is None:
+        return index, live
+    pos = jnp.arange(always.places - size, dtype=jnp.int32)
+    held = pos < always.first + always.latest
+    pos = jnp.where(pos < always.first, pos, always.tail[:, None] + pos - always.first)
+    held &= pos < always.seen[:, None]
+    pos = jnp.minimum(pos, order.shape[-1] - 1)
+    pos, held = (jnp.broadcast_to(x[:, None, None], (*index.shape[:3], x.shape[-1])) for x in (pos, held))
+    return jnp.concatenate([index, pos], axis=-1), jnp.concatenate([live, held], axis=-1)

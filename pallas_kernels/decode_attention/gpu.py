@@ -264,7 +264,7 @@ def attend_part(
         first, second = (q_ref[:, half] for half in halves)
         q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
     else:
-        q = _turned(q_ref, *turn_refs) if turn_refs else q_ref[...]
+        q = queries(q_ref, *turn_refs)
 
     width = min(LOOK, pl.next_power_of_2(part))
 
@@ -321,14 +321,19 @@ def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array,
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
 
 
-def _turned(ref: Any, cos_ref: Any, sin_ref: Any) -> Array:
-    """Heads [R, H], rotated in float32; each channel meets its partner by a second load, as halves cannot be put together."""
+def queries(ref: Any, *tables: Any) -> Array:
+    """Heads [R, H], rotated in float32 if there are tables of cosines and sines [1, H/2].
+
+    Each channel meets its partner by a second load, as halves cannot be put together.
+    """
     from jax.experimental.pallas import triton as backend
 
+    if not tables:
+        return ref[...]
     count, dim = ref.shape
     row, channel = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(dim, dtype=jnp.int32)
     pair = channel % (dim // 2)
-    cos, sin = (backend.load(table.at[0, pair])[None] for table in (cos_ref, sin_ref))
+    cos, sin = (backend.load(table.at[0, pair])[None] for table in tables)
     partner = backend.load(ref.at[row, ((channel + dim // 2) % dim)[None]]).astype(jnp.float32)
     sign = jnp.where(channel < dim // 2, -1.0, 1.0)[None]
     return (ref[...].astype(jnp.float32) * cos + sign * partner * sin).astype(ref.dtype)

@@ -8,11 +8,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
 from ..dispatch import Implementation, choose
+from ..rotary import Turned, rotated, shape_of
 from . import reference
 
 
 def gather_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
@@ -30,7 +31,7 @@ def gather_attention(
     A slot selected twice counts twice.
 
     Args:
-        q: queries, rotated.
+        q: queries, rotated or `Turned`.
         k, v: the cache, keys rotated.
         index: slots, or with `page` > 1 pages: page p is the slots from p · page up to (p + 1) · page. All exist, those that are not
             meant too.
@@ -49,7 +50,7 @@ def gather_attention(
         Unsupported: an implementation was named that cannot compute this.
         ValueError: heads, or `index`, `live` and `page`, do not fit together.
     """
-    heads, selecting, kv_heads = q.shape[1], index.shape[1], k.shape[1]
+    heads, selecting, kv_heads = shape_of(q)[1], index.shape[1], k.shape[1]
     if heads % selecting or selecting % kv_heads:
         raise ValueError(
             f"gather_attention: {selecting} selecting heads for {heads} query heads and {kv_heads} KV heads; give a multiple of "
@@ -65,13 +66,13 @@ def gather_attention(
         "gather_attention",
         implementation,
         tpu=lambda: _body("tpu").refuses(k, index, page),
-        gpu=lambda: _body("gpu").refuses(q, k, selecting),
+        gpu=lambda: _body("gpu").refuses(heads, k, selecting),
         interpret=interpret,
     )
     if chosen == "gpu":
         body = _body("gpu").gather_attention
         return body(q, k, v, index, live, scale=scale, page=page, tokens=tokens, interpret=interpret)
-    live = _of_slots(index, live, page, tokens)
+    q, live = rotated(q), _of_slots(index, live, page, tokens)
     if chosen == "xla":
         return reference.gather_attention(q, k, v, index, live, scale=scale, page=page)
     return _body("tpu").gather_attention(q, k, v, index, live, scale=scale, page=page, interpret=interpret)

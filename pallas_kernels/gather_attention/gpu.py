@@ -13,15 +13,17 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
+from ..decode_attention.gpu import queries
 from ..dispatch import triton
 from ..masking import MASKED
 from ..products import dot
+from ..rotary import Turned, shape_of
 from ..tuning import tuned
 
 
-def refuses(q: Array, k: Array, selecting: int) -> str | None:
-    """Why this body does not serve a case in which `selecting` heads select, or None if it does."""
-    dim, group = k.shape[-1], q.shape[1] // selecting
+def refuses(heads: int, k: Array, selecting: int) -> str | None:
+    """Why this body does not serve a case in which `selecting` heads select for `heads`, or None if it does."""
+    dim, group = k.shape[-1], heads // selecting
     if dim & (dim - 1) or not 16 <= dim <= 256:
         return f"head dim {dim} is not a power of two from 16 to 256"
     if group & (group - 1):
@@ -32,7 +34,7 @@ def refuses(q: Array, k: Array, selecting: int) -> str | None:
 
 
 def gather_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
@@ -49,7 +51,7 @@ def gather_attention(
     Args:
         sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
     """
-    batch, heads, dim = q.shape
+    batch, heads, dim = shape_of(q)
     selecting, size = index.shape[1], index.shape[2] * page
     sizes = sizes or _sizes(batch * selecting, size, heads // selecting, dim, k.dtype)
     return _attend(q, k, v, index, live, tokens, scale=scale, page=page, interpret=interpret, **sizes)
@@ -57,7 +59,7 @@ def gather_attention(
 
 @partial(jax.jit, static_argnames=("scale", "page", "interpret", "block", "splits", "warps", "stages"))
 def _attend(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
@@ -75,7 +77,8 @@ def _attend(
     """The kernel, traced and lowered once for all layers."""
     from jax.experimental.pallas import triton as backend
 
-    batch, heads, dim = q.shape
+    batch, heads, dim = shape_of(q)
+    x, *tables = q if isinstance(q, Turned) else (q,)
     kv_heads, slots = k.shape[1], k.shape[2]
     selecting, size = index.shape[1], index.shape[2] * page
     group, shared = heads // selecting, selecting // kv_heads
@@ -83,10 +86,11 @@ def _attend(
     splits = pl.cdiv(size, part)
 
     out, logsumexp = pl.pallas_call(
-        partial(_body, scale=scale, page=page, block=block, part=part),
+        partial(_body, len(tables), scale=scale, page=page, block=block, part=part),
         grid=(batch * selecting, splits),
         in_specs=[
             pl.BlockSpec((None, group, dim), lambda r, s: (r, 0, 0)),
+            *[pl.BlockSpec((1, dim // 2), lambda r, s: (r // selecting, 0)) for _ in tables],
             pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
             pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
             pl.BlockSpec((None, index.shape[2]), lambda r, s: (r, 0)),
@@ -98,14 +102,15 @@ def _attend(
             pl.BlockSpec((None, None, group), lambda r, s: (r, s, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), q.dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), x.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
         ],
         compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="gather_attention",
     )(
-        q.reshape(-1, group, dim),
+        x.reshape(-1, group, dim),
+        *tables,
         k.reshape(-1, slots, dim),
         v.reshape(-1, slots, dim),
         index.reshape(-1, index.shape[2]),
@@ -114,7 +119,7 @@ def _attend(
     )
     if splits > 1:
         out, logsumexp = _joined(out, logsumexp)
-    return Attended(out.reshape(q.shape).astype(q.dtype), logsumexp.reshape(batch, heads), None)
+    return Attended(out.reshape(x.shape).astype(x.dtype), logsumexp.reshape(batch, heads), None)
 
 
 def _joined(out: Float[Array, "F S G H"], logsumexp: Float[Array, "F S G"]) -> tuple[Array, Array]:
@@ -135,15 +140,9 @@ def _sizes(fold: int, size: int, group: int, dim: int, dtype: Any) -> dict[str, 
 
 
 def _body(
+    tables: int,
     q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    index_ref: Any,
-    live_ref: Any,
-    tokens_ref: Any,
-    out_ref: Any,
-    logsumexp_ref: Any,
-    *,
+    *refs: Any,
     scale: float,
     page: int,
     block: int,
@@ -151,10 +150,11 @@ def _body(
 ) -> None:
     from jax.experimental.pallas import triton as backend
 
+    k_ref, v_ref, index_ref, live_ref, tokens_ref, out_ref, logsumexp_ref = refs[tables:]
     begin = pl.program_id(1) * part
     size, tokens = index_ref.shape[0] * page, tokens_ref[0]
     run = size // live_ref.shape[0]
-    q = q_ref[...]
+    q = queries(q_ref, *refs[:tables])
     group, dim = q.shape
     channel = jnp.arange(dim, dtype=jnp.int32)[None]
 

@@ -42,7 +42,9 @@ def merge_clusters(
         """What is before the chunks, and after it what stays, in order, from the even places of all chunks and the odd ones."""
         halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
         wide = (...,) + (None,) * (halves.ndim - 3)
-        left = jnp.where(filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype))
+        left = jnp.where(
+            filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype)
+        )
         left = from_place(left, -first, places)
         return jnp.where((back < 0)[:, None][wide], before, left)
 

@@ -3,12 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from ..dispatch import Implementation, choose
+from ..rotary import Turned, rotated
 from . import reference
 
 
 def page_scores(
-    q: Float[Array, "B N H"],
-    bounds: Float[Array, "B K P 2*H"],
+    q: Float[Array, "B N H"] | Turned,
+    bounds: Float[Array, "B K P W"],
     tokens: Int[Array, " B"],
     *,
     page: int,
@@ -20,8 +21,8 @@ def page_scores(
     Query head n reads KV head n // (N / K).
 
     Args:
-        q: queries.
-        bounds: of each page the least value of every key channel, and then the greatest.
+        q: queries, rotated or `Turned`.
+        bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
         tokens: of a row; pages of later ones score -inf, whatever their bounds hold.
         page: tokens to a page.
         implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
@@ -40,7 +41,7 @@ def page_scores(
         return gpu.refuses(q, bounds)
 
     if choose("page_scores", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.page_scores(q, bounds, tokens, page=page)
+        return reference.page_scores(rotated(q), bounds, tokens, page=page)
     from . import gpu as body
 
     return body.page_scores(q, bounds, tokens, page=page, interpret=interpret)

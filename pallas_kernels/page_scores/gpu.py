@@ -13,14 +13,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from ..decode_attention.gpu import queries
 from ..dispatch import triton
 from ..products import dot
+from ..rotary import Turned, shape_of
 from ..tuning import tuned
 
 
-def refuses(q: Array, bounds: Array) -> str | None:
+def refuses(q: Array | Turned, bounds: Array) -> str | None:
     """Why this body does not serve a case, or None if it does."""
-    (heads, dim), kv_heads = q.shape[1:], bounds.shape[1]
+    (heads, dim), kv_heads = shape_of(q)[1:], bounds.shape[1]
+    dtype = (q.x if isinstance(q, Turned) else q).dtype
     group = heads // kv_heads
     if reason := triton():
         return reason
@@ -28,14 +31,14 @@ def refuses(q: Array, bounds: Array) -> str | None:
         return f"head dim {dim} is not a power of two from 16 to 256"
     if group & (group - 1):
         return f"{group} query heads for a KV head is not a power of two"
-    if q.dtype != bounds.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"queries are {q.dtype} and bounds {bounds.dtype}"
+    if dtype != bounds.dtype or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"queries are {dtype} and bounds {bounds.dtype}"
     return None
 
 
 def page_scores(
-    q: Float[Array, "B N H"],
-    bounds: Float[Array, "B K P 2*H"],
+    q: Float[Array, "B N H"] | Turned,
+    bounds: Float[Array, "B K P W"],
     tokens: Int[Array, " B"],
     *,
     page: int,
@@ -47,18 +50,18 @@ def page_scores(
     Args:
         sizes: `pages` of a program, a power of two, and its `warps`, instead of the tuned ones.
     """
-    batch, heads, dim = q.shape
+    batch, heads, dim = shape_of(q)
     kv_heads, size = bounds.shape[1:3]
     if sizes is None:
         case = {"heads": batch * kv_heads, "pages": size, "group": heads // kv_heads, "head_dim": dim}
-        sizes = tuned("page_scores", case | {"dtype": q.dtype.name}, {"pages": 64, "warps": 4})
+        sizes = tuned("page_scores", case | {"dtype": bounds.dtype.name}, {"pages": 64, "warps": 4})
     return _call(q, bounds, tokens, page=page, block=sizes["pages"], warps=sizes["warps"], interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("page", "block", "warps", "interpret"))
 def _call(
-    q: Float[Array, "B N H"],
-    bounds: Float[Array, "B K P 2*H"],
+    q: Float[Array, "B N H"] | Turned,
+    bounds: Float[Array, "B K P W"],
     tokens: Int[Array, " B"],
     *,
     page: int,
@@ -67,7 +70,8 @@ def _call(
     interpret: bool,
 ) -> Float[Array, "B N P"]:
     """The kernel, traced and lowered once for all layers."""
-    batch, heads, dim = q.shape
+    batch, heads, dim = shape_of(q)
+    x, *tables = q if isinstance(q, Turned) else (q,)
     kv_heads, size = bounds.shape[1:3]
     fold, group = batch * kv_heads, heads // kv_heads
     with warnings.catch_warnings():
@@ -79,6 +83,7 @@ def _call(
             grid=(fold, pl.cdiv(size, block)),
             in_specs=[
                 pl.BlockSpec((None, group, dim), lambda head, _: (head, 0, 0)),
+                *[pl.BlockSpec((1, dim // 2), lambda head, _: (head // kv_heads, 0)) for _ in tables],
                 pl.BlockSpec((None, size, 2 * dim), lambda head, _: (head, 0, 0)),
                 pl.BlockSpec((1,), lambda head, _: (head // kv_heads,)),
             ],
@@ -87,14 +92,15 @@ def _call(
             compiler_params=backend.CompilerParams(num_warps=warps, num_stages=1),
             interpret=interpret,
             name="page_scores",
-        )(q.reshape(fold, group, dim), bounds.reshape(fold, size, 2 * dim), tokens)
+        )(x.reshape(fold, group, dim), *tables, bounds.reshape(fold, size, 2 * dim), tokens)
     return scores.reshape(batch, heads, size)
 
 
-def _body(q_ref: Any, bounds_ref: Any, tokens_ref: Any, scores_ref: Any, *, page: int, block: int) -> None:
+def _body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
     """One block of pages; what is not there is not read."""
     from jax.experimental.pallas import triton as backend
 
+    *tables, bounds_ref, tokens_ref, scores_ref = refs
     (group, dim), size = q_ref.shape, bounds_ref.shape[0]
     number = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
     channel = jnp.arange(dim, dtype=jnp.int32)
@@ -107,7 +113,7 @@ def _body(q_ref: Any, bounds_ref: Any, tokens_ref: Any, scores_ref: Any, *, page
             other=jnp.zeros((), bounds_ref.dtype),
         )
 
-    q = q_ref[...]
+    q = queries(q_ref, *tables)
     zero = jnp.zeros((), q.dtype)
     scores = dot(jnp.minimum(q, zero), bound(0), 1) + dot(jnp.maximum(q, zero), bound(dim), 1)
     row = jnp.arange(group, dtype=jnp.int32)[:, None]

@@ -62,7 +62,9 @@ def check(out, inputs, error=1e-6):
         k, v, pos, weight = (np.asarray(x[row, head]) for x in tokens)
         got_k, got_v, got_pos, got_weight = (np.asarray(x[row, head]) for x in out)
         for got, rows in ((got_k, k), (got_v, v)):
-            left, newest, weights = expected(rows[before:end], pos[before:end], weight[before:end], target[row, head], chunk)
+            left, newest, weights = expected(
+                rows[before:end], pos[before:end], weight[before:end], target[row, head], chunk
+            )
             assert got.dtype == rows.dtype
             np.testing.assert_array_equal(got[:before], rows[:before])
             np.testing.assert_allclose(got[before:][: len(left)].astype(np.float64), left, atol=error)
@@ -90,7 +92,12 @@ class TestMergeClusters:
     def test_room_is_written_to_and_not_read(self, merge):
         inputs = draw(2, [0, 1], [2 * CHUNK, 5], 0.5)
         k, v, pos, weight = inputs[0]
-        room = jnp.full_like(k, jnp.nan), jnp.full_like(v, jnp.nan), jnp.full_like(pos, -7), jnp.full_like(weight, jnp.nan)
+        room = (
+            jnp.full_like(k, jnp.nan),
+            jnp.full_like(v, jnp.nan),
+            jnp.full_like(pos, -7),
+            jnp.full_like(weight, jnp.nan),
+        )
         check(merge(*inputs, into=Clusters(*room)), inputs)
 
     def test_without_edges_nothing_changes(self, merge):
@@ -128,7 +135,8 @@ def test_copies(dtype):
     out = copy_clusters(tokens, size, into, implementation="gpu", interpret=True)
     for new, old in zip(out, tokens, strict=True):
         np.testing.assert_array_equal(new[0, :, :70], old[0, :, :70])
-        assert (new[0, :, 70:] == 7).all() and (new[1] == 7).all()
+        assert (new[0, :, 70:] == 7).all()
+        assert (new[1] == 7).all()
     unmoved = copy_clusters(tokens, size, into, implementation="xla")
     np.testing.assert_array_equal(unmoved.k[0, :, :70], tokens.k[0, :, :70])
 

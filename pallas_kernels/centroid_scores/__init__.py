@@ -1,0 +1,3 @@
+"""Products of queries with the centroids of clusters."""
+
+from .api import centroid_scores as centroid_scores
