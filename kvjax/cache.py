@@ -25,6 +25,7 @@ from kvjax.pallas_kernels import (
     Writing,
     decode_attention,
     divided_attention,
+    heads_of,
     write_divided_slots,
     write_slots,
 )
@@ -260,7 +261,7 @@ def insert_with(
     """
     new_k = turned(rope, k, pos)
     if host_memory.on_host(slots.k):
-        new_k = new_k() if isinstance(new_k, Turned) else new_k
+        new_k = heads_of(new_k)
         stored = [host_memory.write(store, slots.next, x) for store, x in ((slots.k, new_k), (slots.v, v))]
         stores, values = [], []
     else:

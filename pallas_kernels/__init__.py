@@ -19,6 +19,7 @@ from .merge_clusters import copy_clusters as copy_clusters
 from .merge_clusters import merge_clusters as merge_clusters
 from .nearest import Nearest as Nearest
 from .nearest import nearest as nearest
+from .page_bounds import widen_bounds as widen_bounds
 from .page_scores import page_scores as page_scores
 from .prefill_attention import prefill_attention as prefill_attention
 from .projection import Norm as Norm
@@ -26,6 +27,7 @@ from .projection import gated_projection as gated_projection
 from .projection import projection as projection
 from .ragged_attention import ragged_attention as ragged_attention
 from .rotary import Turned as Turned
+from .rotary import heads_of as heads_of
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .tree_eviction import Ranked as Ranked

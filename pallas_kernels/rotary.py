@@ -36,6 +36,6 @@ def shape_of(q: Array | Turned) -> tuple[int, ...]:
     return (q.x if isinstance(q, Turned) else q).shape
 
 
-def rotated(q: Array | Turned) -> Array:
+def heads_of(q: Array | Turned) -> Array:
     """The heads, rotated if they are not yet."""
     return q() if isinstance(q, Turned) else q

@@ -17,7 +17,7 @@ SAMPLED = 8
 
 
 def cases() -> Iterator[Case]:
-    """An eighth of a cache read: by KV heads alone or for groups of queries, by query heads, by pages, in one row."""
+    """An eighth of a cache read: by KV heads alone or for groups of queries, by query heads, by pages, in one row; and what ClusterKV reads."""
     yield _case(32, 8, 1, 8)
     yield _case(32, 8, 2, 8)
     yield _case(32, 8, 4, 8)
@@ -26,6 +26,8 @@ def cases() -> Iterator[Case]:
     yield _case(1, 8, 4, 8)
     yield _case(1, 8, 4, 32)
     yield _case(32, 8, 4, 8, dim=64)
+    yield _case(1, 8, 4, 32, slots=65536, size=1344)
+    yield _case(8, 8, 4, 32, slots=65536, size=1344)
 
 
 def _case(

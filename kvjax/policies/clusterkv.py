@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Always, Turned, centroid_scores, cluster_tokens, kmeans
+from kvjax.pallas_kernels import Always, Turned, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import Carry, Due, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields
 from .recalling import Recalling
@@ -214,8 +214,7 @@ class ClusterKV(Recalling):
         """The tokens of the best clusters, and what is always read besides."""
         heads, size = self.selects(spec)
         if self.gqa == "mean":
-            q = q() if isinstance(q, Turned) else q
-            grouped = q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
+            grouped = heads_of(q).reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
             q = jnp.mean(grouped, axis=2)
         scores = centroid_scores(q, state.centroids)
         room = jnp.maximum(state.budget - self.sinks, 0)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import Turned
+from kvjax.pallas_kernels import Turned, heads_of
 
 from .base import Carry, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import best_pages
@@ -187,8 +187,9 @@ class InfiniGen(Recalling):
         self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"] | Turned
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens before the newest that score highest, best first; in all heads as many as are near the highest on average."""
-        q = q() if isinstance(q, Turned) else q
-        mean = jnp.mean(q.reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32), axis=2)
+        mean = jnp.mean(
+            heads_of(q).reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32), axis=2
+        )
         query = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
         scores = jnp.einsum(
             "bkp,bkcp->bkc", query.astype(spec.dtype), state.partial, preferred_element_type=jnp.float32

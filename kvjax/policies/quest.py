@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Turned, page_scores, top_k_indices
+from kvjax.pallas_kernels import Turned, page_scores, top_k_indices, widen_bounds
 
 from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import paged, tokens_of
@@ -142,13 +142,8 @@ class Quest(Recalling):
         state = super().append(spec, state, k, v, pos)
         if not self.recalls(spec):
             return state
-        key = spec.rope.rotate(k, pos[:, None]).astype(spec.dtype)
-        rows = jnp.arange(spec.batch, dtype=jnp.int32)
-        page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
-        low, high = jnp.split(state.bounds[rows, :, page], 2, axis=-1)
-        wider = jnp.concatenate([jnp.minimum(low, key), jnp.maximum(high, key)], axis=-1)
-        bounds = jnp.where(first, jnp.tile(key, 2), wider)
-        return dataclasses.replace(state, bounds=state.bounds.at[rows, :, page].set(bounds))
+        bounds = widen_bounds(state.bounds, cache.turned(spec.rope, k, pos), pos, page=self.page)
+        return dataclasses.replace(state, bounds=bounds)
 
     def selected(
         self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned

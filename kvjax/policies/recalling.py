@@ -118,10 +118,10 @@ class Recalling(Policy):
     ) -> tuple[Float[Array, "B N H"], State, Carry]:
         if not self.recalls(spec):
             return super().attend(spec, state, q, pos, carry)
-        q = cache.turned(spec.rope, q, pos)
-        runs, live = self.runs(spec, state, self.asking(q, carry), pos)
+        heads = cache.turned(spec.rope, q, pos)
+        runs, live = self.runs(spec, state, self.asking(heads, carry), pos)
         k, v, seen = state.slots.k, state.slots.v, state.slots.seen
-        attended = gather_attention(q, k, v, runs, live, scale=spec.scale, page=self.run_of(spec), tokens=seen)
+        attended = gather_attention(heads, k, v, runs, live, scale=spec.scale, page=self.run_of(spec), tokens=seen)
         return attended.out, state, carry
 
     def runs(

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from ..dispatch import Implementation, choose
-from ..rotary import Turned, rotated
+from ..rotary import Turned, heads_of
 from . import reference
 
 
@@ -34,7 +34,7 @@ def centroid_scores(
         return gpu.refuses(q, centroids)
 
     if choose("centroid_scores", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.centroid_scores(rotated(q), centroids)
+        return reference.centroid_scores(heads_of(q), centroids)
     from . import gpu as body
 
     return body.centroid_scores(q, centroids, interpret=interpret)

@@ -85,8 +85,8 @@ def _attend(
     stages: int,
 ) -> Attended:
     """The kernels, traced and lowered once for all layers of one shape."""
-    heads_of = q.x if isinstance(q, Turned) else q
-    batch, heads, dim = heads_of.shape
+    unturned = q.x if isinstance(q, Turned) else q
+    batch, heads, dim = unturned.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
     part = -(-slots // (splits * block)) * block
@@ -94,7 +94,7 @@ def _attend(
 
     fold = batch * kv_heads
     inputs = [
-        heads_of.reshape(fold, group, dim),
+        unturned.reshape(fold, group, dim),
         k.reshape(fold, slots, dim),
         v.reshape(fold, slots, dim),
         weight.reshape(fold, slots),
@@ -159,7 +159,7 @@ def _attend(
                 pl.BlockSpec((None, 1), lambda h, g: (h, g)),
             ],
             out_shape=[
-                jax.ShapeDtypeStruct((fold, group, dim), heads_of.dtype),
+                jax.ShapeDtypeStruct((fold, group, dim), unturned.dtype),
                 jax.ShapeDtypeStruct((fold, group), jnp.float32),
             ],
             compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
@@ -172,7 +172,7 @@ def _attend(
         seen = (weight.reshape(fold, 1, slots) > 0) & (logsumexp > MASKED)[..., None]
         mass = jnp.mean(jnp.where(seen, jnp.exp(logits[0] - logsumexp[..., None]), 0.0), axis=1)
         mass = mass.reshape(weight.shape)
-    return Attended(out.reshape(heads_of.shape), logsumexp.reshape(batch, heads), mass)
+    return Attended(out.reshape(unturned.shape), logsumexp.reshape(batch, heads), mass)
 
 
 def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:

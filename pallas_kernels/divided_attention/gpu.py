@@ -124,11 +124,11 @@ def _attend(
     stages: int,
 ) -> Float[Array, "B N H"]:
     """The kernels, traced and lowered once for all layers of one shape."""
-    heads_of = q.x if isinstance(q, Turned) else q
-    batch, count, dim = heads_of.shape
+    unturned = q.x if isinstance(q, Turned) else q
+    batch, count, dim = unturned.shape
     kv_heads = sum(map(len, heads))
     group, part = count // kv_heads, part * block
-    queries = heads_of.reshape(batch * kv_heads, group, dim)
+    queries = unturned.reshape(batch * kv_heads, group, dim)
     tables = [q.cos, q.sin] if isinstance(q, Turned) else []
 
     shares, inputs, specs, shapes, out_specs, joined, end = [], [], [], [], [], [], 0
@@ -203,11 +203,11 @@ def _attend(
                 pl.BlockSpec((None, 1), lambda p, g: (p, g)),
             ],
             out_shape=[
-                jax.ShapeDtypeStruct(queries.shape, heads_of.dtype),
+                jax.ShapeDtypeStruct(queries.shape, unturned.dtype),
                 jax.ShapeDtypeStruct(queries.shape[:2], jnp.float32),
             ],
             compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
             interpret=interpret,
             name="divided_attention_join",
         )(*results)
-    return out.reshape(heads_of.shape)
+    return out.reshape(unturned.shape)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
 from ..dispatch import Implementation, choose
-from ..rotary import Turned, rotated, shape_of
+from ..rotary import Turned, heads_of, shape_of
 from . import reference
 
 
@@ -72,7 +72,7 @@ def gather_attention(
     if chosen == "gpu":
         body = _body("gpu").gather_attention
         return body(q, k, v, index, live, scale=scale, page=page, tokens=tokens, interpret=interpret)
-    q, live = rotated(q), _of_slots(index, live, page, tokens)
+    q, live = heads_of(q), _of_slots(index, live, page, tokens)
     if chosen == "xla":
         return reference.gather_attention(q, k, v, index, live, scale=scale, page=page)
     return _body("tpu").gather_attention(q, k, v, index, live, scale=scale, page=page, interpret=interpret)

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from ..dispatch import Implementation, choose
-from ..rotary import Turned, rotated
+from ..rotary import Turned, heads_of
 from . import reference
 
 
@@ -41,7 +41,7 @@ def page_scores(
         return gpu.refuses(q, bounds)
 
     if choose("page_scores", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.page_scores(rotated(q), bounds, tokens, page=page)
+        return reference.page_scores(heads_of(q), bounds, tokens, page=page)
     from . import gpu as body
 
     return body.page_scores(q, bounds, tokens, page=page, interpret=interpret)

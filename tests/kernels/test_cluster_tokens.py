@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import cluster_tokens
+from kvjax.pallas_kernels import Always, cluster_tokens
 from kvjax.pallas_kernels.cluster_tokens import gpu
 from kvjax.pallas_kernels.dispatch import Unsupported
 
@@ -75,6 +75,29 @@ def test_several_programs_for_one_query():
     """Each of a block of places, the last of them partly beyond the end."""
     inputs = draw(1, 20, 100, [70, 33, 16])
     check(gpu.cluster_tokens(*inputs, 70, interpret=True, tuning={"places": 16, "warps": 1}), inputs, 70)
+
+
+@pytest.mark.parametrize("places", [16, 64])
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+def test_first_and_latest_tokens_besides(implementation, places):
+    """After the clusters' places: the first tokens, the tail up to what each row has seen, and places that nothing is meant in."""
+    size, first, latest, total = 30, 3, 9, 48
+    inputs = draw(2, 20, 100, [30, 7, 0])
+    tail, seen = [60, 3, 95], [66, 3, 100]
+    always = Always(first, latest, jnp.asarray(tail, jnp.int32), jnp.asarray(seen, jnp.int32), total)
+    if implementation == "xla":
+        index, live = cluster_tokens(*inputs, size, always, implementation="xla")
+    else:
+        tuning = {"places": places, "warps": 1}
+        index, live = gpu.cluster_tokens(*inputs, size, always, interpret=True, tuning=tuning)
+    assert index.shape == live.shape == (BATCH, HEADS, GROUP, total)
+    check((index[..., :size], live[..., :size]), inputs, size)
+    assert ((index >= 0) & (index < 100)).all()
+    for row in range(BATCH):
+        wanted = [*range(first), *range(tail[row], min(tail[row] + latest, seen[row]))]
+        for head, query in np.ndindex(HEADS, GROUP):
+            meant = np.asarray(live[row, head, query, size:])
+            assert np.asarray(index[row, head, query, size:])[meant].tolist() == wanted
 
 
 def test_too_many_clusters_are_refused():

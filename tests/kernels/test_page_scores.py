@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import page_scores
+from kvjax.pallas_kernels import Turned, page_scores
 from kvjax.pallas_kernels.dispatch import Unsupported
 from kvjax.pallas_kernels.page_scores import gpu
 
@@ -58,6 +58,13 @@ def test_equals_loops(compute, heads, kv_heads, pages, dim, count, dtype, tolera
     """Products of bfloat16 are exact in float32, in which they are summed."""
     inputs = draw(heads, kv_heads, pages, dim, count, dtype)
     check(compute(*inputs), inputs, tolerance)
+
+
+def test_queries_are_rotated_on_the_way(compute):
+    q, bounds, tokens = draw(4, 2, 19, 16, [19, 7])
+    angle = np.random.default_rng(5).normal(size=(2, 8))
+    q = Turned(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    check(compute(q, bounds, tokens), (q(), bounds, tokens), 1e-5)
 
 
 def test_blocks_of_pages():

@@ -1,0 +1,42 @@
+"""The public function, and the choice of who computes it."""
+
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import Implementation, choose
+from ..rotary import Turned, heads_of
+from . import reference
+
+
+def widen_bounds(
+    bounds: Float[Array, "B K P W"],
+    key: Float[Array, "B K H"] | Turned,
+    pos: Int[Array, " B"],
+    *,
+    page: int,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B K P W"]:
+    """The bounds of pages (Quest, section 3.3) with a new token a row, in place where `bounds` are not used again.
+
+    Args:
+        bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
+        key: the new token's, rotated or `Turned`.
+        pos: its position, below P · page; a token that is the first of its page finds nothing there.
+        page: tokens to a page.
+        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
+        interpret: run a Pallas body in its interpreter, on any device.
+
+    Raises:
+        Unsupported: an implementation was named that cannot compute this.
+    """
+
+    def gpu() -> str | None:
+        from . import gpu
+
+        return gpu.refuses(bounds)
+
+    if choose("widen_bounds", implementation, gpu=gpu, interpret=interpret) == "xla":
+        return reference.widen_bounds(bounds, heads_of(key), pos, page=page)
+    from . import gpu as body
+
+    return body.widen_bounds(bounds, key, pos, page=page, interpret=interpret)
