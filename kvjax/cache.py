@@ -160,6 +160,31 @@ def empty(spec: LayerSpec, capacity: int) -> Slots:
     )
 
 
+def whole(
+    spec: LayerSpec,
+    capacity: int,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    lengths: Int[Array, " B"],
+) -> Slots:
+    """All tokens of a prompt, of which there are at most `capacity`, in the first slots of a new cache."""
+    live = jnp.broadcast_to(in_prompt(lengths, capacity)[:, None], (spec.batch, spec.num_kv_heads, capacity))
+
+    def taken(x: Array) -> Array:
+        x = jnp.swapaxes(x[:, :capacity], 1, 2).astype(spec.dtype)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
+        return jnp.where(live[..., None], x, jnp.zeros((), spec.dtype))
+
+    return Slots(
+        k=taken(k),
+        v=taken(v),
+        pos=jnp.where(live, jnp.arange(capacity, dtype=jnp.int32), -1),
+        weight=live.astype(jnp.float32),
+        next=jnp.broadcast_to(lengths.astype(jnp.int32)[:, None], live.shape[:2]),
+        seen=lengths.astype(jnp.int32),
+    )
+
+
 def select(
     spec: LayerSpec,
     capacity: int,

@@ -41,10 +41,10 @@ def cases() -> Iterator[Case]:
                 "xla": partial(merge_clusters, chunk=CHUNK, implementation="xla"),
                 "auto": partial(merge_clusters, chunk=CHUNK),
                 **{
-                    f"gpu channels={channels} warps={warps}": partial(
-                        gpu.merge_clusters, chunk=CHUNK, sizes={"channels": channels, "warps": warps}
+                    f"gpu pairs={pairs} odd={odd} warps={warps}": partial(
+                        gpu.merge_clusters, chunk=CHUNK, sizes={"pairs": pairs, "odd": odd, "warps": warps}
                     )
-                    for channels, warps in product((32, 64, 128), (2, 4, 8))
+                    for pairs, odd, warps in product((16, 32, 64), (16, 32, 64), (4, 8))
                 },
             },
             error=_error,

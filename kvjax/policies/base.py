@@ -119,9 +119,7 @@ class Policy:
             q, k, v: unrotated queries and keys, and values.
             lengths: tokens in each row.
         """
-        keep = jnp.ones((spec.batch, spec.num_kv_heads, k.shape[1]), bool)
-        slots, _ = cache.select(spec, self.capacity(spec), rotated(spec, k), v, keep, lengths)
-        return slots, carry
+        return cache.whole(spec, self.capacity(spec), rotated(spec, k), v, lengths), carry
 
     def append(
         self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]

@@ -176,8 +176,7 @@ class Chelsea(Policy):
         carry: Carry,
     ) -> tuple[Centroids, Carry]:
         capacity, prompt = self.capacity(spec), k.shape[1]
-        every = jnp.ones((spec.batch, spec.num_kv_heads, prompt), bool)
-        slots, _ = cache.select(spec, max(capacity, prompt), rotated(spec, k), v, every, lengths)
+        slots = cache.whole(spec, max(capacity, prompt), rotated(spec, k), v, lengths)
         state = Centroids(slots, jnp.zeros_like(slots.seen), self._budgets(lengths + spec.new_tokens))
         budget = self._budget(spec)
         if prompt < budget + self.every:  # then shorter rows are not due either

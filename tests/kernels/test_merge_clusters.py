@@ -141,9 +141,9 @@ def test_copies(dtype):
     np.testing.assert_array_equal(unmoved.k[0, :, :70], tokens.k[0, :, :70])
 
 
-def test_several_blocks_of_channels():
+def test_several_programs_for_a_chunk():
     inputs = draw(4, [0, 5], [CHUNKS * CHUNK - 3, 40], 0.6)
-    check(gpu.merge_clusters(*inputs, interpret=True, sizes={"channels": 16, "warps": 4}), inputs)
+    check(gpu.merge_clusters(*inputs, interpret=True, sizes={"pairs": 4, "odd": 8, "warps": 4}), inputs)
 
 
 def test_odd_chunks():
