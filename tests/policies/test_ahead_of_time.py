@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 LAYERS = 3
 """Enough for policies that treat the first two differently; every further layer is the same program again."""
 
-WORKSPACE = {"chelsea": 6}
-"""Layers' caches that a step may need room for, where not one: Chelsea clusters a layer at a time, in float32, beside what it merges into."""
+WORKSPACE = {"chelsea": 5}
+"""Layers' caches that a step may need room for, where not one: Chelsea cuts a layer's keys into chunks, and merges into room beside."""
 
 CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=LAYERS, windows=())
 
