@@ -4,6 +4,8 @@
 
 Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
 side one after the other. The time a token beside it is without the profiler.
+A loop that runs as one CUDA graph shows a part of its kernels; with `XLA_FLAGS=--xla_gpu_enable_command_buffer=` in the environment it does not run as
+one, and shows all, with the gaps of their launches.
 """
 
 import argparse

@@ -66,11 +66,10 @@ def merge_clusters(
             tuned ones.
     """
     if sizes is None:
-        case = {"chunks": target.size // target.shape[-1], "half": target.shape[-1], "head_dim": tokens.k.shape[-1]}
-        case["dtype"] = tokens.k.dtype.name
-        sizes = tuned(
-            "merge_clusters", case, {"pairs": min(32, target.shape[-1]), "odd": min(32, target.shape[-1]), "warps": 4}
-        )
+        half, dim, dtype = target.shape[-1], tokens.k.shape[-1], tokens.k.dtype.name
+        case = {"chunks": target.size // half, "half": half, "head_dim": dim, "dtype": dtype}
+        default = {"pairs": min(32, half), "odd": min(32, half), "warps": 4}
+        sizes = tuned("merge_clusters", case, default)
     return _call(tokens, target, first, count, into, chunk=chunk, **sizes, interpret=interpret)
 
 
