@@ -122,7 +122,7 @@ class Slots:
     """Keys and values that one layer keeps. B rows, K KV heads, C slots, H head dim.
 
     Attributes:
-        k, v: keys and values. Whether keys are rotated is the policy's choice.
+        k, v: keys and values. Whether keys are rotated is the policy's choice. A free slot may hold anything, NaN included.
         pos: original position of the token in a slot, -1 where free. Of a merged slot, its newest token's.
         weight: 0 free, 1 a token, n a cluster of n tokens.
         next: the slot that the next token goes to.
@@ -167,11 +167,11 @@ def whole(
     v: Float[Array, "B T K H"],
     lengths: Int[Array, " B"],
 ) -> Slots:
-    """All tokens of a prompt, of which there are at most `capacity`, in the first slots of a new cache."""
+    """All tokens of a prompt, padded to at most `capacity`, in the first slots of a new cache."""
     live = jnp.broadcast_to(in_prompt(lengths, capacity)[:, None], (spec.batch, spec.num_kv_heads, capacity))
 
     def taken(x: Array) -> Array:
-        x = jnp.swapaxes(x[:, :capacity], 1, 2).astype(spec.dtype)
+        x = jnp.swapaxes(x, 1, 2).astype(spec.dtype)
         x = jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
         return jnp.where(live[..., None], x, jnp.zeros((), spec.dtype))
 

@@ -31,9 +31,9 @@ class Turned(NamedTuple):
         return turned_halves(self.x, self.cos[:, None], self.sin[:, None])
 
 
-def shape_of(q: Array | Turned) -> tuple[int, ...]:
-    """Of the heads, rotated or not yet."""
-    return (q.x if isinstance(q, Turned) else q).shape
+def parts_of(q: Array | Turned) -> tuple[Array, ...]:
+    """The heads as they are, and what they are still to be rotated by, if they are."""
+    return tuple(q) if isinstance(q, Turned) else (q,)
 
 
 def heads_of(q: Array | Turned) -> Array:

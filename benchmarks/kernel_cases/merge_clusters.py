@@ -66,8 +66,8 @@ def _inputs(rows: int, places: int, tokens: int, share: float, dtype: str, seed:
     k, v = (jax.random.normal(key, (*shape, DIM), jnp.dtype(dtype)) for key in jax.random.split(jax.random.key(seed)))
     pos = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), shape)
     held = Clusters(k, v, pos, jnp.asarray(random.integers(1, 9, shape), jnp.float32))
-    row = jnp.full((rows,), first, jnp.int32)
-    return held, jnp.asarray(target, jnp.int32), row, row + tokens - 2 * first
+    begin, count = (jnp.full((rows,), number, jnp.int32) for number in (first, tokens - first))
+    return held, jnp.asarray(target, jnp.int32), begin, count
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:

@@ -60,7 +60,7 @@ class Recalling(Policy):
     def selected(
         self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | Turned
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """What rotated queries select: slots for each selecting head, and which of them are meant.
+        """What queries select: slots for each selecting head, and which of them are meant. `heads_of` gives the rotated queries.
 
         Keys and values are not looked at: they may be out of reach.
         """

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..decode_attention.gpu import queries
+from ..decode_attention.gpu import turned_heads
 from ..dispatch import triton
-from ..rotary import Turned, shape_of
+from ..rotary import Turned, parts_of
 from ..tuning import tuned
 
 
 def refuses(q: Array | Turned, centroids: Array) -> str | None:
     """Why this body does not serve a case, or None if it does."""
-    dim, group = centroids.shape[-1], shape_of(q)[1] // centroids.shape[1]
+    dim, group = centroids.shape[-1], parts_of(q)[0].shape[1] // centroids.shape[1]
     if reason := triton():
         return reason
     if dim & (dim - 1) or not 16 <= dim <= 256:
@@ -61,7 +61,7 @@ def _call(
     interpret: bool,
 ) -> Float[Array, "B K G M"]:
     """The kernel, traced and lowered once for all layers."""
-    x, *tables = q if isinstance(q, Turned) else (q,)
+    x, *tables = parts_of(q)
     batch, kv_heads, count, dim = centroids.shape
     fold, group = batch * kv_heads, x.shape[1] // kv_heads
     with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def _body(q_ref: Any, *refs: Any, block: int) -> None:
         mask=jnp.broadcast_to(there[:, None], (block, dim)),
         other=0.0,
     )
-    q = queries(q_ref, *tables).astype(jnp.float32)
+    q = turned_heads(q_ref, *tables).astype(jnp.float32)
     row = jnp.arange(group, dtype=jnp.int32)
     for head in range(group):
         one = jnp.sum(jnp.where((row == head)[:, None], q, 0.0), axis=0)

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from ..dispatch import Implementation, choose
-from ..rotary import Turned
+from ..rotary import Turned, heads_of, parts_of
 from . import reference
 from .result import Attended, Rotation
 
@@ -38,7 +38,7 @@ def decode_attention(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    heads = q.x if isinstance(q, Turned) else q
+    heads, *_ = parts_of(q)
 
     def gpu() -> str | None:
         from . import gpu
@@ -55,7 +55,7 @@ def decode_attention(
         from .gpu import decode_attention as gpu_body
 
         return gpu_body(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)
-    rotated = q() if isinstance(q, Turned) else q if rotation is None else rotation.queries(q)
+    rotated = heads_of(q) if rotation is None else rotation.queries(heads)
     if chosen == "xla":
         return reference.decode_attention(rotated, k, v, weight, scale=scale, rotation=rotation, probs=probs)
     from .tpu import decode_attention as tpu_body

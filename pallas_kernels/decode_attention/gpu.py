@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from ..dispatch import triton
 from ..masking import MASKED
 from ..products import dot
-from ..rotary import Turned
+from ..rotary import Turned, parts_of
 from ..tuning import tuned
 from .result import Attended, Rotation
 
@@ -85,7 +85,7 @@ def _attend(
     stages: int,
 ) -> Attended:
     """The kernels, traced and lowered once for all layers of one shape."""
-    unturned = q.x if isinstance(q, Turned) else q
+    unturned, *_ = parts_of(q)
     batch, heads, dim = unturned.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
@@ -264,7 +264,7 @@ def attend_part(
         first, second = (q_ref[:, half] for half in halves)
         q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
     else:
-        q = queries(q_ref, *turn_refs)
+        q = turned_heads(q_ref, *turn_refs)
 
     width = min(LOOK, pl.next_power_of_2(part))
 
@@ -321,7 +321,7 @@ def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array,
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
 
 
-def queries(ref: Any, *tables: Any) -> Array:
+def turned_heads(ref: Any, *tables: Any) -> Array:
     """Heads [R, H], rotated in float32 if there are tables of cosines and sines [1, H/2].
 
     Each channel meets its partner by a second load, as halves cannot be put together.

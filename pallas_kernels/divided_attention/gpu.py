@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from ..decode_attention import gpu as undivided
 from ..divided import head_at, is_among, place_among
-from ..rotary import Turned
+from ..rotary import Turned, parts_of
 
 if TYPE_CHECKING:
     from .api import Held
@@ -124,12 +124,11 @@ def _attend(
     stages: int,
 ) -> Float[Array, "B N H"]:
     """The kernels, traced and lowered once for all layers of one shape."""
-    unturned = q.x if isinstance(q, Turned) else q
+    unturned, *tables = parts_of(q)
     batch, count, dim = unturned.shape
     kv_heads = sum(map(len, heads))
     group, part = count // kv_heads, part * block
     queries = unturned.reshape(batch * kv_heads, group, dim)
-    tables = [q.cos, q.sin] if isinstance(q, Turned) else []
 
     shares, inputs, specs, shapes, out_specs, joined, end = [], [], [], [], [], [], 0
     for (k, v, weight), mine in zip(caches, heads, strict=True):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
 from ..dispatch import Implementation, choose
-from ..rotary import Turned, heads_of, shape_of
+from ..rotary import Turned, heads_of, parts_of
 from . import reference
 
 
@@ -50,7 +50,7 @@ def gather_attention(
         Unsupported: an implementation was named that cannot compute this.
         ValueError: heads, or `index`, `live` and `page`, do not fit together.
     """
-    heads, selecting, kv_heads = shape_of(q)[1], index.shape[1], k.shape[1]
+    heads, selecting, kv_heads = parts_of(q)[0].shape[1], index.shape[1], k.shape[1]
     if heads % selecting or selecting % kv_heads:
         raise ValueError(
             f"gather_attention: {selecting} selecting heads for {heads} query heads and {kv_heads} KV heads; give a multiple of "

@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
-from ..decode_attention.gpu import queries
+from ..decode_attention.gpu import turned_heads
 from ..dispatch import triton
 from ..masking import MASKED
 from ..products import dot
-from ..rotary import Turned, shape_of
+from ..rotary import Turned, parts_of
 from ..tuning import tuned
 
 
@@ -51,7 +51,7 @@ def gather_attention(
     Args:
         sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
     """
-    batch, heads, dim = shape_of(q)
+    batch, heads, dim = parts_of(q)[0].shape
     selecting, size = index.shape[1], index.shape[2] * page
     sizes = sizes or _sizes(batch * selecting, size, heads // selecting, dim, k.dtype)
     return _attend(q, k, v, index, live, tokens, scale=scale, page=page, interpret=interpret, **sizes)
@@ -77,8 +77,8 @@ def _attend(
     """The kernel, traced and lowered once for all layers."""
     from jax.experimental.pallas import triton as backend
 
-    batch, heads, dim = shape_of(q)
-    x, *tables = q if isinstance(q, Turned) else (q,)
+    batch, heads, dim = parts_of(q)[0].shape
+    x, *tables = parts_of(q)
     kv_heads, slots = k.shape[1], k.shape[2]
     selecting, size = index.shape[1], index.shape[2] * page
     group, shared = heads // selecting, selecting // kv_heads
@@ -154,7 +154,7 @@ def _body(
     begin = pl.program_id(1) * part
     size, tokens = index_ref.shape[0] * page, tokens_ref[0]
     run = size // live_ref.shape[0]
-    q = queries(q_ref, *refs[:tables])
+    q = turned_heads(q_ref, *refs[:tables])
     group, dim = q.shape
     channel = jnp.arange(dim, dtype=jnp.int32)[None]
 

@@ -21,7 +21,7 @@ def widen_bounds(
     Args:
         bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
         key: the new token's, rotated or `Turned`.
-        pos: its position, below P · page; a token that is the first of its page finds nothing there.
+        pos: its position; the first token of a page finds nothing there, and one beyond the last page changes nothing.
         page: tokens to a page.
         implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
         interpret: run a Pallas body in its interpreter, on any device.

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..decode_attention.gpu import queries
+from ..decode_attention.gpu import turned_heads
 from ..dispatch import triton
-from ..rotary import Turned
+from ..rotary import Turned, parts_of
 
 
 def refuses(bounds: Array) -> str | None:
@@ -37,7 +37,7 @@ def widen_bounds(
     interpret: bool = False,
 ) -> Float[Array, "B K P W"]:
     """Bounds with a new token; see the public function."""
-    x, *tables = key if isinstance(key, Turned) else (key,)
+    x, *tables = parts_of(key)
     batch, heads, pages, width = bounds.shape
     dim = width // 2
     whole = pl.BlockSpec((None, pages, width), lambda head: (head, 0, 0))
@@ -70,7 +70,10 @@ def _body(key_ref: Any, *refs: Any, page: int) -> None:
     dim, pos = key_ref.shape[1], pos_ref[0]
     number, first = pos // page, pos % page == 0
     low_ref, high_ref = (bounds_ref.at[pl.ds(number, 1), pl.ds(begin, dim)] for begin in (0, dim))
-    key = queries(key_ref, *tables).astype(bounds_ref.dtype)
-    low, high = low_ref[...], high_ref[...]
-    low_ref[...] = jnp.where(first, key, jnp.minimum(low, key))
-    high_ref[...] = jnp.where(first, key, jnp.maximum(high, key))
+    key = turned_heads(key_ref, *tables).astype(bounds_ref.dtype)
+
+    @pl.when(number < bounds_ref.shape[0])
+    def _widen() -> None:
+        low, high = low_ref[...], high_ref[...]
+        low_ref[...] = jnp.where(first, key, jnp.minimum(low, key))
+        high_ref[...] = jnp.where(first, key, jnp.maximum(high, key))

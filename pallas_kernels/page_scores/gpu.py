@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..decode_attention.gpu import queries
+from ..decode_attention.gpu import turned_heads
 from ..dispatch import triton
 from ..products import dot
-from ..rotary import Turned, shape_of
+from ..rotary import Turned, parts_of
 from ..tuning import tuned
 
 
 def refuses(q: Array | Turned, bounds: Array) -> str | None:
     """Why this body does not serve a case, or None if it does."""
-    (heads, dim), kv_heads = shape_of(q)[1:], bounds.shape[1]
-    dtype = (q.x if isinstance(q, Turned) else q).dtype
+    (heads, dim), kv_heads = parts_of(q)[0].shape[1:], bounds.shape[1]
+    dtype = parts_of(q)[0].dtype
     group = heads // kv_heads
     if reason := triton():
         return reason
@@ -50,7 +50,7 @@ def page_scores(
     Args:
         sizes: `pages` of a program, a power of two, and its `warps`, instead of the tuned ones.
     """
-    batch, heads, dim = shape_of(q)
+    batch, heads, dim = parts_of(q)[0].shape
     kv_heads, size = bounds.shape[1:3]
     if sizes is None:
         case = {"heads": batch * kv_heads, "pages": size, "group": heads // kv_heads, "head_dim": dim}
@@ -70,8 +70,8 @@ def _call(
     interpret: bool,
 ) -> Float[Array, "B N P"]:
     """The kernel, traced and lowered once for all layers."""
-    batch, heads, dim = shape_of(q)
-    x, *tables = q if isinstance(q, Turned) else (q,)
+    batch, heads, dim = parts_of(q)[0].shape
+    x, *tables = parts_of(q)
     kv_heads, size = bounds.shape[1:3]
     fold, group = batch * kv_heads, heads // kv_heads
     with warnings.catch_warnings():
@@ -113,7 +113,7 @@ def _body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
             other=jnp.zeros((), bounds_ref.dtype),
         )
 
-    q = queries(q_ref, *tables)
+    q = turned_heads(q_ref, *tables)
     zero = jnp.zeros((), q.dtype)
     scores = dot(jnp.minimum(q, zero), bound(0), 1) + dot(jnp.maximum(q, zero), bound(dim), 1)
     row = jnp.arange(group, dtype=jnp.int32)[:, None]

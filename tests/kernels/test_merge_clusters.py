@@ -100,6 +100,16 @@ class TestMergeClusters:
         )
         check(merge(*inputs, into=Clusters(*room)), inputs)
 
+    @pytest.mark.parametrize("count", [[0, 3], [-5, 0]])
+    def test_rows_without_chunks(self, merge, count):
+        """Of a row shorter than what is never merged, no more than what is before the chunks; less is asked for by a negative count."""
+        inputs = draw(10, [7, 20], count, 0.9)
+        tokens = inputs[0]
+        for new, old in zip(merge(*inputs), tokens, strict=True):
+            for row, first in enumerate(inputs[2].tolist()):
+                held = first + min(int(inputs[3][row]), 0)
+                np.testing.assert_array_equal(new[row, :, :held], old[row, :, :held])
+
     def test_without_edges_nothing_changes(self, merge):
         """To the bit."""
         first, count = [2, 0], [CHUNKS * CHUNK - 1, 1]
@@ -159,6 +169,7 @@ def test_odd_chunks():
         ("float32", 16, 32, "a chunk of 16 places is not a power of two from 32 to 512"),
         ("float32", 48, 32, "a chunk of 48 places is not a power of two"),
         ("float32", 1024, 32, "a chunk of 1024 places is not a power of two"),
+        ("float32", 512, 256, "a chunk of 512 places of 256 channels has more than 65536 numbers"),
     ],
 )
 def test_refusals(dtype, chunk, dim, reason):

@@ -159,6 +159,43 @@ def compare(state, row: int, head: int, oracle: ChelseaHead) -> None:
     assert state.steps[row] == oracle.steps
 
 
+def assert_same(got, expected, atol: float = 2e-5) -> None:
+    """Two states, but for what their free slots hold."""
+    np.testing.assert_array_equal(got.steps, expected.steps)
+    live = np.asarray(expected.slots.live)
+    for name in ("pos", "weight", "next", "seen"):
+        np.testing.assert_array_equal(getattr(got.slots, name), getattr(expected.slots, name))
+    for name in "kv":
+        np.testing.assert_allclose(
+            np.asarray(getattr(got.slots, name))[live], np.asarray(getattr(expected.slots, name))[live], atol=atol
+        )
+
+
+@pytest.mark.parametrize("budget", [50, 60])
+def test_the_gpus_bodies_cluster_alike(monkeypatch, budget):
+    """Of a prompt an odd and an even number of steps, then while decoding; a row is shorter than what is never merged."""
+    policy = Chelsea(budget=budget, sinks=2, recent=4, chunk=32, every=8)
+    case = make_case(12, [100, 1, 70], steps=18, heads=2, kv_heads=1, dim=16)
+    expected = run(policy, case)[2]
+    assert (np.asarray(expected[-1].steps) > np.asarray(expected[0].steps)).any()
+    for module, name in (
+        (soft_matching, "chunk_similarity"),
+        (soft_matching, "merge_clusters"),
+        (chelsea, "copy_clusters"),
+    ):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), implementation="gpu", interpret=True))
+    # Another policy with the same ratios, so that nothing is reused.
+    states = run(dataclasses.replace(policy, r_min=policy.r_min + 1e-6), case)[2]
+    for got, want in zip(states, expected, strict=True):
+        assert_same(got, want)
+
+
+def test_usual_steps_of_the_case_above():
+    assert {
+        chelsea._usual(Chelsea(budget=b, chunk=32, every=8, sinks=2, recent=4), 128, 100, b, 0) % 2 for b in (50, 60)
+    } == {0, 1}
+
+
 def test_cases_are_what_they_are_meant_to_be():
     """The random cases above do cluster, repeatedly, and have rows that never do."""
     options, heads, kv_heads = CONFIGURATIONS["gqa"]
@@ -210,8 +247,7 @@ def test_a_piece_is_read_as_tokens_one_by_one(window):
         for read in (Chelsea.extend, Policy.extend)
     )
     np.testing.assert_allclose(got[0], want[0], atol=2e-5)
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert_same(got[1], want[1])
     assert (np.asarray(got[1].steps) > np.asarray(start.steps)).all()
 
 
@@ -224,8 +260,8 @@ def test_steps_taken_for_granted_do_not_matter(most, monkeypatch):
         TIGHT, r_min=TIGHT.r_min + 1e-6 * (1 + most)
     )  # the same ratios, and nothing that is reused
     got = run(another, small_case(9))[2]
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other, atol=0)
 
 
 def test_sinks_and_recent_tokens_are_never_merged():
