@@ -13,7 +13,7 @@ from kvjax.pallas_kernels import kmeans
 
 from .case import Case, relative_error
 
-SHAPES = ((8, 8, 8192, 256, 128), (8, 8, 8192, 102, 64), (1, 8, 32768, 410, 128))
+SHAPES = ((8, 8, 8192, 256, 128), (8, 8, 8192, 102, 64), (1, 8, 32768, 410, 128), (1, 8, 65536, 820, 128))
 """Rows, KV heads, tokens, clusters, head dim. A cluster to 80 tokens is ClusterKV's default."""
 
 ITERATIONS = 20

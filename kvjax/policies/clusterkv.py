@@ -242,9 +242,10 @@ class ClusterKV(Recalling):
         """k-means over the tokens `inside`, from `count` random ones of them; arrays are for `size` clusters."""
         first = self.shuffled(spec, pos, inside)[:, :, :size]
         first = jnp.pad(first, ((0, 0), (0, 0), (0, size - first.shape[-1])))
-        held = jnp.where(inside[:, None, :, None], keys, jnp.zeros((), keys.dtype))
-        init = jnp.take_along_axis(held, first[..., None], axis=2)
-        return kmeans(held, inside, init, count, iterations=self.iterations, distance=self.distance)
+        # There may be fewer tokens than clusters, and anything where none is.
+        there = jnp.take_along_axis(jnp.broadcast_to(inside[:, None], keys.shape[:3]), first, axis=2)[..., None]
+        init = jnp.where(there, jnp.take_along_axis(keys, first[..., None], axis=2), jnp.zeros((), keys.dtype))
+        return kmeans(keys, inside, init, count, iterations=self.iterations, distance=self.distance)
 
     def _cluster_tail(
         self, spec: LayerSpec, keys: Callable[[Array], Array], state: Clusters, due: Bool[Array, " B"]
@@ -325,5 +326,6 @@ def _index(
     order = jnp.argsort(labels, axis=-1, stable=True)
     ranked = jnp.take_along_axis(labels, order, axis=-1)
     clusters = jnp.arange(size + 1, dtype=jnp.int32)
-    bounds = jax.vmap(jax.vmap(lambda row: jnp.searchsorted(row, clusters)))(ranked).astype(jnp.int32)
+    search = partial(jnp.searchsorted, v=clusters, method="scan_unrolled")  # one kernel instead of a loop of them
+    bounds = jax.vmap(jax.vmap(search))(ranked).astype(jnp.int32)
     return bounds[..., 1:] - bounds[..., :-1], bounds[..., :-1], order.astype(jnp.int32)

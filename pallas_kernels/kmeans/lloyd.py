@@ -1,7 +1,7 @@
 """Lloyd's iterations, whoever finds the nearest centroids and adds up their tokens."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,26 @@ from jaxtyping import Array, Bool, Float, Int
 Distance = Literal["cosine", "l2", "ip"]
 """What "nearest" means: largest cosine, least Euclidean distance, or largest inner product."""
 
-Assign = Callable[[Float[Array, "B K M H"], Float[Array, "B K M"]], Int[Array, "B K T"]]
+Assign = Callable[[Float[Array, "B K M H"], Float[Array, "B K M"] | None], Int[Array, "B K T"]]
 """From centroids and biases, as `nearest` takes them, to each token's centroid."""
 
-Total = Callable[[Int[Array, "B K T"]], tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]]
-"""From each token's centroid, M for those that take no part, to the sum over its tokens and their number, in float32."""
+
+class Members(NamedTuple):
+    """What is known of the tokens of clusters.
+
+    Attributes:
+        labels: each token's cluster, M for those that take no part.
+        sums: over a cluster's tokens, in float32; in parts, which are still to be added up.
+        counts: of its tokens, in float32.
+    """
+
+    labels: Int[Array, "B K T"]
+    sums: Float[Array, "B K P M H"]
+    counts: Float[Array, "B K M"]
+
+
+Total = Callable[[Int[Array, "B K T"], Members], Members]
+"""From each token's centroid and what was known before, to what is known now."""
 
 
 def lloyd(
@@ -27,28 +42,41 @@ def lloyd(
     dtype: Any,
     iterations: int,
     distance: Distance,
+    parts: int = 1,
 ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
     """Centroids and labels after `iterations`; see the public function.
 
     Args:
         dtype: what centroids are rounded to for `assign`.
+        parts: of `Members.sums`.
     """
-    size = init.shape[2]
+    batch, heads, size, _ = init.shape
     used = (jnp.arange(size, dtype=jnp.int32) < clusters[:, None])[:, None]
 
     def nearest(centroids: Array) -> Int[Array, "B K T"]:
         if distance == "cosine":  # a token's own length does not change which centroid is nearest
             norm = jnp.linalg.norm(centroids, axis=-1, keepdims=True)
             centroids = centroids / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
-        centroids = centroids.astype(dtype)
-        bias = jnp.zeros(centroids.shape[:-1], jnp.float32)
+        centroids, bias = centroids.astype(dtype), None
         if distance == "l2":
-            bias = -0.5 * jnp.sum(centroids.astype(jnp.float32) ** 2, axis=-1)
-        return jnp.where(mask[:, None], assign(centroids, jnp.where(used, bias, -jnp.inf)), size)
+            bias = jnp.where(used, -0.5 * jnp.sum(centroids.astype(jnp.float32) ** 2, axis=-1), -jnp.inf)
+        else:  # adding biases takes as long as comparing, so the first centroid stands for those that are not used
+            centroids = jnp.where(used[..., None], centroids, centroids[:, :, :1])
+        labels = assign(centroids, bias)
+        labels = jnp.where(labels < clusters[:, None, None], labels, 0)
+        return jnp.where(mask[:, None], labels, size)
 
-    def improve(_: Array, centroids: Array) -> Array:
-        sums, counts = total(nearest(centroids))
-        return jnp.where(counts[..., None] > 0, sums / jnp.maximum(counts, 1.0)[..., None], centroids)
+    def improve(_: Array, state: tuple[Array, Members]) -> tuple[Array, Members]:
+        centroids, members = state
+        members = total(nearest(centroids), members)
+        counts = members.counts[..., None]
+        means = jnp.sum(members.sums, axis=2) / jnp.maximum(counts, 1.0)
+        return jnp.where(counts > 0, means, centroids), members
 
-    centroids = jax.lax.fori_loop(0, iterations, improve, init.astype(jnp.float32))
+    nothing = Members(
+        labels=jnp.full((batch, heads, mask.shape[1]), size, jnp.int32),
+        sums=jnp.zeros((batch, heads, parts, size, init.shape[3]), jnp.float32),
+        counts=jnp.zeros(init.shape[:-1], jnp.float32),
+    )
+    centroids, _ = jax.lax.fori_loop(0, iterations, improve, (init.astype(jnp.float32), nothing))
     return centroids, nearest(centroids)

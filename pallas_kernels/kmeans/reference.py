@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..nearest import reference
-from .lloyd import Distance, lloyd
+from .lloyd import Distance, Members, lloyd
 
 BLOCK = 512
 """Tokens assigned at a time."""
@@ -32,11 +32,11 @@ def kmeans(
 
     blocks = split(jnp.where(mask[:, None, :, None], x, jnp.zeros((), x.dtype)), 0)
 
-    def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
+    def assign(centroids: Array, bias: Array | None) -> Int[Array, "B K T"]:
         labels = jax.lax.map(lambda x: reference.nearest(x, centroids, bias).place, blocks)
         return jnp.moveaxis(labels, 0, 2).reshape(batch, heads, -1)[:, :, :tokens]
 
-    def total(labels: Int[Array, "B K T"]) -> tuple[Array, Array]:
+    def total(labels: Int[Array, "B K T"], _: Members) -> Members:
         size = init.shape[2]
 
         def fold(total: tuple[Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
@@ -46,6 +46,7 @@ def kmeans(
             return (total[0] + sums, total[1] + jnp.sum(member, axis=2)), None
 
         start = jnp.zeros(init.shape, jnp.float32), jnp.zeros(init.shape[:-1], jnp.float32)
-        return jax.lax.scan(fold, start, (blocks, split(labels, size)))[0]
+        sums, counts = jax.lax.scan(fold, start, (blocks, split(labels, size)))[0]
+        return Members(labels, sums[:, :, None], counts)
 
     return lloyd(mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..nearest import tpu as nearest
-from .lloyd import Distance, lloyd
+from .lloyd import Distance, Members, lloyd
 
 
 def refuses(x: Array) -> str | None:
@@ -29,12 +29,12 @@ def kmeans(
     """Lloyd's algorithm; see the public function."""
     x = jnp.where(mask[:, None, :, None], x, jnp.zeros((), x.dtype))
 
-    def assign(centroids: Array, bias: Array) -> Int[Array, "B K T"]:
+    def assign(centroids: Array, bias: Array | None) -> Int[Array, "B K T"]:
         return nearest.nearest(x, centroids, bias, interpret=interpret).place
 
-    def total(labels: Int[Array, "B K T"]) -> tuple[Array, Array]:
+    def total(labels: Int[Array, "B K T"], _: Members) -> Members:
         member = jax.nn.one_hot(labels, init.shape[2], dtype=x.dtype)  # zeros for what takes no part
         sums = jnp.einsum("bktm,bkth->bkmh", member, x, precision="highest", preferred_element_type=jnp.float32)
-        return sums, jnp.sum(member, axis=2, dtype=jnp.float32)
+        return Members(labels, sums[:, :, None], jnp.sum(member, axis=2, dtype=jnp.float32))
 
     return lloyd(mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance)

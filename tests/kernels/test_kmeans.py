@@ -11,7 +11,8 @@ from policies.oracle_clusterkv import kmeans as lloyd
 
 from kvjax.pallas_kernels import kmeans
 from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.kmeans.gpu import cluster_sums
+from kvjax.pallas_kernels.kmeans.gpu import moved, parts
+from kvjax.pallas_kernels.kmeans.lloyd import Members
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
@@ -84,26 +85,60 @@ class TestKmeans:
         assert labels.tolist() == [[[0, 0]]]
 
 
+total = jax.jit(functools.partial(moved, interpret=True))
+
+
+def channels_apart(random, tokens, dtype):
+    """Tokens [2, 2, T, 16], channels of very different sizes, one of zeros."""
+    x = random.normal(size=(2, 2, tokens, 16)) * 10.0 ** random.integers(-6, 6, size=(2, 2, 1, 16))
+    x[..., 3] = 0
+    return np.array(jnp.asarray(x, dtype))
+
+
+def members(x, size):
+    """Of `size` clusters without tokens."""
+    shape = *x.shape[:2], size
+    return Members(
+        jnp.full(x.shape[:3], size), jnp.zeros((*x.shape[:2], parts(x.dtype), size, x.shape[3])), jnp.zeros(shape)
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sums_on_gpus_do_not_depend_on_the_order_of_tokens(dtype):
-    """To the last bit, with channels of very different sizes, one of zeros, and NaN where there is no token."""
-    random = np.random.default_rng(11)
-    x = random.normal(size=(2, 2, 500, 16)) * 10.0 ** random.integers(-6, 6, size=(2, 2, 1, 16))
-    x[..., 3], labels = 0, random.integers(0, 8, size=(2, 2, 500)) % 7
-    x[labels == 6] = np.nan
-    x = np.asarray(jnp.asarray(x, dtype))
-    largest = np.nanmax(np.abs(x.astype(np.float32)), axis=2)
-    order = random.permutation(500)
-    total = jax.jit(functools.partial(cluster_sums, size=6))
-    sums, counts = total(jnp.asarray(x), largest, labels)
-    again, _ = total(jnp.asarray(x[:, :, order]), largest, labels[:, :, order])
-    np.testing.assert_array_equal(sums, again)
-    for place in np.ndindex(2, 2):
-        for c in range(6):
-            mine = x[place][labels[place] == c].astype(np.float64)
-            assert counts[*place, c] == len(mine)
-            bound = largest[place] * len(mine) * (2.0**-13 if dtype == "bfloat16" else 2.0**-23)
-            assert (np.abs(sums[*place, c] - mine.sum(axis=0)) <= bound).all()
+class TestSumsOnGpus:
+    def test_do_not_depend_on_the_order_of_tokens(self, dtype):
+        """To the last bit, with NaN where there is no token."""
+        random = np.random.default_rng(11)
+        x, labels = channels_apart(random, 500, dtype), random.integers(0, 8, size=(2, 2, 500)) % 7
+        x[labels == 6] = np.nan
+        largest = np.nanmax(np.abs(x.astype(np.float32)), axis=2)
+        order = random.permutation(500)
+        found = total(jnp.asarray(x), largest, labels, members(x, 6))
+        again = total(jnp.asarray(x[:, :, order]), largest, labels[:, :, order], members(x, 6))
+        np.testing.assert_array_equal(found.sums, again.sums)
+        for place in np.ndindex(2, 2):
+            for c in range(6):
+                mine = x[place][labels[place] == c].astype(np.float64)
+                assert found.counts[*place, c] == len(mine)
+                bound = largest[place] * len(mine) * (2.0**-12 if dtype == "bfloat16" else 2.0**-22)
+                assert (np.abs(np.sum(found.sums, axis=2)[*place, c] - mine.sum(axis=0)) <= bound).all()
+
+    def test_do_not_depend_on_where_tokens_were_before(self, dtype):
+        """To the last bit, whether a few change their cluster, or so many that sums begin anew in one head, or in all."""
+        random = np.random.default_rng(12)
+        x = channels_apart(random, 400, dtype)
+        largest, before = np.max(np.abs(x.astype(np.float32)), axis=2), members(x, 6)
+        labels = np.sort(random.integers(0, 6, size=(2, 2, 400)))
+        for change in ("none", "few", "one head", "all"):
+            if change == "few":
+                labels = np.where(random.random(labels.shape) < 0.1, random.integers(0, 7, size=labels.shape), labels)
+            elif change == "one head":
+                labels[1, 0, :350] = 2
+            elif change == "all":
+                labels = labels // 4
+            before = total(jnp.asarray(x), largest, jnp.asarray(labels), before)
+            afresh = total(jnp.asarray(x), largest, jnp.asarray(labels), members(x, 6))
+            for got, want in zip(before, afresh, strict=True):
+                np.testing.assert_array_equal(got, want, err_msg=change)
 
 
 def test_distances_differ():

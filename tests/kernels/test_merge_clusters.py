@@ -169,7 +169,6 @@ def test_odd_chunks():
         ("float32", 16, 32, "a chunk of 16 places is not a power of two from 32 to 512"),
         ("float32", 48, 32, "a chunk of 48 places is not a power of two"),
         ("float32", 1024, 32, "a chunk of 1024 places is not a power of two"),
-        ("float32", 512, 256, "a chunk of 512 places of 256 channels has more than 65536 numbers"),
     ],
 )
 def test_refusals(dtype, chunk, dim, reason):
