@@ -5,7 +5,8 @@ one's outputs. One warpgroup does nothing but order weights, in the order that t
 two multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
 memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us a layer, four kernels
 115, and reading the weights 98. From when the last program is done until all have their next inputs 2 to 4 us pass. Ordering weights into
-the L2 cache meanwhile made it 111 to 115; writing results without the copy engine, or having the counters in that cache, changed nothing.)
+the L2 cache meanwhile made it 111 to 115, and the next layer's first ones into it while attention runs 1 to 4 us more than nothing; writing
+results without the copy engine, or having the counters in that cache, changed nothing.)
 """
 
 from collections.abc import Callable, Sequence

@@ -24,8 +24,8 @@ def kmeans(
     mean of its tokens as they are, not normalised; a centroid without tokens stays. A last assignment follows. All of it stays
     on the device.
 
-    Sums do not depend on the order of additions, which is either fixed (products with one-hot labels) or of integers (on GPUs):
-    equal inputs give equal clusters. Tokens of 16 bits are compared with centroids rounded to as many; the centroids themselves
+    The order of additions is either fixed (products with one-hot labels) or does not matter (on GPUs, where tokens are rounded so
+    that no sum of them is): equal inputs give equal clusters. Tokens of 16 bits are compared with centroids rounded to as many; the centroids themselves
     are kept in float32.
 
     Args:
