@@ -77,8 +77,8 @@ def _attend(
     """The kernel, traced and lowered once for all layers."""
     from jax.experimental.pallas import triton as backend
 
-    batch, heads, dim = parts_of(q)[0].shape
     x, *tables = parts_of(q)
+    batch, heads, dim = x.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     selecting, size = index.shape[1], index.shape[2] * page
     group, shared = heads // selecting, selecting // kv_heads

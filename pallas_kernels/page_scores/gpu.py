@@ -22,9 +22,8 @@ from ..tuning import tuned
 
 def refuses(q: Array | Turned, bounds: Array) -> str | None:
     """Why this body does not serve a case, or None if it does."""
-    (heads, dim), kv_heads = parts_of(q)[0].shape[1:], bounds.shape[1]
-    dtype = parts_of(q)[0].dtype
-    group = heads // kv_heads
+    x, *_ = parts_of(q)
+    dim, dtype, group = x.shape[2], x.dtype, x.shape[1] // bounds.shape[1]
     if reason := triton():
         return reason
     if dim & (dim - 1) or not 16 <= dim <= 256:
@@ -70,8 +69,8 @@ def _call(
     interpret: bool,
 ) -> Float[Array, "B N P"]:
     """The kernel, traced and lowered once for all layers."""
-    batch, heads, dim = parts_of(q)[0].shape
     x, *tables = parts_of(q)
+    batch, heads, dim = x.shape
     kv_heads, size = bounds.shape[1:3]
     fold, group = batch * kv_heads, heads // kv_heads
     with warnings.catch_warnings():
