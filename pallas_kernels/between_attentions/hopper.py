@@ -6,7 +6,10 @@ two multiply them, by turns, add residuals and norm. Between products the progra
 memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us a layer, four kernels
 115, and reading the weights 98. From when the last program is done until all have their next inputs 2 to 4 us pass. Ordering weights into
 the L2 cache meanwhile made it 111 to 115, and the next layer's first ones into it while attention runs 1 to 4 us more than nothing; writing
-results without the copy engine, or having the counters in that cache, changed nothing.)
+results without the copy engine, or having the counters in that cache, changed nothing. Nor did attention in here, too, with keys and values
+through the same slots and the token written on the way, instead of three kernels before: an eighth of a step of 8 layers and the vocabulary
+head took 152.7 us instead of 153.3 with 3712 slots for a row, 215 instead of 211 with 65856. The programs meet twice more for it, which with what
+lies between is 4 us. Two such layers in one kernel took 134 us a layer instead of 128.)
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,8 @@
-"""A new entry in one slot a head for GPUs, as a Triton body: one program a row and head, which writes to every array."""
+"""A new entry in one slot a head for GPUs, as a Triton body: one program a row and head, which writes to every array.
+
+(A kernel of its own: with the token written by the one that attends to it, an eighth of a step of 8 layers and the vocabulary head took 156.7 us
+instead of 156.6 on an H200 with 3712 slots for a row, and 214.9 instead of 214.3 with 65856.)
+"""
 
 import functools
 import warnings
