@@ -326,6 +326,6 @@ def _index(
     order = jnp.argsort(labels, axis=-1, stable=True)
     ranked = jnp.take_along_axis(labels, order, axis=-1)
     clusters = jnp.arange(size + 1, dtype=jnp.int32)
-    search = partial(jnp.searchsorted, v=clusters, method="scan_unrolled")  # one kernel instead of a loop of them
+    search = partial(jnp.searchsorted, v=clusters, method="scan_unrolled")  # two steps a kernel, not a loop
     bounds = jax.vmap(jax.vmap(search))(ranked).astype(jnp.int32)
     return bounds[..., 1:] - bounds[..., :-1], bounds[..., :-1], order.astype(jnp.int32)

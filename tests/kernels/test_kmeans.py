@@ -119,7 +119,8 @@ class TestSumsOnGpus:
             for c in range(6):
                 mine = x[place][labels[place] == c].astype(np.float64)
                 assert found.counts[*place, c] == len(mine)
-                bound = largest[place] * len(mine) * (2.0**-12 if dtype == "bfloat16" else 2.0**-22)
+                # Room for 256 tokens leaves 14 bits below the largest value, half of the last of which rounding may take.
+                bound = largest[place] * len(mine) * (2.0**-14 if dtype == "bfloat16" else 2.0**-23)
                 assert (np.abs(np.sum(found.sums, axis=2)[*place, c] - mine.sum(axis=0)) <= bound).all()
 
     def test_do_not_depend_on_where_tokens_were_before(self, dtype):
