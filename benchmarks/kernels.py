@@ -9,9 +9,7 @@ memory bandwidth and its operations over the matrix units' rate (`--bandwidth`, 
 """
 
 import argparse
-import importlib
 import json
-import pkgutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -47,12 +45,7 @@ def main() -> None:
         parser.error("there is nothing to time on a CPU: run it where JAX finds a GPU or TPU")
     out = args.out or Path(f"benchmarks/results/kernels-{report.device_slug()}.json")
     header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
-    modules = sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case")
-    cases = [
-        (module, case)
-        for module in modules
-        for case in importlib.import_module(f"benchmarks.kernel_cases.{module}").cases()
-    ]
+    cases = [(module, case) for module in kernel_cases.modules() for case in kernel_cases.cases(module)]
     rows = _earlier(out, header, [case for _, case in cases]) if args.update else []
     for module, case in cases:
         if args.shape in case.shape and (not args.operations or module in args.operations):

@@ -5,9 +5,6 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-# Before JAX is imported: the tests mean the CPU, whatever else the machine has.
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import hypothesis
 import jax
 import pytest
@@ -27,24 +24,33 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if CI else "local")
 
 
-# Most tests compile many small programs and run each a few times. So they do without the backend's optimisations, which take a third
-# of the time; and the fast ones, with the version of XLA that has a choice, without its newer emitters, which take half of the rest.
-jax.config.update("jax_disable_most_optimizations", True)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the emitters before XLA reads its flags, which it does once."""
+    """What has to be chosen before JAX looks for devices and XLA reads its flags, which they do once.
+
+    The device tier computes where the user's programs do. All other tests mean the CPU, whatever else the machine has.
+    """
+    if config.option.markexpr == "device":
+        # Several processes share the device's memory; and files are few, so their tests are divided among processes.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        config.option.dist = "worksteal" if config.option.dist == "loadfile" else config.option.dist
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
+    jax.config.update("jax_platforms", "cpu")
     if "not slow" in config.option.markexpr and importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture(autouse=True)
 def optimised(request: pytest.FixtureRequest):
-    """Programs are optimised where a test is marked so, and for the default model, which computes for long."""
-    wanted = request.node.get_closest_marker("optimised") or "smollm2" in request.fixturenames
-    jax.config.update("jax_disable_most_optimizations", not wanted)
+    """Programs are optimised where a test is marked so, for the default model, which computes for long, and on devices.
+
+    Most tests compile many small programs and run each a few times. So they do without the backend's optimisations, which take a third
+    of the time; and the fast ones, with the version of XLA that has a choice, without its newer emitters, which take half of the rest.
+    """
+    marked = any(request.node.get_closest_marker(name) for name in ("optimised", "device"))
+    jax.config.update("jax_disable_most_optimizations", not (marked or "smollm2" in request.fixturenames))
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,63 @@
+"""Causal attention over a whole prompt, at the shapes of Llama-3.1-8B and SmolLM2-135M."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.pallas_kernels import prefill_attention
+
+from .case import Case, relative_error
+
+SHAPES = ((1, 8192, 32, 8, 128, None), (2, 4096, 32, 8, 128, 1024), (1, 8192, 9, 3, 64, None))
+"""Rows, tokens, query heads, KV heads, head dim, sliding window."""
+
+SAMPLED = 2
+"""Heads compared with float64, each at some of its queries."""
+
+
+def cases() -> Iterator[Case]:
+    """Normal queries, keys and values."""
+    for rows, tokens, heads, kv_heads, dim, window in SHAPES:
+        seen = window or tokens
+        pairs = rows * heads * (seen * (tokens - seen) + seen * (seen + 1) // 2)
+        attend = partial(prefill_attention, scale=dim**-0.5, window=window)
+        yield Case(
+            operation="prefill_attention",
+            shape=f"B{rows} T{tokens} N{heads} K{kv_heads} H{dim}" + f", window {window}" * (window is not None),
+            dtype="bfloat16",
+            inputs=partial(_inputs, rows, tokens, heads, kv_heads, dim),
+            variants={"xla": partial(attend, implementation="xla"), "auto": attend},
+            error=partial(_error, window),
+            tolerance=1e-2,
+            bytes=4 * rows * tokens * (heads + kv_heads) * dim,
+            flops=4 * pairs * dim,
+        )
+
+
+def _inputs(rows: int, tokens: int, heads: int, kv_heads: int, dim: int, seed: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return tuple(
+        jax.random.normal(key, (rows, tokens, count, dim), "bfloat16")
+        for key, count in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    )
+
+
+def _error(window: int | None, inputs: tuple[Any, ...], out: Any) -> float:
+    """Of the first, the last and some other queries of a few heads."""
+    q, k, v = inputs
+    _, tokens, heads, dim = q.shape
+    random, group = np.random.default_rng(0), heads // k.shape[2]
+    got, expected = [], []
+    for head in random.choice(heads, SAMPLED, replace=False):
+        row = int(random.integers(q.shape[0]))
+        keys, values = (np.asarray(x[row, :, head // group], np.float64) for x in (k, v))
+        for at in (0, tokens - 1, *random.integers(0, tokens, 30)):
+            first = 0 if window is None else max(0, at + 1 - window)
+            logits = keys[first : at + 1] @ np.asarray(q[row, at, head], np.float64) * dim**-0.5
+            share = np.exp(logits - logits.max())
+            expected.append(share / share.sum() @ values[first : at + 1])
+            got.append(np.asarray(out[row, at, head], np.float64))
+    return relative_error(np.stack(got), np.stack(expected))

@@ -1,0 +1,56 @@
+"""Two layers of Llama-3.1-8B's widths in bfloat16: what the bodies for them add to the rounding that plain XLA has too."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import decoding
+from kvjax.evals.continuation import continuation
+from kvjax.evals.perplexity import stream
+from kvjax.models import init
+from kvjax.models.presets import PRESETS
+from kvjax.pallas_kernels import dispatch
+from kvjax.policies import get_policy
+
+CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=2, vocab_size=512, windows=())
+PROMPT, LENGTH = 2000, 2100
+BUDGET = 512
+HEADS = {"profile": tuple(tuple("consistent" if h % 2 else "adaptive" for h in range(8)) for _ in range(2))}
+POLICIES = ["full", "streaming_llm", "snapkv", "chunkkv", "treekv", "h2o", "chelsea", "catekv", "clusterkv", "quest"]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init(CONFIG, jax.random.key(0), "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH)).tolist()
+
+
+def policy_of(name):
+    small = {"catekv": {"budget": BUDGET, **HEADS}, "full": {}, "clusterkv": {"budget": BUDGET, "exempt": 0}}
+    return get_policy(name, **small.get(name, {"budget": BUDGET})).bind(CONFIG)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_is_as_near_to_float32_as_xla_is(name, params, texts, monkeypatch):
+    """Log-probabilities of given tokens, by the device's bodies and by XLA in bfloat16, against XLA in float32."""
+
+    def scores(params) -> np.ndarray:
+        for program in (decoding.prefill, stream):  # which know programs by their shapes
+            program.forget()
+        jax.clear_caches()
+        return np.stack([row.scores.logprobs for row in continuation(params, texts, PROMPT, policy_of(name))])
+
+    with jax.default_matmul_precision("default"):
+        bodies = scores(params)
+        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target("none", "any device, by plain XLA"))
+        xla = scores(params)
+    exact = scores(jax.tree.map(lambda x: x.astype("float32"), params))
+    mine, theirs = (np.sqrt(np.mean((x - exact) ** 2)) for x in (bodies, xla))
+    print(f"{name}: {mine:.2e} by bodies, {theirs:.2e} by XLA")
+    assert mine <= 1.5 * theirs + 1e-3
