@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "yarn, attention factor": {"length": 4096, "rope": YARN | {"attention_factor": 0.7}},
     "yarn, mscale": {"length": 4096, "rope": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    "yarn, mscale alone": {"length": 4096, "rope": YARN | {"factor": 40.0, "mscale": 0.7}},
     "longrope, short": {"length": 512, "theta": 1e4, "rope": LONG | {"factor": 32.0}},
     "longrope, long": {"length": 513, "theta": 1e4, "rope": LONG | {"factor": 32.0}},
     "longrope, factor of the windows": {"length": 4096, "theta": 1e4, "rope": LONG},
