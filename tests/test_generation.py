@@ -6,29 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 import kvjax
 from kvjax import cache, decoding
-from kvjax.conversion import Tokenizer
 from kvjax.models import transformer
 from kvjax.sampling import Sample, make_sampler
 
 PROMPT = [5, 9, 2, 7, 7, 1, 30, 12]
-
-
-@pytest.fixture(scope="module")
-def letters(tiny):
-    """The tiny model with a tokenizer: ids 0 to 61 are letters and digits, 62 is a space, 63 ends a text."""
-    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-    vocabulary = {c: i for i, c in enumerate(alphabet)} | {" ": 62, "<end>": 63}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens(["<end>"])
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    tokenizer = Tokenizer(backend, eos=(63,), chat_template=template)
-    return tiny.replace(tokenizer=tokenizer, config=dataclasses.replace(tiny.config, eos=(63,)))
 
 
 def test_greedy_is_the_argmax_of_the_forward_pass(tiny):
