@@ -50,7 +50,7 @@ def check_request(
     check_params(params)
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop={short(stop)}; give non-empty strings")
+        raise ValueError(f"stop={short(stop)}; give a string, or a list of strings, none of them empty")
     if strings and params.tokenizer is None:
         raise ValueError(
             f"stop={short(stop)}, but this model has no tokenizer; give stop strings to a model with a tokenizer"
