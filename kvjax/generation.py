@@ -128,10 +128,12 @@ def generate(
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
+    Everything is checked before anything is compiled or run. Numbers may be Python's, NumPy's or JAX's.
+
     Args:
         params: a model, from `kvjax.load`.
-        prompt: text, token ids, or chat messages; or a list of any of these. Rows of a list may have any lengths: each
-            gets what it would get alone.
+        prompt: text, token ids, or chat messages; or a list of any of these, or an array of token ids, a row each. Rows of a list
+            may have any lengths: each gets what it would get alone.
         policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
         budget: cache slots a head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
         max_new_tokens: most tokens to draw.

@@ -41,15 +41,16 @@ def token_ids(params: Params, prompt: Any, *, one: bool = False) -> tuple[list[l
         raise ValueError(
             f"prompt is {shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these{_hint(prompt)}"
         )
-    kinds = [_kind(row) for row in rows]
-    for i, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
-        if kind is None:
+    kinds: list[Kind] = []
+    for i, row in enumerate(rows):
+        if (kind := _kind(row)) is None:
             raise ValueError(
                 f"prompt {i + 1} of {len(rows)} is {shown(row)}; give text, token ids or chat messages{_hint(row)}"
             )
+        kinds.append(kind)
     if one:
         raise ValueError(f"prompt is a list of {len(rows)}; give one prompt (generate takes several)")
-    return [_ids(params, row, kind) for row, kind in zip(rows, kinds, strict=True) if kind], False
+    return [_ids(params, row, kind) for row, kind in zip(rows, kinds, strict=True)], False
 
 
 def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
@@ -64,21 +65,20 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
     questions = [question] if prompts is None else _listed(question)
     if prompts is not None and len(questions) != prompts:
         raise ValueError(f"question is {shown(question)}; give a list of {prompts}, one for each prompt")
-    kinds = [_kind(row) for row in questions]
-    for row, kind in zip(questions, kinds, strict=True):
-        if kind is None or kind == "chat":
+    kinds: list[Kind] = []
+    for row in questions:
+        if (kind := _kind(row)) is None or kind == "chat":
             raise ValueError(f"a question is {shown(row)}; give text or token ids{_hint(row)}")
-    return [_ids(params, row, kind, follows=True) for row, kind in zip(questions, kinds, strict=True) if kind]
+        kinds.append(kind)
+    return [_ids(params, row, kind, follows=True) for row, kind in zip(questions, kinds, strict=True)]
 
 
 def check_message(message: Any) -> None:
-    """Raise `ValueError` unless a chat message says who speaks, and what, in text that can be encoded."""
+    """Raise `ValueError` unless a chat message says who speaks, and what."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f'a chat message is {shown(message)}; give {{"role": ..., "content": ...}}, the role as text')
     content = message.get("content")
-    if isinstance(content, str):
-        _check_text(content)
-    elif content is not None or not message.get("tool_calls"):
+    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
         raise ValueError(
             f'the content of a chat message is {shown(content)}; give {{"role": ..., "content": ...}}, the content as text'
         )
@@ -132,7 +132,6 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list
             check_message(message)
         ids = params.tokenizer.chat(prompt)
     else:
-        _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)
     if not ids:
         raise ValueError(f"a {'question' if follows else 'prompt'} is empty; give at least one token")
@@ -140,13 +139,3 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list
     if bad is not None:
         raise ValueError(f"token id {bad} is outside this model's vocabulary of {params.config.vocab_size}")
     return ids
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}, which is no character; "
-            'repair it, for example by text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
-        ) from None

@@ -13,6 +13,7 @@ from kvjax import decoding
 from kvjax.conversion import Tokenizer
 from kvjax.models import Params, abstract
 from kvjax.policies import PolicyError, get_policy, policies
+from kvjax.program import Program
 
 IDS = [5, 9, 2, 7, 7, 1]
 NEW = 12
@@ -328,6 +329,19 @@ def test_all_questions_are_checked_first(session, nothing_runs):
         session.ask([[1, 2], 5])
 
 
+class BrokenOff:
+    """A program that is broken off before it runs or after."""
+
+    def __init__(self, program: Program, after: bool, kind: type[BaseException]) -> None:
+        self.program, self.after, self.kind = program, after, kind
+        self.compiled, self.compile_seconds = program.compiled, 0.0
+
+    def __call__(self, *args: object) -> None:
+        if self.after:
+            self.program(*args)
+        raise self.kind
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
 def test_what_is_broken_off_leaves_nothing_behind(letters, monkeypatch, kind):
     """Whatever program breaks off, the next call does as if nothing had been."""
@@ -337,14 +351,7 @@ def test_what_is_broken_off_leaves_nothing_behind(letters, monkeypatch, kind):
     held = len(jax.live_arrays())
     for program, name in ((decoding.prefill, "prefill"), (decoding.decode, "decode")):
         for after in (False, True):
-
-            def broken(*args: object, program=program, after=after) -> None:
-                if after:
-                    program(*args)
-                raise kind
-
-            broken.compiled, broken.compile_seconds = program.compiled, 0.0
-            monkeypatch.setattr(decoding, name, broken)
+            monkeypatch.setattr(decoding, name, BrokenOff(program, after, kind))
             with pytest.raises(kind):
                 call()
             monkeypatch.setattr(decoding, name, program)
