@@ -20,7 +20,8 @@ from .errors import CheckpointError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
-_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 """How SentencePiece vocabularies spell a token that is one byte of a character."""
 
 _CONTEXT = 8
@@ -99,18 +100,7 @@ class Tokenizer:
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False.
-
-        Raises:
-            ValueError: the text has a lone surrogate, which no encoding has.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}, which is no character; "
-                'repair it, for example by text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
-            ) from None
+        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False."""
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:

@@ -74,11 +74,13 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
 
 
 def check_message(message: Any) -> None:
-    """Raise `ValueError` unless a chat message says who speaks, and what."""
+    """Raise `ValueError` unless a chat message says who speaks, and what, in text that can be encoded."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f'a chat message is {shown(message)}; give {{"role": ..., "content": ...}}, the role as text')
     content = message.get("content")
-    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+    if isinstance(content, str):
+        _check_text(content)
+    elif content is not None or not message.get("tool_calls"):
         raise ValueError(
             f'the content of a chat message is {shown(content)}; give {{"role": ..., "content": ...}}, the content as text'
         )
@@ -132,6 +134,7 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list
             check_message(message)
         ids = params.tokenizer.chat(prompt)
     else:
+        _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)
     if not ids:
         raise ValueError(f"a {'question' if follows else 'prompt'} is empty; give at least one token")
@@ -139,3 +142,13 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list
     if bad is not None:
         raise ValueError(f"token id {bad} is outside this model's vocabulary of {params.config.vocab_size}")
     return ids
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}, which is no character; "
+            'repair it, for example by text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
+        ) from None
