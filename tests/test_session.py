@@ -1,7 +1,9 @@
 """Sessions against the same tokens read one by one, forks that do not disturb each other, and chats turn by turn."""
 
+import contextlib
 import itertools
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -176,6 +178,58 @@ def test_a_turn_that_is_broken_off(tiny, monkeypatch, call, when, kind):
     assert want[written:] == (rest.tokens if rest else [])
     assert (talk.tokens, talk.room) == (whole.tokens, whole.room)
     assert talk.generate(SECOND, 6, ignore_eos=True) == whole.generate(SECOND, 6, ignore_eos=True)
+
+
+@contextlib.contextmanager
+def broken_off_at_line(number):
+    """Ctrl-C as the session's code comes to its nth line."""
+    lines, usual = itertools.count(1), sys.gettrace()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != session.__file__:
+            return None
+        if event == "line" and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(usual)
+
+
+def test_a_turn_that_is_broken_off_at_any_line(tiny, monkeypatch):
+    monkeypatch.setattr(session, "PIECE", 6)
+    monkeypatch.setattr(decoding, "CHUNK", 4)
+    opening = begin(tiny, POLICY)
+    whole = opening.fork()
+    want = whole.generate(FIRST, 6, ignore_eos=True).tokens
+    over = lines = 0
+    for lines in itertools.count(1, 2):
+        talk = opening.fork()
+        try:
+            with broken_off_at_line(lines):
+                talk.generate(FIRST, 6, ignore_eos=True)
+            break
+        except KeyboardInterrupt:
+            pass
+        done = len(talk.tokens) - len(PROMPT)
+        if talk._over:
+            over += 1
+            assert talk.room == 0
+            continue
+        assert talk.tokens == (PROMPT + FIRST + want)[: len(talk.tokens)]
+        assert done == 0 or done >= len(FIRST)
+        assert talk.room == ROOM - done
+        if done == 0:
+            talk.read(FIRST)
+        left = ROOM - len(FIRST) - 6
+        if talk.room > left:
+            talk.generate(max_new_tokens=talk.room - left, ignore_eos=True)
+        assert talk.tokens == whole.tokens
+    assert lines > 60
+    assert over < lines / 4  # where the new cache is not yet in place, which a real Ctrl-C waits for
 
 
 def test_a_second_interrupt_does_not_wait():
