@@ -24,6 +24,10 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """How SentencePiece vocabularies spell a token that is one byte of a character."""
 
+_CONTEXT = 8
+"""Tokens before a text that it is decoded together with. A token's text depends on whether it is the first (which may lose a
+space), on the bytes of a character before it (three at most, so three tokens), and in a row of byte tokens on the whole row."""
+
 
 class Tokenizer:
     """Text to token ids and back.
@@ -124,9 +128,44 @@ class Tokenizer:
             )
         return chat.render(self.chat_template, messages, self.special, add_generation_prompt)
 
-    def stream_decoder(self, *, skip_special: bool = True) -> "StreamDecoder":
-        """A decoder that takes ids one at a time."""
-        return StreamDecoder(self, skip_special)
+    def decode_after(self, given: Sequence[int], ids: Sequence[int]) -> str:
+        """Text of ids that follow `given` ones: what they add to the text of the given ones.
+
+        Where they change that text, since it ends inside a character, the text of the ids alone. Of the given ids only the last
+        few are decoded.
+        """
+        context = self._context(given)
+        before, both = self.decode(context), self.decode([*context, *ids])
+        return both[len(before) :] if both.startswith(before) else self.decode(ids)
+
+    def stream_decoder(self, given: Sequence[int] = ()) -> "StreamDecoder":
+        """A decoder that takes ids one at a time, which follow those that are `given`."""
+        return StreamDecoder(self, self._context(given))
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` leaves an id out: of a special token, or of none."""
+        return token in self._special_ids or self.backend.id_to_token(token) is None
+
+    def is_byte(self, token: int) -> bool:
+        """Whether an id stands for one byte, which is decoded together with all such before it and behind it."""
+        return _BYTE.fullmatch(self.backend.id_to_token(token) or "") is not None
+
+    def _context(self, given: Sequence[int]) -> list[int]:
+        """The last of the given ids, as many as the text of what follows depends on."""
+        context, in_row = [], True
+        for token in reversed(given):
+            if self.is_silent(token):
+                continue
+            context.append(token)
+            in_row = in_row and self.is_byte(token)
+            if len(context) >= _CONTEXT and not in_row:
+                break
+        return context[::-1]
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token for token, text in added.items() if text.special)
 
     @functools.cached_property
     def _digest(self) -> bytes:
@@ -146,40 +185,55 @@ class Tokenizer:
 class StreamDecoder:
     """Text of a growing sequence, piece by piece; a character is given only once all its bytes are there.
 
-    The pieces joined are what `Tokenizer.decode` gives for the whole sequence.
+    The pieces joined, and `pending` at the end, are what `Tokenizer.decode_after` gives for the whole sequence. Each id costs what
+    decoding a few does (and of a row of byte tokens, the row), however many came before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        added = tokenizer.backend.get_added_tokens_decoder() if skip_special else {}
-        self._skipped = {token for token, text in added.items() if text.special}
-        self._decode = functools.partial(tokenizer.decode, skip_special=skip_special)
-        self._piece = tokenizer.backend.id_to_token
-        self._ids: list[int] = []
-        self._context = 0
-        self._given = 0
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context)
+        self._before = self._text = tokenizer.decode(context)
+        self._shown = len(self._text)
+        # Whether the first new ids complete a character that was begun before them: then they are decoded alone.
+        self._unsure: list[int] | None = []
 
     def push(self, token: int) -> str:
         """Take one id; the text that became certain, often empty."""
         token = int(token)
-        if token in self._skipped:
+        if self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
-        # Bytes in a row are decoded together, and the next one may still make all of them invalid.
-        return "" if _BYTE.fullmatch(self._piece(token) or "") else self._advance(final=False)
-
-    def flush(self) -> str:
-        """The rest at the end of the sequence: bytes that never became a character come as U+FFFD."""
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> str:
-        # Decoding starts at ids already given, since what a token looks like (a leading space, a byte) depends on those
-        # before it, but not on all of them: the cost stays constant as the sequence grows.
-        before = self._decode(self._ids[self._context : self._given])
-        text = self._decode(self._ids[self._context :])
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+        if self._unsure is not None:
+            self._unsure.append(token)
+        if self._tokenizer.is_byte(token):  # the next one may still make all bytes of a row invalid
+            self._text = None
             return ""
-        self._context, self._given = self._given, len(self._ids)
-        return text[len(before) :]
+        self._text = self._tokenizer.decode(self._ids)
+        if self._unsure is not None:
+            self._decide(self._unsure)
+        end = len(self._text) - self._text.endswith("\ufffd")
+        new = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if len(self._ids) > 2 * _CONTEXT and self._unsure is None:
+            held = len(self._text) - self._shown
+            self._ids = self._ids[-_CONTEXT:]
+            self._text = self._tokenizer.decode(self._ids)
+            self._shown = len(self._text) - held
+        return new
+
+    def pending(self) -> str:
+        """What `push` has held back: the rest, if the sequence ends here; bytes that are no character come as U+FFFD."""
+        text = self._tokenizer.decode(self._ids) if self._text is None else self._text
+        if self._unsure is not None and not text.startswith(self._before):
+            return self._tokenizer.decode(self._unsure)
+        return text[self._shown :]
+
+    def _decide(self, new: list[int]) -> None:
+        assert self._text is not None
+        if not self._text.startswith(self._before):
+            self._ids, self._text, self._shown, self._unsure = new, self._tokenizer.decode(new), 0, None
+        elif len(self._text) > len(self._before):
+            self._unsure = None
 
 
 def _json(path: Path) -> dict[str, Any]:

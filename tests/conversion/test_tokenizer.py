@@ -1,4 +1,4 @@
-"""Tokenizers: encoding, streaming, chat templates, and those rebuilt from GGUF metadata."""
+"""Tokenizers: encoding, chat templates, and those rebuilt from GGUF metadata."""
 
 import copy
 import json
@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import pytest
 from checkpoints import TEMPLATE, byte_tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvjax.conversion import CheckpointError, Tokenizer
 from kvjax.conversion.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
@@ -281,38 +279,6 @@ def test_contradictory_gguf_tokenizers() -> None:
         CheckpointError, match=r"m.gguf: tokenizer.ggml.scores needs one score for each of the 265 tokens"
     ):
         byte_level("smollm", model="llama", scores=[0.0])
-
-
-@pytest.mark.parametrize("make", [small, sentencepiece])
-def test_streaming_gives_the_whole_text(make: Any) -> None:
-    tokenizer = make()
-
-    @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
-    def any_ids(ids: list[int]) -> None:
-        stream = tokenizer.stream_decoder()
-        assert "".join(stream.push(i) for i in ids) + stream.flush() == tokenizer.decode(ids)
-
-    @given(st.text(max_size=12))
-    def any_text(text: str) -> None:
-        stream = tokenizer.stream_decoder()
-        pieces = [stream.push(i) for i in tokenizer.encode(text)]
-        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces), "no character is ever split"
-        assert "".join(pieces) + stream.flush() == tokenizer.decode(tokenizer.encode(text))
-
-    any_ids()
-    any_text()
-
-
-def test_streaming_is_prompt() -> None:
-    tokenizer = small()
-    stream = tokenizer.stream_decoder()
-    assert [stream.push(i) for i in tokenizer.encode("a é!")] == ["a", " ", "", "é", "!"]
-
-
-def test_streaming_special_tokens() -> None:
-    tokenizer = small()
-    stream = tokenizer.stream_decoder(skip_special=False)
-    assert "".join(stream.push(i) for i in (0, 260, 1)) == "<s>hell</s>"
 
 
 def test_default_model_splits_every_digit(smollm2: Params) -> None:
