@@ -7,6 +7,13 @@ import beartype
 import beartype.roar
 import jaxtyping
 
+_TAKE_ANYTHING = (
+    "kvjax.conversion.state_dict",
+    "kvjax.conversion.writing",
+    "kvjax.generation",
+    "kvjax.policies.registry",
+)
+
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have beartype check the arguments and the result of `function`.
@@ -15,7 +22,7 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     as leaves; functions whose annotations have no run-time check (`typing.Self`, a plain `typing.Protocol`); and
     modules that take whatever users pass and are tested for the errors they answer with.
     """
-    if function.__name__ == "__init__" or function.__module__ in ("kvjax.generation", "kvjax.policies.registry"):
+    if function.__name__ == "__init__" or function.__module__ in _TAKE_ANYTHING:
         return function
     try:
         return beartype.beartype(function)
