@@ -65,11 +65,11 @@ def open_checkpoint(
 
     With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works.
     """
+    if revision is not None and (not _HUB_ID.fullmatch(str(source)) or Path(str(source)).exists()):
+        raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
     path = default_model.locate(progress) if _is_default(source) else Path(str(source))
     if not path.exists():
         files.recover(path)  # a run that was killed while it replaced this model
-    if revision is not None and (path.exists() or not _HUB_ID.fullmatch(str(source))):
-        raise ValueError(f"revision={revision!r} is for models on the hub, which {path} is not")
     if path.suffix in PICKLES:
         refuse_pickle(path)
     if path.is_dir():

@@ -27,7 +27,7 @@ def convert(
     """
     from kvjax.conversion import convert as write
 
-    write(source, destination, format=format, dtype=dtype, overwrite=overwrite)
+    write(source, destination, format=format, dtype=dtype, progress=True, overwrite=overwrite)
     console = errors()
     if console.is_terminal:
         console.print(f"wrote {destination}", soft_wrap=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_hf
 
-from kvjax.conversion import load
+from kvjax.conversion import default_model, load
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -196,8 +196,9 @@ def test_revisions_and_tokens_reach_the_hub(tmp_path: Path, hub: Hub) -> None:
         assert hub.revisions == {"v1.5", COMMIT}, "the revision, and the commit that it was found to be"
 
 
-def test_revisions_of_what_is_not_on_the_hub(tmp_path: Path) -> None:
+def test_revisions_of_what_is_not_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_hf(tmp_path / "here")
-    for source in (tmp_path / "here", None):
+    monkeypatch.setattr(default_model, "locate", None)  # nothing is fetched before
+    for source in (tmp_path / "here", "nowhere", None):
         with pytest.raises(ValueError, match=r"revision='v2' is for models on the hub, which .* is not"):
             load(source, revision="v2")
