@@ -1,4 +1,4 @@
-"""Pictures of what policies keep. Needs matplotlib: the `plot` extra."""
+"""Pictures of what policies keep. Needs matplotlib."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import files
+from kvjax.extras import optional
 from kvjax.generation import Stats
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
@@ -279,8 +280,4 @@ def _title(policy: Policy) -> str:
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib import colormaps, figure
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'kvjax[plot]'") from None
-    return figure, colormaps
+    return optional("matplotlib.figure", "a picture", "plot"), optional("matplotlib", "a picture", "plot").colormaps

@@ -51,9 +51,7 @@ def bench(
     case_seconds: Annotated[float, typer.Option(help="Most time for one row.")] = 600,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Draw figures into this folder. Needs the `plot` extra.", show_default=False
-        ),
+        typer.Option(metavar="FOLDER", help="Draw figures into this folder. Needs matplotlib.", show_default=False),
     ] = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:

@@ -31,7 +31,7 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the scores of heads too, where there are any: .png, .svg or .pdf. Needs the `plot` extra.",
+            help="Draw the scores of heads too, where there are any: .png, .svg or .pdf. Needs matplotlib.",
             show_default=False,
         ),
     ] = None,

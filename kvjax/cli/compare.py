@@ -43,9 +43,7 @@ def compare(
     shots: ShotsOption = 8,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw quality over memory and speed. Needs the `plot` extra.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Draw quality over memory and speed. Needs matplotlib.", show_default=False),
     ] = None,
     batch: BatchOption = 4,
     chat: ChatOption = None,

@@ -41,7 +41,7 @@ def draw(
 ) -> None:
     """Draw which tokens policies keep.
 
-    Each policy continues the prompt; the picture shows what its cache holds after every token. Needs the `plot` extra.
+    Each policy continues the prompt; the picture shows what its cache holds after every token. Needs matplotlib.
     """
     from kvjax.plots import kept_tokens, save
 

@@ -75,7 +75,7 @@ def evaluate(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw a needle task's map. Needs the `plot` extra.", show_default=False),
+        typer.Option(metavar="FILE", help="Draw a needle task's map. Needs matplotlib.", show_default=False),
     ] = None,
     batch: BatchOption = 4,
     chat: ChatOption = None,
