@@ -6,10 +6,12 @@ Where indexes are, and how to reach them, is said to pip in its configuration fi
 
 import configparser
 import os
+import re
 import ssl
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import platformdirs
 
@@ -44,7 +46,7 @@ def download(requirement: str, folder: Path, progress: bool | None = None) -> Pa
         ) as client:
             index = [] if _true(settings, "no-index") else settings.get("index-url", "").split()
             # Without sources of its own the finder takes the public index, as pip does.
-            finder = PackageFinder(client, index_urls=index, trusted_hosts=hosts)
+            finder = PackageFinder(cast(Any, client), index_urls=index, trusted_hosts=hosts)
             if _true(settings, "no-index"):
                 finder.sources.clear()
             else:
@@ -60,12 +62,13 @@ def download(requirement: str, folder: Path, progress: bool | None = None) -> Pa
                 raise CheckpointError(f"no package index has {requirement}")
             with Meter(f"Downloading {found.link.filename}", None, progress) as meter:
                 return finder.download(
-                    found.link, folder, download_reporter=lambda link, done, total: meter.reach(done, total)
+                    found.link, folder, download_reporter=lambda link, completed, total: meter.reach(completed, total)
                 )
     except CheckpointError:
         raise
     except Exception as error:  # the library and the HTTP client under it share no base class
-        raise CheckpointError(f"{requirement} cannot be downloaded ({error})") from error
+        said = re.sub(r"//[^/@\s]*@", "//", str(error))  # without passwords in addresses
+        raise CheckpointError(f"{requirement} cannot be downloaded ({said})") from None
 
 
 def pip_settings() -> Mapping[str, str]:

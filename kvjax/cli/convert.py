@@ -19,7 +19,7 @@ def convert(
         typer.Option(help="orbax loads fastest; safetensors also loads into transformers."),
     ] = "orbax",
     dtype: DTypeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it is a model.")] = False,
 ) -> None:
     """Write a model as Orbax or safetensors.
 

