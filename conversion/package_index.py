@@ -6,7 +6,6 @@ Where indexes are, and how to reach them, is said to pip in its configuration fi
 
 import configparser
 import os
-import re
 import ssl
 import sys
 from collections.abc import Mapping
@@ -67,8 +66,7 @@ def download(requirement: str, folder: Path, progress: bool | None = None) -> Pa
     except CheckpointError:
         raise
     except Exception as error:  # the library and the HTTP client under it share no base class
-        said = re.sub(r"//[^/@\s]*@", "//", str(error))  # without passwords in addresses
-        raise CheckpointError(f"{requirement} cannot be downloaded ({said})") from None
+        raise CheckpointError(f"{requirement} cannot be downloaded ({error})") from error
 
 
 def pip_settings() -> Mapping[str, str]:

