@@ -101,7 +101,10 @@ def recover(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def _scratch(place: Path) -> Iterator[Path]:
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, f"{place.parent} is not a folder", str(place)) from None
     recover(place)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=_ENDING, dir=place.parent))

@@ -65,6 +65,12 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names(path.parent) == ["result.json"]
 
 
+def test_nothing_can_be_made_in_a_file(tmp_path: Path) -> None:
+    files.write(tmp_path / "file", "a")
+    with pytest.raises(NotADirectoryError, match="file is not a folder"), files.directory(tmp_path / "file/model"):
+        pass
+
+
 def test_permissions_and_links_stay(tmp_path: Path) -> None:
     path, link = tmp_path / "result", tmp_path / "link"
     files.write(path, "a")
