@@ -49,3 +49,7 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
             for written in await super().serialize([value.read()], [info], [arg]):
                 await asyncio.to_thread(written.result)
         return []
+
+    def memory_size(self, values: Sequence[Any]) -> Sequence[tuple[int, int]]:
+        """Bytes written and read, which versions before 0.12 want for their log."""
+        return [(0, 0)] * len(values)
