@@ -7,7 +7,7 @@ the parameters one tensor at a time.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,11 @@ class Checkpoint:
             for name in held:
                 places[name] = (tensor, start, start := start + shapes[name][0])
         return places
+
+    @property
+    def parameters(self) -> Iterable[str]:
+        """Names of all parameters, in the order of the layout."""
+        return self._places
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
         """One parameter as a new host array, the caller's own."""

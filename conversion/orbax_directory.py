@@ -7,15 +7,16 @@
     tokenizer.json …       as in a Hugging Face directory
 """
 
+import contextlib
 import functools
 import json
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
 
 from kvjax.models.config import ModelConfig
@@ -33,9 +34,6 @@ VERSION = 1
 
 _HEADER = b"/.zarray"
 """Ending of the key under which the store keeps an array's shape, type and chunks."""
-
-_CHUNK_BYTES = 1 << 20
-"""Size of the pieces in which tensors are stored, and which reading holds a few of."""
 
 
 def open_orbax(path: Path) -> Checkpoint:
@@ -71,7 +69,7 @@ def open_orbax(path: Path) -> Checkpoint:
 def write_orbax(
     path: Path,
     config: ModelConfig,
-    parameters: Iterable[tuple[str, np.ndarray]],
+    parameters: Mapping[str, Callable[[], np.ndarray]],
     dtype: str,
     tokenizer: Tokenizer | None,
 ) -> None:
@@ -80,18 +78,34 @@ def write_orbax(
     Args:
         path: the directory.
         config: the model.
-        parameters: host arrays by parameter name.
+        parameters: by name, what makes the host array; called one after another, so that one array is held at a time.
         dtype: name of their type.
         tokenizer: written beside them.
     """
-    held = dict(parameters)
-    chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in held}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)) as orbax:
-        orbax.save((path / "params").absolute(), args=ocp.args.PyTreeSave(held, save_args=chunks))
+    with _logging_as_it_was():
+        from . import orbax_streaming
+
+        orbax_streaming.save(path / "params", parameters)
     if tokenizer is not None:
         tokenizer.save(path)
     header = {"version": VERSION, "dtype": dtype, "config": config_to_json(config)}
     (path / MARK).write_text(json.dumps(header, indent=2), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _logging_as_it_was() -> Iterator[None]:
+    """Undo what Orbax does to the program's logging: its messages, of absl, give the root logger a handler when it has none."""
+    loggers = [
+        logging.root,
+        *(logging.getLogger(name) for name in ("absl",) if name in logging.root.manager.loggerDict),
+    ]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
 
 
 def _store(directory: Path, prefix: str = "") -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Pictures of what policies keep. Needs matplotlib: the `plot` extra."""
+"""Pictures of what policies keep. Needs matplotlib."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
+from kvjax import files
+from kvjax.extras import optional
 from kvjax.generation import Stats
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
@@ -261,14 +264,20 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
+def save(figure: "Figure", path: str | Path) -> None:
+    """Write a picture, whole or not at all, in the format that the name ends in: .png, .svg or .pdf; without an ending, PNG.
+
+    Raises:
+        ValueError: another format, which matplotlib does not know either.
+    """
+    with files.writing(path) as stream:
+        figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)
+
+
 def _title(policy: Policy) -> str:
     budget: Any = getattr(policy, "budget", None)
     return policy.name if budget is None else f"{policy.name}, budget {budget}"
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib import colormaps, figure
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'kvjax[plot]'") from None
-    return figure, colormaps
+    return optional("matplotlib.figure", "a picture", "plot"), optional("matplotlib", "a picture", "plot").colormaps

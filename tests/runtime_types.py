@@ -9,6 +9,8 @@ import jaxtyping
 
 UNCHECKED = {
     "kvjax.compiling",
+    "kvjax.conversion.state_dict",
+    "kvjax.conversion.writing",
     "kvjax.generation",
     "kvjax.policies.registry",
     "kvjax.prompts",

@@ -47,8 +47,9 @@ def test_no_policy() -> None:
 
 
 def test_without_matplotlib(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'kvjax\[plot\]'"):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"a picture needs matplotlib: pip install 'matplotlib>="):
         plots.kept_tokens(tiny, PROMPT, [Full()], STEPS)
 
 

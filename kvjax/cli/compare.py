@@ -43,9 +43,7 @@ def compare(
     shots: ShotsOption = 8,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw quality over memory and speed. Needs the `plot` extra.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Draw quality over memory and speed. Needs matplotlib.", show_default=False),
     ] = None,
     batch: BatchOption = 4,
     chat: ChatOption = None,
@@ -86,10 +84,10 @@ def compare(
     if plot is not None:
         import json
 
-        from kvjax.plots import tradeoff
+        from kvjax.plots import save, tradeoff
 
         rows = json.loads((out / "table.json").read_text(encoding="utf-8"))["rows"]
-        tradeoff(rows).savefig(plot, dpi=150)
+        save(tradeoff(rows), plot)
     if as_json:
         console.print_json([cell.row() for cell in cells])
         return

@@ -15,12 +15,12 @@ import numpy as np
 
 from kvjax.cache import bucket
 from kvjax.conversion import load
+from kvjax.extras import optional
 from kvjax.generation import generate
 from kvjax.models import Params, transformer
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.program import Program
 
-from .extras import optional
 from .following import following
 
 _token_logprobs = Program(transformer.token_logprobs, static=0)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from kvjax._version import __version__
+from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.policies.profile import fingerprint
 
@@ -40,14 +41,6 @@ def model_fingerprint(params: Params) -> str:
         values = np.asarray(flat[:: max(1, flat.size // _SAMPLED)])
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode() + values.tobytes())
     return f"{fingerprint(params.config)} {params.dtype.name} {digest.hexdigest()[:16]}"
-
-
-def write(path: Path, content: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)
 
 
 class ResultFile:

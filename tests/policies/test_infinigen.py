@@ -123,11 +123,12 @@ def test_profiles_that_do_not_fit(tmp_path):
         PolicyError, match=f"{fingerprint(TINY)}, but .* {fingerprint(other)}; .*kvjax calibrate infinigen"
     ):
         InfiniGen(profile=PROFILE).bind(other)
-    with pytest.raises(PolicyError, match=r"2 layers of \[512\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
+    with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
         InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
     file = tmp_path / "skew.json"
     for damage, says in (
-        ((PROFILE.matrices[0], "not base64"), "one base64 text a layer"),
+        ((PROFILE.matrices[0], "not base85"), "one base85 text a layer"),
+        (('"version": 2', '"version": 1'), "skew profile of version 1, but this kvjax reads 2; make one with"),
         (('"matrices"', '"scores"'), "is not a skew profile: it has"),
     ):
         PROFILE.save(file)
