@@ -19,7 +19,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, abstract, name_of
 
-from .errors import CheckpointError, listed
+from .errors import CheckpointError, listed, told
 from .layout import Layout
 from .progress import Meter
 
@@ -123,7 +123,7 @@ class Checkpoint:
         except CheckpointError:
             raise
         except (ValueError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {tensor} cannot be read ({error})") from error
+            raise CheckpointError(f"{stored.file}: tensor {tensor} cannot be read ({told(error)})") from error
         return out
 
     def read_all(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:

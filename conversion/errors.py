@@ -16,6 +16,12 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def told(error: BaseException) -> str:
+    """What a library says of a file, in one short line."""
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 300 else f"{line[:300]}…"
+
+
 def shortened(value: Any) -> str:
     """A value for an error message, however large or deeply nested it is."""
     return _REPR.repr(value)

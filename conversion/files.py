@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, listed
+from .errors import CheckpointError, listed, told
 
 _MOST_BYTES = 1 << 26
 """Of a text file; the largest tokenizers known take half of it."""
@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
             raise CheckpointError(f"{path}: {size} bytes, at most {_MOST_BYTES} were expected of such a file")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not valid UTF-8 ({error})") from error
+        raise CheckpointError(f"{path}: not valid UTF-8 ({told(error)})") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and nesting without end
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+        raise CheckpointError(f"{path}: not valid JSON ({told(error)})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: a JSON object was expected, got {type(value).__name__}")
     return value

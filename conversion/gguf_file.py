@@ -15,7 +15,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
 
 from .checkpoint import Checkpoint, StoredTensor
-from .errors import CheckpointError, shortened
+from .errors import CheckpointError, shortened, told
 from .files import present
 from .gguf_tokenizer import read_tokenizer
 from .hf_config import FAMILIES
@@ -56,7 +56,7 @@ def open_gguf(path: Path) -> Checkpoint:
             reader = _Reader(path)
             metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, LookupError, ArithmeticError, MemoryError, RecursionError, TypeError, OSError) as error:
-        raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({error})") from error
+        raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({told(error)})") from error
     if reader.byte_order == "S":
         raise CheckpointError(f"{path}: written in the other byte order, which is not supported")
     held = {tensor.name: tensor for tensor in reader.tensors}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from kvjax.models.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor
-from .errors import CheckpointError, listed
+from .errors import CheckpointError, listed, told
 from .files import present, read_json, unique
 from .hf_config import from_hf
 from .layout import hf_layout
@@ -141,7 +141,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length), object_pairs_hook=unique)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from error
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({told(error)})") from error
     header.pop("__metadata__", None)
     return {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
 

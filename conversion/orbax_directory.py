@@ -23,7 +23,7 @@ from kvjax.models.config import ModelConfig
 
 from .checkpoint import Checkpoint, StoredTensor, parameter_shapes
 from .config_json import Header, config_from_json, config_to_json
-from .errors import CheckpointError
+from .errors import CheckpointError, told
 from .files import present, read_json
 from .schema import Size, Strict, checked
 from .tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def open_orbax(path: Path) -> Checkpoint:
             raise ValueError("it holds no arrays")
         tensors = {key.removesuffix(_HEADER).decode(): header for key, header in headers.items()}
     except (ValueError, OSError, KeyError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({_first_line(error)})") from error
+        raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({told(error)})") from error
     return Checkpoint(
         source=path,
         format="orbax",
@@ -132,10 +132,6 @@ def _stored(directory: Path, name: str, header: Any) -> StoredTensor:
             # Straight into place, chunk by chunk.
             tensorstore.array(out).write(rows).result()
         except (ValueError, OSError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({_first_line(error)})") from error
+            raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({told(error)})") from error
 
     return StoredTensor(shape, dtype.name, math.prod(shape) * dtype.itemsize, directory, read)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

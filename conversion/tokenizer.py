@@ -18,12 +18,14 @@ import tokenizers
 from pydantic import BeforeValidator
 
 from . import chat
-from .errors import CheckpointError, shortened
+from .errors import CheckpointError, shortened, told
 from .files import present, read_json, read_text
 from .schema import Strict, checked
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
+_MOST_TOKENS = 1 << 22
+"""Sixteen times the largest vocabularies."""
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """How SentencePiece vocabularies spell a token that is one byte of a character."""
@@ -94,15 +96,22 @@ class Tokenizer:
         return made.within(vocab_size, file)
 
     def within(self, vocab_size: int | None, source: Path) -> Self:
-        """Itself; with a warning if it has tokens that a model of so many does not know."""
-        if vocab_size is None:
-            return self
+        """Itself; with a warning if it has tokens that a model of so many does not know.
+
+        Raises:
+            CheckpointError: an id so large that the library would fill memory with those that are missing.
+        """
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        if beyond := sorted((token, text) for text, token in vocabulary.items() if token >= vocab_size):
-            token, text = beyond[0]
+        text, token = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+        if token >= _MOST_TOKENS:
+            raise CheckpointError(
+                f"{source}: token {shortened(text)} has id {token}; it should be below {_MOST_TOKENS}"
+            )
+        if vocab_size is not None and token >= vocab_size:
+            beyond = sorted((token, text) for text, token in vocabulary.items() if token >= vocab_size)
             warnings.warn(
                 f"{source}: {len(beyond)} tokens are beyond the model's vocabulary of {vocab_size}, the first of them "
-                f"{shortened(text)} with id {token}; prompts that hold them are refused",
+                f"{shortened(beyond[0][1])} with id {beyond[0][0]}; prompts that hold them are refused",
                 stacklevel=2,
             )
         return self
@@ -117,8 +126,13 @@ class Tokenizer:
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False."""
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False.
+
+        Raises:
+            ValueError: the text is none (it holds half of a surrogate pair), or the vocabulary has no token for it.
+        """
+        with library_errors("the tokenizer cannot encode this text", ValueError):
+            return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids, without special tokens unless `skip_special` is False."""
@@ -204,8 +218,8 @@ class StreamDecoder:
 
 
 @contextlib.contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Errors of the `tokenizers` library, which raises bare `Exception` and panics, as `CheckpointError`."""
+def library_errors(what: str, kind: type[ValueError] = CheckpointError) -> Iterator[None]:
+    """Errors of the `tokenizers` library, which raises bare `Exception` and panics, as errors of a kind."""
     try:
         yield
     except CheckpointError:
@@ -213,7 +227,7 @@ def library_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise CheckpointError(f"{what} ({error})") from error
+        raise kind(f"{what} ({told(error)})") from error
 
 
 def _text(token: Any) -> Any:
