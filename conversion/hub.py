@@ -10,7 +10,7 @@ from huggingface_hub.utils import tqdm as hub_bar
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError
-from .huggingface import FLOAT_OF, INDEX, checkpoint_of, open_directory, read_config, read_json
+from .huggingface import FLOAT_OF, INDEX, checkpoint_of, open_directory, read_config, shard_names
 from .progress import watched
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -72,7 +72,7 @@ def open_headers(
     path = _download(repo_id, [*COMPANIONS, INDEX], revision, token, progress)
     names = ["model.safetensors"]
     if (path / INDEX).exists():
-        names = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+        names = shard_names(path / INDEX)
     if all((path / name).exists() for name in names):
         return open_directory(path)
     tensors: dict[str, StoredTensor] = {}

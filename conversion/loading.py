@@ -13,6 +13,7 @@ from kvjax.models.params import Params
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble
 from .errors import CheckpointError
+from .files import present
 from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
@@ -72,9 +73,16 @@ def open_checkpoint(
         files.recover(path)  # a run that was killed while it replaced this model
     if path.suffix in PICKLES:
         refuse_pickle(path)
+    try:
+        return _open(path, source, progress, headers_only)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: Path, source: str | Path | None, progress: bool | None, headers_only: bool) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
-    if path.is_file():
+    if present(path):
         if path.suffix == ".safetensors":
             raise CheckpointError(
                 f"{path}: a safetensors file says nothing of the model; give the directory it lies in"
@@ -110,10 +118,10 @@ def _is_default(source: str | Path | None) -> bool:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    if (path / MARK).exists():
+    if present(path / MARK):
         return open_orbax(path)
     quantised = sorted(path.glob("*.gguf"))
-    if len(quantised) == 1 and not (path / "config.json").exists():
+    if len(quantised) == 1 and not present(path / "config.json"):
         return open_gguf(quantised[0])
     return open_directory(path)
 

@@ -36,7 +36,7 @@ def from_state_dict(
             format="safetensors",
             config=config,
             tensors={name: _held(array) for name, array in tensors.items()},
-            layout=hf_layout(config),
+            layout_of=hf_layout,
             ignored=ignored(config),
             tokenizer=lambda: tokenizer,
         ),

@@ -4,22 +4,28 @@ It travels as a static field of `Params`, so it takes part in the keys of compil
 content are equal and hash alike.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import tokenizers
+from pydantic import BeforeValidator
 
 from . import chat
-from .errors import CheckpointError
+from .errors import CheckpointError, shortened, told
+from .files import present, read_json, read_text
+from .schema import Strict, checked
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
+_MOST_TOKENS = 1 << 22
+"""Sixteen times the largest vocabularies."""
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """How SentencePiece vocabularies spell a token that is one byte of a character."""
@@ -61,34 +67,58 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def from_directory(cls, path: Path, *, eos: Sequence[int] = (), bos: int | None = None) -> Self | None:
+    def from_directory(
+        cls, path: Path, *, eos: Sequence[int] = (), bos: int | None = None, vocab_size: int | None = None
+    ) -> Self | None:
         """Read `tokenizer.json` and its companions; None if the directory has none.
+
+        `vocab_size` is how many tokens the model knows; it warns of more.
 
         Raises:
             CheckpointError: one of the files is damaged.
         """
         file = path / "tokenizer.json"
-        if not file.exists():
-            if (path / "tokenizer.model").exists():
+        if not present(file):
+            if present(path / "tokenizer.model"):
                 warnings.warn(
                     f"{path}: tokenizer.model alone is not read, so the model is loaded without a tokenizer; prompts given "
                     "as token ids work, and saving the tokenizer with transformers writes the tokenizer.json that is missing",
                     stacklevel=2,
                 )
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
-        backend.no_truncation()
-        backend.no_padding()
-        config = _json(path / "tokenizer_config.json")
-        special = {name: _text(config[name]) for name in _SPECIAL if config.get(name) is not None}
+        with library_errors(f"{file}: not a tokenizer"):
+            backend = tokenizers.Tokenizer.from_str(read_text(file))
+            backend.no_truncation()
+            backend.no_padding()
+        config = _read(path / "tokenizer_config.json")
+        special = {name: text for name in _SPECIAL if (text := getattr(config, name)) is not None}
         if not eos and "eos_token" in special:
             eos = _known(backend, special["eos_token"])
         if bos is None and "bos_token" in special:
             bos = next(iter(_known(backend, special["bos_token"])), None)
-        return cls(backend, eos=eos, bos=bos, chat_template=_template(path, config), special=special)
+        made = cls(backend, eos=eos, bos=bos, chat_template=_template(path, config), special=special)
+        return made.within(vocab_size, file)
+
+    def within(self, vocab_size: int | None, source: Path) -> Self:
+        """Itself; with a warning if it has tokens that a model of so many does not know.
+
+        Raises:
+            CheckpointError: an id so large that the library would fill memory with those that are missing.
+        """
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        text, token = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+        if token >= _MOST_TOKENS:
+            raise CheckpointError(
+                f"{source}: token {shortened(text)} has id {token}; it should be below {_MOST_TOKENS}"
+            )
+        if vocab_size is not None and token >= vocab_size:
+            beyond = sorted((token, text) for text, token in vocabulary.items() if token >= vocab_size)
+            warnings.warn(
+                f"{source}: {len(beyond)} tokens are beyond the model's vocabulary of {vocab_size}, the first of them "
+                f"{shortened(beyond[0][1])} with id {beyond[0][0]}; prompts that hold them are refused",
+                stacklevel=2,
+            )
+        return self
 
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
@@ -100,8 +130,13 @@ class Tokenizer:
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False."""
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False.
+
+        Raises:
+            ValueError: the text is none (it holds half of a surrogate pair), or the vocabulary has no token for it.
+        """
+        with library_errors("the tokenizer cannot encode this text", ValueError):
+            return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids, without special tokens unless `skip_special` is False."""
@@ -236,28 +271,64 @@ class StreamDecoder:
             self._unsure = None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+@contextlib.contextmanager
+def library_errors(what: str, kind: type[ValueError] = CheckpointError) -> Iterator[None]:
+    """Errors of the `tokenizers` library, which raises bare `Exception` and panics, as errors of a kind."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what} ({told(error)})") from error
 
 
-def _template(path: Path, config: Mapping[str, Any]) -> str | None:
+def _text(token: Any) -> Any:
+    return token["content"] if isinstance(token, Mapping) and "content" in token else token
+
+
+_Token = Annotated[str, BeforeValidator(_text)]
+"""A special token: its text, or an object with that as `content`."""
+
+
+class _Named(Strict):
+    name: str
+    template: str
+
+
+def _named(template: Any) -> Any:
+    return [{"name": "default", "template": template}] if isinstance(template, str) else template
+
+
+_Templates = Annotated[list[_Named], BeforeValidator(_named)]
+"""One template, or several by name."""
+
+
+class _Config(Strict):
+    """What is read of a `tokenizer_config.json` or `chat_template.json`."""
+
+    bos_token: _Token | None = None
+    eos_token: _Token | None = None
+    unk_token: _Token | None = None
+    pad_token: _Token | None = None
+    chat_template: _Templates | None = None
+
+    @property
+    def template(self) -> str | None:
+        return next((entry.template for entry in self.chat_template or () if entry.name == "default"), None)
+
+
+def _read(path: Path) -> _Config:
+    return checked(_Config, read_json(path), path) if present(path) else _Config()
+
+
+def _template(path: Path, config: _Config) -> str | None:
     """The chat template: a file of its own (newer checkpoints), or a field of the tokenizer's configuration."""
     file = path / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
-        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template
-
-
-def _text(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+    if present(file):
+        return read_text(file)
+    return config.template or _read(path / "chat_template.json").template
 
 
 def _known(backend: tokenizers.Tokenizer, token: str) -> tuple[int, ...]:

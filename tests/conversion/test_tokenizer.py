@@ -291,3 +291,17 @@ def test_default_model_splits_every_digit(smollm2: Params) -> None:
     assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.chat([{"role": "user", "content": "Hi"}])[0] == 1
+
+
+def test_ids_far_apart_are_refused(tmp_path: Path) -> None:
+    small().save(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["hell"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: token 'hell' has id 2147483648; it should be below"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_text_that_is_none() -> None:
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
+        small().encode("half of a pair: \ud83d")
