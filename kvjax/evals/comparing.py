@@ -3,11 +3,11 @@
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax import strict_json
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
 
@@ -149,7 +149,7 @@ def _write(out: Path, params: Params, cells: Sequence[Cell]) -> None:
     """The table so far, in all forms."""
     rows = [{"target": cell.target, **dataclasses.asdict(cell.outcome)} for cell in cells]
     content = {"header": header(model=model_fingerprint(params)), "rows": rows}
-    write(out / "table.json", json.dumps(content, indent=1, default=str) + "\n")
+    write(out / "table.json", strict_json.dumps(content, indent=1) + "\n")
     write(out / "table.md", markdown(cells))
     write(out / "table.csv", comma_separated(cells))
 

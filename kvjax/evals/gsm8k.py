@@ -1,12 +1,15 @@
 """GSM8K (Cobbe et al. 2021): word problems after solved examples; eight of them, or fifty (many-shot, ChunkKV section 4.1)."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, field_validator
+
+from kvjax import json_lines
 
 from .haystack import seeded
 from .task import Example, Format
@@ -49,7 +52,7 @@ class GSM8K:
         """One for each problem.
 
         Raises:
-            ValueError: a file is not of GSM8K's form, or has fewer solved examples than are asked for.
+            ValueError: a line of a file is not of GSM8K's form (JSON with a question, and an answer that ends in #### NUMBER), or it has fewer solved examples than are asked for.
         """
         solved = _read(self.examples_file)
         if self.shots > len(solved):
@@ -81,15 +84,18 @@ def _final(answer: str, extract: str) -> str | None:
     return re.sub(r"[$,]", "", numbers[-1]) if numbers else None
 
 
+class _Problem(BaseModel):
+    question: str
+    answer: str
+
+    @field_validator("answer")
+    @classmethod
+    def _has_a_result(cls, answer: str) -> str:
+        if _final(answer, "strict") is None:
+            raise ValueError("does not end in #### NUMBER")
+        return answer
+
+
 @cache
 def _read(file: str) -> list[tuple[str, str]]:
-    lines = [line for line in Path(file).read_text(encoding="utf-8").split("\n") if line.strip()]
-    try:
-        rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError):
-        rows = []
-    if not rows or any(_final(answer, "strict") is None for _, answer in rows):
-        raise ValueError(
-            f"{file}: not of GSM8K's form: lines of JSON with a question, and an answer that ends in #### NUMBER"
-        )
-    return rows
+    return [(row.question, row.answer) for row in json_lines.read(Path(file), _Problem)]

@@ -1,12 +1,14 @@
 """One number for one task and policy, with the bytes and the time it took: what comparisons are made of."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator, TypeAdapter
 
 from kvjax.cache import bucket
 from kvjax.models import Params
@@ -29,6 +31,7 @@ class Outcome:
     Attributes:
         task, policy: their names.
         metric: what `value` is: "score" (0 to 1), "perplexity", or "output error" of attention.
+        value: as measured; in files, where there is no NaN, that is null.
         higher_is_better: whether more of it is better.
         cache_bytes, full_cache_bytes: bytes held a row under the policy and by the full cache, on average.
         tokens_per_second: decoded, without compilation; None where nothing was timed.
@@ -41,7 +44,7 @@ class Outcome:
     task: str
     policy: str
     metric: str
-    value: float
+    value: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
     higher_is_better: bool
     cache_bytes: float
     full_cache_bytes: float
@@ -136,11 +139,19 @@ def _on_text(
         "model": model_fingerprint(params),
         "policy": {"name": policy.name, **described(policy)},
     }
-    results = ResultFile(out, header(**settings))
+    there: list[dict[str, Any]] = []
+
+    def wrong(row: dict[str, Any]) -> str | None:
+        there.append(row)
+        asked = {"task": name, "policy": policy.name}
+        other = [f"{field} {row[field]!r}, not {value!r}" for field, value in asked.items() if row[field] != value]
+        return other[0] if other else "the result is there twice" if len(there) > 1 else None
+
+    results = ResultFile(out, header(**settings), Outcome, wrong)
     if not results.rows:
         find = _perplexity if name == "perplexity" else _fidelity
         results.append([dataclasses.asdict(find(params, inputs, policy, out, progress))])
-    return Outcome(**results.rows[0])
+    return TypeAdapter(Outcome).validate_python(results.rows[0])
 
 
 def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None) -> Outcome:
