@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
+from kvjax import files
 from kvjax.generation import Stats
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
@@ -259,6 +261,16 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     return figure
+
+
+def save(figure: "Figure", path: str | Path) -> None:
+    """Write a picture, whole or not at all, in the format that the name ends in: .png, .svg or .pdf; without an ending, PNG.
+
+    Raises:
+        ValueError: another format, which matplotlib does not know either.
+    """
+    with files.writing(path) as stream:
+        figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)
 
 
 def _title(policy: Policy) -> str:

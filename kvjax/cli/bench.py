@@ -145,9 +145,10 @@ def print_row(row: dict[str, Any]) -> None:
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write the figures of what was measured, for each shape those that there is something to draw in."""
     from kvjax.bench.figures import by_batch, by_context
+    from kvjax.plots import save
 
     folder.mkdir(parents=True, exist_ok=True)
     for shape in dict.fromkeys(row["shape"] for row in rows):
         for name, figure in (("by-context", by_context), ("by-batch", by_batch)):
             with contextlib.suppress(ValueError):
-                figure([row for row in rows if row["shape"] == shape]).savefig(folder / f"{shape}-{name}.png", dpi=150)
+                save(figure([row for row in rows if row["shape"] == shape]), folder / f"{shape}-{name}.png")

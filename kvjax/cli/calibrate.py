@@ -77,8 +77,8 @@ def calibrate(
         profile = make_profile(params, method, files, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)
     if plot is not None and isinstance(profile, HeadProfile):
-        from kvjax.plots import head_map
+        from kvjax.plots import head_map, save
 
-        head_map(profile).savefig(plot, dpi=150)
+        save(head_map(profile), plot)
     if errors().is_terminal:
         errors().print(f"wrote {out}" + ("" if plot is None else f" and {plot}"), soft_wrap=True)

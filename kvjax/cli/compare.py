@@ -86,10 +86,10 @@ def compare(
     if plot is not None:
         import json
 
-        from kvjax.plots import tradeoff
+        from kvjax.plots import save, tradeoff
 
         rows = json.loads((out / "table.json").read_text(encoding="utf-8"))["rows"]
-        tradeoff(rows).savefig(plot, dpi=150)
+        save(tradeoff(rows), plot)
     if as_json:
         console.print_json([cell.row() for cell in cells])
         return

@@ -43,14 +43,14 @@ def draw(
 
     Each policy continues the prompt; the picture shows what its cache holds after every token. Needs the `plot` extra.
     """
-    from kvjax.plots import kept_tokens
+    from kvjax.plots import kept_tokens, save
 
     chosen = _read_policies(policies, budget, settings or ())
     text = read_prompt(prompt, prompt_file)
     params = read_model(model, dtype, compilation_cache)
     with waiting("Running " + ", ".join(policy.name for policy in chosen)):
         figure = kept_tokens(params, text, chosen, max_new_tokens)
-    figure.savefig(out, dpi=150)
+    save(figure, out)
     if errors().is_terminal:
         errors().print(f"wrote {out}", soft_wrap=True)
 

@@ -144,7 +144,7 @@ def _print(outcome: "Outcome") -> None:
 def _draw(out: Path, plot: Path, task: str) -> None:
     import json
 
-    from kvjax.plots import needle_map
+    from kvjax.plots import needle_map, save
 
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()[1:]]
-    needle_map(rows, task).savefig(plot, dpi=150)
+    save(needle_map(rows, task), plot)

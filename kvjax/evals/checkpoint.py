@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax import files
+
 
 class Checkpoint:
     """Caches, what has been measured so far, and how far the text has been read, in one `.npz` file.
@@ -62,11 +64,8 @@ class Checkpoint:
             f"leaf{i}": np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for i, leaf in enumerate(jax.device_get(jax.tree.leaves(caches)))
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with temporary.open("wb") as file:
+        with files.writing(self._path) as file:
             np.savez(file, run=np.asarray(self._run), position=position, scores=scores, **leaves)
-        temporary.replace(self._path)
         self._written = time.monotonic()
 
     def remove(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax import json_lines, strict_json
 from kvjax._version import __version__
+from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.policies.profile import fingerprint
 
@@ -42,14 +43,6 @@ def model_fingerprint(params: Params) -> str:
         values = np.asarray(flat[:: max(1, flat.size // _SAMPLED)])
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode() + values.tobytes())
     return f"{fingerprint(params.config)} {params.dtype.name} {digest.hexdigest()[:16]}"
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all; text as UTF-8."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
 
 
 class ResultFile:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from jaxtyping import Float
 
+from kvjax import files
 from kvjax.models.config import ModelConfig
 
 from .base import PolicyError
@@ -88,7 +89,7 @@ class Profile:
         for name in self.tables:
             rows = ",\n".join(f"    {json.dumps(row)}" for row in getattr(self, name))
             lines.append(f'  "{name}": [\n{rows}\n  ]')
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        files.write(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @dataclasses.dataclass(frozen=True)
