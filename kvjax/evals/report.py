@@ -54,7 +54,7 @@ class ResultFile:
     Args:
         path: the file; None keeps rows in memory alone.
         header: as `header` makes it. A file that is there must have been begun with the same settings and versions.
-        kind: what a row is: a pydantic model or a dataclass.
+        kind: what a row is: a pydantic model, a dataclass, or anything that pydantic has an adapter for.
         check: given each row that is there, in order, says what is wrong with it, or None.
 
     Attributes:
@@ -70,7 +70,7 @@ class ResultFile:
         self,
         path: Path | None,
         header: dict[str, Any],
-        kind: type[Any],
+        kind: Any = dict[str, Any],
         check: Callable[[dict[str, Any]], str | None] = lambda row: None,
     ) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class ResultFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(strict_json.dumps(row) + "\n" for row in rows)
 
-    def _resume(self, path: Path, kind: type[Any], check: Callable[[dict[str, Any]], str | None]) -> None:
+    def _resume(self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]) -> None:
         content = path.read_bytes()
         lines = json_lines.numbered(content)
         begun = _begun(path, lines[0][1] if lines else b"")
