@@ -10,9 +10,11 @@ import typer
 
 from . import console
 from .options import CompilationCacheOption, DType
+from .progress import bar
 
 if TYPE_CHECKING:
     from kvjax.bench.case import Case
+    from kvjax.bench.results import Row
 
 
 def bench(
@@ -73,15 +75,24 @@ def bench(
         "compilation_cache": compilation_cache,
     }
     command = [sys.executable, "-m", "kvjax.bench.worker", json.dumps(options)]
-    rows = run(
-        cases,
-        {"kvjax": command},
-        out,
-        devices=devices,
-        budget_seconds=budget_seconds,
-        case_seconds=case_seconds,
-        said=print_row,
-    )
+    done: list[Row] = []
+    with bar() as begin:
+        report = begin(f"Measuring {len(cases)} cases")
+
+        def said(row: "Row") -> None:
+            done.append(row)
+            print_row(row)
+            report(len(done), len(cases))
+
+        rows = run(
+            cases,
+            {"kvjax": command},
+            out,
+            devices=devices,
+            budget_seconds=budget_seconds,
+            case_seconds=case_seconds,
+            said=said,
+        )
     if plot is not None:
         draw(rows, plot)
 

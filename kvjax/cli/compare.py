@@ -71,6 +71,7 @@ def compare(
         raise ValueError(f"unknown task {unknown[0]!r}; there are {', '.join(task_names())}")
     params = read_model(model, dtype, compilation_cache)
     with bar() as begin:
+        begin("Making tasks")
         cells = comparing.compare(
             params,
             chosen,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import errors, waiting
+from .console import errors
 from .hyperparameters import read_policy, setting_name
 from .options import (
     BudgetOption,
@@ -20,6 +20,7 @@ from .options import (
     read_model,
     read_prompt,
 )
+from .progress import waiting
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy

@@ -23,6 +23,7 @@ from .options import (
     read_model,
     read_prompt,
 )
+from .progress import waiting
 
 if TYPE_CHECKING:
     from kvjax.generation import Generation
@@ -99,7 +100,7 @@ def _print_result(
 ) -> None:
     import kvjax
 
-    with console.waiting("Generating"):
+    with waiting("Generating"):
         result: Generation = kvjax.generate(params, request, **options)
     stats = result.stats
     console.print_json(
@@ -125,7 +126,7 @@ def _print_text(params: "Params", text: str, request: Any, options: dict[str, An
     pieces = _Pieces(kvjax.stream(params, request, **options))
     written = iter(pieces)
     # Both programs are compiled by the time of the second piece; a spinner must not draw into a line of text.
-    with console.waiting("Compiling"):
+    with waiting("Compiling"):
         opening = list(itertools.islice(written, 2))
     if console.on_terminal():
         console.output().print(
