@@ -32,7 +32,7 @@ def numbered(content: bytes) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
 
 
-def parsed(path: Path, number: int, line: bytes, kind: type[T]) -> T:
+def parsed(path: Path, number: int, line: bytes, kind: Any) -> Any:
     """One line as `kind`.
 
     Raises:

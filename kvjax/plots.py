@@ -273,6 +273,21 @@ def save(figure: "Figure", path: str | Path) -> None:
         figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)
 
 
+def check_format(path: str | Path) -> None:
+    """Raise what `save` would raise of a name, before anything is drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: matplotlib knows no format of that name.
+    """
+    figures, _ = _matplotlib()
+    known, ending = figures.Figure().canvas.get_supported_filetypes(), Path(path).suffix[1:]
+    if ending and ending.lower() not in known:
+        raise ValueError(
+            f"{path}: pictures cannot be written as {ending!r}; give a name that ends in .png, .svg or .pdf"
+        )
+
+
 def _title(policy: Policy) -> str:
     budget: Any = getattr(policy, "budget", None)
     return policy.name if budget is None else f"{policy.name}, budget {budget}"

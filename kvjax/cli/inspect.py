@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import console
+from . import checks, console
 from .options import DType, JsonOption
 from .progress import bar
 
@@ -34,9 +34,14 @@ def inspect(
         ),
     ] = None,
     prompt_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of prompt. [default: the trained window]", show_default=False)
+        int | None,
+        typer.Option(
+            min=0, max=checks.MOST, help="Tokens of prompt. [default: the trained window]", show_default=False
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Tokens to write.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=0, max=checks.MOST, help="Tokens to write.")
+    ] = 128,
     as_json: JsonOption = False,
 ) -> None:
     """Describe a model, and what its cache costs.

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvjax.texts import read_text
+
 if TYPE_CHECKING:
     from kvjax.models import Params
 
@@ -79,12 +81,12 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter(
                 "give the prompt as an argument or as a file, not both", param_hint="--prompt-file"
             )
-        try:
-            return file.read_text(encoding="utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        return read_text(file).removesuffix("\n")
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a text to continue, --prompt-file, or standard input", param_hint="PROMPT")
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input: not {error.encoding} text ({error.reason} at byte {error.start})") from None

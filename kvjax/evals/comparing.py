@@ -37,6 +37,7 @@ class Cell:
             "policy": found.policy,
             "target": self.target,
             "budget": found.settings.get("budget"),
+            "budget_applies": found.budget_applies,
             "bytes": round(found.cache_bytes),
             "share": found.cache_bytes / found.full_cache_bytes,
             found.metric: found.value,
@@ -84,8 +85,7 @@ def compare(
         shape = sizes(params, task, given, query_aware, chat)
         whole = held(Full(), params.config, *shape, params.dtype)
         for policy in policies:
-            has_budget = hasattr(policy, "budget")
-            for target in targets if has_budget else [None]:
+            for target in targets if hasattr(policy, "budget") else [None]:
                 fitted = policy
                 if target is not None:
                     fitted = matched(policy, round(target * whole), params.config, *shape, params.dtype)
@@ -123,7 +123,9 @@ def markdown(cells: Sequence[Cell]) -> str:
         lines += ["| --- |" + " ---: |" * len(targets)]
         for policy in dict.fromkeys(cell.outcome.policy for cell in mine):
             found = [entries.get((policy, target), entries.get((policy, None))) for target in targets]
-            lines += [f"| `{policy}` | " + " | ".join("" if cell is None else entry(cell) for cell in found) + " |"]
+            applies = any(cell.outcome.budget_applies for cell in found if cell is not None)
+            named = f"`{policy}`" + ("" if applies else " (no budget)")
+            lines += [f"| {named} | " + " | ".join("" if cell is None else entry(cell) for cell in found) + " |"]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

@@ -43,6 +43,11 @@ class GSM8K:
         if self.shots < 1 or (self.samples is not None and self.samples < 1):
             raise ValueError(f"shots={self.shots}, samples={self.samples}; give 1 or more (samples may be None)")
 
+    def check(self) -> None:
+        """Read the files, and raise what `examples` would."""
+        _read(self.file)
+        self._solved()
+
     @property
     def name(self) -> str:
         """gsm8k-SHOTS."""
@@ -54,10 +59,7 @@ class GSM8K:
         Raises:
             ValueError: a line of a file is not of GSM8K's form (JSON with a question, and an answer that ends in #### NUMBER), or it has fewer solved examples than are asked for.
         """
-        solved = _read(self.examples_file)
-        if self.shots > len(solved):
-            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
-        shown = seeded(self.name, self.seed).sample(solved, self.shots)
+        shown = seeded(self.name, self.seed).sample(self._solved(), self.shots)
         context = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shown)
         return [
             Example(
@@ -70,6 +72,12 @@ class GSM8K:
             )
             for question, answer in _read(self.file)[: self.samples]
         ]
+
+    def _solved(self) -> list[tuple[str, str]]:
+        solved = _read(self.examples_file)
+        if self.shots > len(solved):
+            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
+        return solved
 
     def score(self, answer: str, example: Example) -> float:
         """Whether the answer's number is the right one."""

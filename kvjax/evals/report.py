@@ -119,6 +119,17 @@ class ResultFile:
         self.header, self.rows = begun, rows
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result file that is complete.
+
+    Raises:
+        ValueError: it is no result file, or a line is not JSON.
+    """
+    (_, first), *rest = json_lines.numbered(path.read_bytes()) or [(1, b"")]
+    _begun(path, first)
+    return [json_lines.parsed(path, number, line, dict[str, Any]) for number, line in rest]
+
+
 def _begun(path: Path, line: bytes) -> dict[str, Any]:
     """The header of a result file, from its first line."""
     try:

@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
+from kvjax.nearest import hint
+
 from .base import Policy, PolicyError, check_budget
 
 P = TypeVar("P", bound=type[Policy])
@@ -77,5 +79,5 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
     for name in given:
         if name not in allowed:
             takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
-            raise PolicyError(f"policy {make.name!r} has no hyperparameter {name!r}; {takes}")
+            raise PolicyError(f"policy {make.name!r} has no hyperparameter {name!r}; {takes}.{hint(name, allowed)}")
     return make(**given)

@@ -123,3 +123,22 @@ def test_what_cannot_be_matched_runs_as_small_as_it_can(params):
     found = matched(ClusterKV(), held(Full(), *shape) // 4, *shape)
     assert held(found, *shape) > held(Full(), *shape) // 4
     assert matched(Full(), 1, *shape) == Full()
+
+
+def test_a_sweep_needs_no_special_case(kvjax_command, checkpoint, book, tmp_path):
+    """Of policies without a budget there is one result, which says that a budget does not apply; a second run goes on."""
+    out = tmp_path / "results"
+    arguments = ("eval", "perplexity", "--model", checkpoint, "--text", book, "--length", 40, "--out", out)
+    arguments += ("--policies", "FULL,kivi,streaming_llm", "--budgets", "0.5,16", "--set", "group=8", "--set", "residual=8")
+    found = run(kvjax_command, *arguments, "--json")
+    assert [(row["policy"], row["budget_applies"], row["settings"].get("budget")) for row in found] == [
+        ("full", False, None),
+        ("kivi", False, None),
+        ("streaming_llm", True, 0.5),
+        ("streaming_llm", True, 16),
+    ]
+    names = ["perplexity-full", "perplexity-kivi", "perplexity-streaming_llm-0.5", "perplexity-streaming_llm-16"]
+    assert sorted(file.stem for file in out.iterdir()) == names
+    table = kvjax_command(*arguments).stdout.split("\n")[:-1]
+    assert table[0].split() == ["Policy", "Budget", "perplexity", "Cache", "Of", "full", "Tokens/s"]
+    assert ["does not apply" in line for line in table[1:]] == [True, True, False, False]

@@ -53,6 +53,16 @@ class LongBench:
                 f"max_length={self.max_length}, samples={self.samples}; give 2 or more, and 1 or more or None"
             )
 
+    def check(self) -> None:
+        """Read the file, and raise what `examples` or the task's metric would.
+
+        Raises:
+            ValueError: as `examples`.
+            ImportError: a package that the metric needs is not installed.
+        """
+        self._rows()
+        metrics.check(tasks()[self.task]["metric"])
+
     @property
     def name(self) -> str:
         """longbench-TASK."""
