@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from kvjax import strict_json
+
 from . import checks, console
 from .hyperparameters import read_policies
 from .options import CompilationCacheOption, DTypeOption, JsonOption, ModelOption, read_model
@@ -45,7 +47,9 @@ def compare(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw quality over memory and speed. Needs the `plot` extra.", show_default=False
+            metavar="FILE",
+            help="Draw quality over memory and speed; of one budget, by policy. Needs the `plot` extra.",
+            show_default=False,
         ),
     ] = None,
     batch: BatchOption = 4,
@@ -56,8 +60,8 @@ def compare(
 ) -> None:
     """Compare policies that hold the same bytes.
 
-    Each policy's budget is chosen so that it holds that share of the full cache's bytes. The folder gets every answer, and the
-    table as Markdown, CSV and JSON.
+    Each policy's budget is chosen so that it holds that share of the full cache's bytes; the full cache is measured too, as the
+    reference. The folder gets every answer, and the table as Markdown, CSV and JSON.
     """
     names = checks.listed(tasks, "--tasks")
     chosen = read_policies(policies, None, (), "--policies")
@@ -90,12 +94,9 @@ def compare(
             report=begin,
         )
     if plot is not None:
-        import json
-
         from kvjax.plots import save, tradeoff
 
-        rows = json.loads((out / "table.json").read_text(encoding="utf-8"))["rows"]
-        save(tradeoff(rows), plot)
+        save(tradeoff(strict_json.loads((out / "table.json").read_bytes())["rows"]), plot)
     if as_json:
         console.print_json([cell.row() for cell in cells])
         return

@@ -8,6 +8,8 @@ import typer
 
 from kvjax.texts import read_text
 
+from .progress import unwatched
+
 if TYPE_CHECKING:
     from kvjax.models import Params
 
@@ -71,7 +73,8 @@ def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -
 
     if compilation_cache:
         keep_compiled_programs()
-    return load(source, dtype=dtype)
+    with unwatched("Loading the model"):
+        return load(source, dtype=dtype)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -59,6 +59,16 @@ def waiting(what: str) -> Iterator[None]:
         with console.errors().status(Text(what)):
             yield
         return
+    with unwatched(what):
+        yield
+
+
+@contextmanager
+def unwatched(what: str) -> Iterator[None]:
+    """Lines, but where there is no terminal alone: on one, what the block runs draws a bar of its own."""
+    if _watched():
+        yield
+        return
     with _lines() as begin:
         begin(what)
         yield

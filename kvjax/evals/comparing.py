@@ -63,6 +63,7 @@ def compare(
 
     For each task and target the policy's budget is the largest at which it holds no more than that share of the full cache's
     bytes, for the longest prompt. Policies without a budget run once; one that holds more whatever its budget says so in its row.
+    The full cache is the reference: it comes first where `policies` does not have it.
 
     Args:
         targets: shares of the full cache's bytes, above 0 and up to 1.
@@ -79,6 +80,8 @@ def compare(
         raise ValueError(
             f"targets={list(targets)}; give shares of the full cache's bytes above 0, up to 1, and tasks and policies"
         )
+    if Full() not in policies:
+        policies = [Full(), *policies]
     cells: list[Cell] = []
     for task in tasks:
         given = inputs[task] if isinstance(inputs, Mapping) else inputs
