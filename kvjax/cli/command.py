@@ -11,8 +11,9 @@ import typer
 import typer.core
 
 from . import console
+from .interruption import INTERRUPTED, start_jax
 
-FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 
 _UsageError = typer.BadParameter.__bases__[0]
 """Click's, by way of typer: which click that is depends on typer's version."""
@@ -49,6 +50,7 @@ class Command(typer.core.TyperCommand):
 
     def _told(self, ctx: Any) -> Any:
         try:
+            start_jax()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result

@@ -8,6 +8,7 @@ import typer
 
 from kvjax.texts import read_text
 
+from .interruption import start_jax
 from .progress import unwatched
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -
     from kvjax.compilation_cache import keep_compiled_programs
     from kvjax.conversion import load
 
+    start_jax(devices=True)
     if compilation_cache:
         keep_compiled_programs()
     with unwatched("Loading the model"):
