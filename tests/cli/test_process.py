@@ -119,9 +119,9 @@ def test_ctrl_c_leaves_results_that_a_next_run_goes_on_with(
 
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5])
 def test_ctrl_c_while_libraries_start_up(environment: dict[str, str], tmp_path: Path, seconds: float) -> None:
-    """JAX and its compiled parts are in the middle of being imported, or look for devices."""
-    command = [*KVJAX, "generate", "--model", str(tmp_path), "hello"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """JAX and its compiled parts are in the middle of being imported; or, on a fast machine, the prompt is waited for."""
+    command, pipe = [*KVJAX, "generate", "--model", str(tmp_path)], subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("", "")
