@@ -84,6 +84,8 @@ def destination(path: Path | None, folder: bool = False) -> None:
             raise NotADirectoryError(f"{path} is there, but is not a folder; give another path")
         if not folder and stat.S_ISDIR(mode):
             raise IsADirectoryError(f"{path} is a folder; give the path of a file")
+        if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+            raise FileExistsError(f"{path} is there, but is not a file; give another path")
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} may not be written to; give another path")
         return

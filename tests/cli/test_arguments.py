@@ -1,6 +1,8 @@
 """Mistakes on the command line are told in a sentence before a model is loaded, whatever they are."""
 
+import contextlib
 import itertools
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -205,7 +207,6 @@ def test_files_that_are_no_text(refused, files: dict[str, Path], arguments: list
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (["generate", "x"], None),
         (["draw", "x"], "--out"),
         (["eval", "needle-number"], "--out"),
         (["eval", "needle-number", "--policies", "full,kivi"], "--out"),
@@ -218,19 +219,17 @@ def test_files_that_are_no_text(refused, files: dict[str, Path], arguments: list
         (["bench"], "--plot"),
     ],
 )
-def test_places_that_cannot_be_written(
-    refused, files: dict[str, Path], arguments: list[str], option: str | None
-) -> None:
-    if option is None:
-        return
+def test_places_that_cannot_be_written(refused, files: dict[str, Path], arguments: list[str], option: str) -> None:
     name = arguments[0]
     folders = (
         (name == "compare" and option == "--out")
         or (name == "bench" and option == "--plot")
         or "full,kivi" in arguments
     )
-    for place in ("text" if folders else "folder", "text/below"):
-        assert place.split("/")[0] in refused(*arguments, option, place)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind("socket")  # stands for all that is there and is neither file nor folder
+        for place in ("text" if folders else "folder", "text/below", "socket"):
+            assert place.split("/")[0] in refused(*arguments, option, place)
 
 
 @pytest.mark.parametrize(

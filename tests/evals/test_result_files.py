@@ -4,13 +4,17 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kvjax.bench.case import Case
 from kvjax.bench.results import Results
+from kvjax.cache import layer_specs
 from kvjax.evals import NeedleInAHaystack, evaluate, running
+from kvjax.evals.checkpoint import Checkpoint
 from kvjax.evals.measuring import measure
 from kvjax.evals.naming import Inputs
+from kvjax.policies import StreamingLLM
 
 TASK = NeedleInAHaystack(lengths=(300,), depths=(0.0, 0.5, 1.0), kind="passkey")
 ODD = "12345 a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\r\nh ü 語"
@@ -165,6 +169,49 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
     again = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), running.get_policy("full"), out=out)
     assert again.value != again.value
     assert again.count == found.count
+
+
+@pytest.fixture(scope="module")
+def state(tiny, tmp_path_factory):
+    """A checkpoint of a reading, and how to load one for it."""
+    policy, path = StreamingLLM(budget=8, sinks=2), tmp_path_factory.mktemp("state") / "state.npz"
+    caches = tuple(policy.init(spec) for spec in layer_specs(tiny.config, 1, 0, 20, tiny.dtype))
+    Checkpoint(path, {"a": 1}).save(caches, 3, np.zeros((1, 3), np.float32))
+    return path, lambda file: Checkpoint(file, {"a": 1}).load(caches)
+
+
+def test_a_damaged_checkpoint_is_told(state, tmp_path):
+    whole, load = state
+    content, file = whole.read_bytes(), tmp_path / "state.npz"
+    assert load(whole)[1] == 3
+    damaged = [content[: int(part * len(content))] for part in (0, 0.1, 0.5, 0.9, 0.999)]
+    damaged += [
+        content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+        for at in (0, *range(200, len(content) // 2, 997))
+    ]
+    for each in [*damaged, b"PK\x03\x04", b"\x93NUMPY"]:
+        file.write_bytes(each)
+        with pytest.raises(ValueError, match=r"state.npz is no checkpoint that can be read"):
+            load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"position": 4}, "scores of shape"),
+        ({"scores": np.zeros((1, 3))}, "scores of shape"),
+        ({"scores": np.zeros(3, np.float32)}, "scores of shape"),
+        ({"leaf0": np.zeros(5, np.uint8)}, "caches of other sizes"),
+        ({"run": "{}"}, "of another run"),
+    ],
+)
+def test_a_checkpoint_is_what_it_should_be(state, tmp_path, change, says):
+    whole, load = state
+    with np.load(whole) as found:
+        arrays = dict(found) | change
+    np.savez(tmp_path / "state.npz", **arrays)
+    with pytest.raises(ValueError, match=says):
+        load(tmp_path / "state.npz")
 
 
 CASE = dataclasses.asdict(Case("full", {}, 10, 1, "tiny"))
