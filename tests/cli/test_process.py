@@ -70,7 +70,7 @@ def test_a_terminal_shows_prompt_text_and_summary(
     assert "Compiling" in shown
 
 
-@pytest.mark.parametrize("arguments", [["policies"], ["policies", "--json"], ["--help"], ["eval", "--help"]])
+@pytest.mark.parametrize("arguments", [["policies", "--json"], ["--help"]])
 def test_head_takes_the_first_line(environment: dict[str, str], arguments: list[str]) -> None:
     """`| head -1`, of outputs that a pipe takes whole and of those that it does not."""
     command = " ".join([sys.executable, "-m", "kvjax", *arguments])
