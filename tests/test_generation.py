@@ -200,6 +200,27 @@ def test_what_samplers_draw(options, expected):
     assert (frequency[np.asarray(expected) == 0] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 1, 2}),  # the second and the third are equal
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 1.0}, {0, 1, 2}),
+        ({"min_p": 0.0}, {0, 1, 2}),
+        ({"min_p": 0.5}, {0, 1, 2}),
+        ({"min_p": 1.0}, {0}),
+    ],
+)
+def test_filters_at_their_edges(options, allowed):
+    """Of probabilities that are a half, a quarter and a quarter, in floating point too."""
+    sampler = make_sampler(temperature=1.0, **options)
+    logits = jnp.broadcast_to(jnp.asarray([np.log(2), 0.0, 0.0], jnp.float32), (100, 3))
+    assert jax.nn.softmax(logits[0]).tolist() == [0.5, 0.25, 0.25]
+    drawn = sampler(logits, jnp.arange(100, dtype=jnp.uint32), jnp.zeros((100,), jnp.int32))
+    assert set(drawn.tolist()) == allowed
+
+
 def test_prompts_share_buckets(tiny):
     assert cache.bucket(5) == cache.bucket(60) == 64
     before = len(decoding.prefill.executables)

@@ -236,6 +236,8 @@ def test_hybrid_of_chunks_and_tokens(deep):
     held = prefilled(chunk_token_hybrid(4, SMALL), deep, PROMPT)
     assert held == prefilled(SMALL, deep, PROMPT)[:2] + prefilled(tokens, deep, PROMPT)[2:]
     assert chunk_token_hybrid(4, SMALL, lower=1) == ByLayer((SMALL,) + (tokens,) * 3)
+    assert chunk_token_hybrid(4, SMALL, lower=0) == ByLayer((tokens,) * 4)
+    assert chunk_token_hybrid(4, SMALL, lower=4) == ByLayer((SMALL,) * 4)
     assert chunk_token_hybrid(2) == by_layer([ChunkKV(), ChunkKV(chunk=1)])
     assert chunk_token_hybrid(2, SMALL, StreamingLLM()) == by_layer([SMALL, StreamingLLM()])
     with pytest.raises(PolicyError, match="lower=5; give 0 to 4"):

@@ -214,6 +214,9 @@ def test_partial_keys_are_a_fifth():
     spec = layer_specs(TINY, 1, 6144, 64, jnp.bfloat16)[0]
     state = policy.init(spec)
     assert state.partial.shape == (1, 2, 6272, 4)  # of 16 channels
+    # In 2 layers, 3 rows and 2 heads: partial keys and the directions they are in; keys and values of a fifth of the tokens.
+    fifth = 1248  # of 6208 tokens, rounded up to a multiple of 32
+    assert policy.bytes_read(TINY, 3, 6144, 64) == 2 * 3 * 2 * (6272 * 4 + 16 * 4 + fifth * 2 * 16) * 2
     assert policy.bytes_read(TINY, 1, 6144, 64) < 0.4 * Full().bytes_read(TINY, 1, 6144, 64)
 
 

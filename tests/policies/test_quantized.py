@@ -145,6 +145,7 @@ def test_bytes_are_those_of_packed_numbers(bits, share):
     policy = KIVI(bits=bits)
     spec = layer_specs(TINY, 1, 6000, 144, jnp.bfloat16)[0]
     slots = policy.capacity(spec)
+    assert slots == Full().capacity(spec)  # whole groups already
     numbers = slots * 16
     keys, values = numbers * bits // 8 + 4 * numbers // 32, numbers * bits // 8 + 4 * numbers // 16
     head = keys + values + 4 * slots + 2 * 32 * 16 * 2 + 4
