@@ -13,7 +13,7 @@ import numpy as np
 from kvjax import decoding, host_memory
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, PolicyError, get_policy
+from kvjax.policies import Full, Policy, PolicyError, get_policy, takes_budget
 from kvjax.policies.offload import hits
 from kvjax.prompts import Prompt, Question, question_ids, token_ids
 from kvjax.sampling import Greedy, Sample, make_sampler
@@ -40,6 +40,7 @@ class Stats:
         hit_rate: share of the tokens that queries recalled which were on the device already; None if none was looked for on
             the host. Rows that are done count until all are.
         question_tokens: tokens read one by one after the prompts had been compressed.
+        budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class Stats:
     step_bytes_read: int
     hit_rate: float | None
     question_tokens: int = 0
+    budget_applies: bool = True
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -116,6 +118,7 @@ def generate(
             gets what it would get alone.
         policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
         budget: cache slots a head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
+            A policy without one ignores it, as `Stats.budget_applies` tells.
         max_new_tokens: most tokens to draw.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters on what may be drawn, see `kvjax.sampling.Sample`.
@@ -312,6 +315,7 @@ class _Run:
             step_bytes_read=self.step_bytes_read,
             hit_rate=self.found / self.recalled if self.recalled else None,
             question_tokens=sum(len(row.question) for row in self.rows),
+            budget_applies=takes_budget(self.policy),
         )
         return [
             Generation(None if r.decode is None else r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats)

@@ -168,7 +168,7 @@ def test_cache_reaches_beyond_the_trained_window_only_with_a_word(tiny):
         (PROMPT, {"temperature": 1.0, "min_p": 2.0}, "min_p=2"),
         (PROMPT, {"stop": "x"}, "a model with a tokenizer"),
         (PROMPT, {"policy": "treekvv"}, "Did you mean 'treekv'"),
-        (PROMPT, {"policy": "full", "budget": 5}, "takes no hyperparameters"),
+        (PROMPT, {"policy": "full", "budget": -5}, "full: budget=-5; give a positive"),
         (PROMPT, {"policy": 7}, "policy=7"),
         (PROMPT, {"policy": "treekv", "budget": 0.02}, "gives 2 slots"),
     ],

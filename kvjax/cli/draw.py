@@ -57,13 +57,13 @@ def draw(
 
 def _read_policies(names: str, budget: str | None, settings: Sequence[str]) -> "list[Policy]":
     """The policies to draw. Budget and settings go to those that have them; one of them at least must."""
-    from kvjax.policies import PolicyError, policies
+    from kvjax.policies import PolicyError, policy_class
 
     given = [*([] if budget is None else [f"budget={budget}"]), *settings]
     wanted: dict[str, list[str]] = {}
     for name in map(str.strip, names.split(",")):
-        cls = policies().get(name)
-        fields = {field.name for field in dataclasses.fields(cls)} if cls else set()
+        cls = policy_class(name)
+        fields = {field.name for field in dataclasses.fields(cls)}
         wanted[name] = [setting for setting in given if setting_name(setting) in fields]
     chosen = [read_policy(name, None, taken) for name, taken in wanted.items()]
     for setting in given:

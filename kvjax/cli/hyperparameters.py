@@ -21,14 +21,14 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
     Raises:
         PolicyError: it does not exist, or does not take these values.
     """
-    from kvjax.policies import PolicyError, get_policy, policies
+    from kvjax.policies import PolicyError, get_policy, policy_class
 
     given: dict[str, str] = {} if budget is None else {"budget": budget}
     for setting in settings or ():
         given[setting_name(setting)] = setting.partition("=")[2].strip()
-    cls = policies().get(name)
-    hints = typing.get_type_hints(cls) if cls else {}
-    fields = {field.name for field in dataclasses.fields(cls)} if cls else set()
+    cls = policy_class(name)
+    hints = {"budget": int | float} | typing.get_type_hints(cls)  # which every policy takes, if only to ignore it
+    fields = {field.name for field in dataclasses.fields(cls)} | {"budget"}
     values: dict[str, Any] = dict(given)  # unknown names go through as they are: get_policy knows what to say of them
     for key in given.keys() & fields:
         try:
