@@ -378,6 +378,7 @@ def _pytest(directory: str, arguments: str) -> None:
             signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in a shell's background ignores
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line"]
     names, _, selected = arguments.partition(" -k ")

@@ -114,6 +114,13 @@ def test_tokens_seen_are_counted():
         assert policy.slots(case.spec, state).seen.tolist() == [30 + step, 2 + step]
 
 
+def test_without_a_prompt_heads_have_room_for_new_tokens():
+    spec = dataclasses.replace(SPEC, prompt_len=0, new_tokens=40)
+    state = AdaKV(budget=64).init(spec)
+    assert state.start.tolist() == state.next.tolist() == [[0, 40]]
+    assert state.k.shape[1] >= 80
+
+
 @pytest.mark.parametrize("alpha", [-0.1, 1.5])
 def test_bad_safeguard(alpha):
     with pytest.raises(PolicyError, match=f"alpha={alpha}"):

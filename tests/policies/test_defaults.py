@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.policies import H2O, PolicyError, get_policy, policies, pyramid
+from kvjax.policies.pyramidkv import Pyramid
 
 # By the paper, or where that is silent, by its code.
 PUBLISHED = {
@@ -48,7 +49,7 @@ def test_defaults_are_the_published_ones(name: str) -> None:
 
 
 def test_pyramid_is_as_steep_as_pyramidkv() -> None:
-    assert pyramid(get_policy("snapkv")) == pyramid(get_policy("snapkv"), beta=20)
+    assert pyramid(get_policy("snapkv")) == pyramid(get_policy("snapkv"), beta=20) == Pyramid(get_policy("snapkv"))
 
 
 LEAST = {
