@@ -1,12 +1,9 @@
 """The same, readably: clusters sorted by score and laid end to end."""
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-if TYPE_CHECKING:
-    from .api import Always
+from .types import Always
 
 
 def cluster_tokens(
@@ -16,7 +13,7 @@ def cluster_tokens(
     order: Int[Array, "B K C"],
     room: Int[Array, " B"],
     size: int,
-    always: "Always | None" = None,
+    always: Always | None = None,
 ) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
     """Tokens in the order in which their clusters are taken, and then what is always."""
     ranked = jnp.argsort(-scores, axis=-1, stable=True)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .result import Nearest
+from .types import Nearest
 
 
 def nearest(

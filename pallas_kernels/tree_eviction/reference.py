@@ -1,18 +1,16 @@
 """The same in plain XLA."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-if TYPE_CHECKING:
-    from .api import Ranked
+from .types import Ranked
 
 
 def tree_eviction(
-    ranked: "Ranked",
+    ranked: Ranked,
     score: Float[Array, "B K C"],
     steps: Float[Array, "B K C"],
     tree: Int[Array, " B"],

@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu
 from kernels.interpreter import gpu_races_found, races_found
 
 from kvjax.pallas_kernels import nearest
-from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.nearest import hopper
+from kvjax.pallas_kernels.nearest import pallas_mosaic_gpu
+from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
@@ -117,17 +117,17 @@ def test_hopper(biased):
     interpreted = mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
     with interpreted, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         given = (x, y, bias) if biased else (x, y)
-        out = jax.block_until_ready(hopper.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
+        out = jax.block_until_ready(pallas_mosaic_gpu.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
     assert not gpu_races_found()
     check(out, *given)
 
 
 def test_hopper_refuses():
     x = jnp.zeros((1, 128, 64), jnp.bfloat16)
-    assert hopper.refuses(x, x) == "this program is not for a Hopper GPU"
+    assert pallas_mosaic_gpu.refuses(x, x) == "this program is not for a Hopper GPU"
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        assert hopper.refuses(x, x) is None
-        assert str(hopper.refuses(x[:, :100], x)).startswith("100 queries and 128 keys are not whole blocks")
-        assert str(hopper.refuses(x[..., :32], x[..., :32])).startswith("head dim 32")
-        assert str(hopper.refuses(x.astype(jnp.float32), x)).startswith("queries are float32")
+        assert pallas_mosaic_gpu.refuses(x, x) is None
+        assert str(pallas_mosaic_gpu.refuses(x[:, :100], x)).startswith("100 queries and 128 keys are not whole blocks")
+        assert str(pallas_mosaic_gpu.refuses(x[..., :32], x[..., :32])).startswith("head dim 32")
+        assert str(pallas_mosaic_gpu.refuses(x.astype(jnp.float32), x)).startswith("queries are float32")

@@ -9,7 +9,7 @@ import pytest
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import top_k, top_k_indices
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 
 def chosen(row, count):
