@@ -122,12 +122,19 @@ def test_hopper(biased):
     check(out, *given)
 
 
-def test_hopper_refuses():
+def test_hopper_serves(monkeypatch):
+    """What is measured to be faster than the Triton kernel, and without that all that it can."""
     x = jnp.zeros((1, 128, 64), jnp.bfloat16)
-    assert pallas_mosaic_gpu.refuses(x, x) == "this program is not for a Hopper GPU"
+    assert pallas_mosaic_gpu.unsupported_reason(x, x) == "this program is not for a Hopper GPU"
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        assert pallas_mosaic_gpu.refuses(x, x) is None
-        assert str(pallas_mosaic_gpu.refuses(x[:, :100], x)).startswith("100 queries and 128 keys are not whole blocks")
-        assert str(pallas_mosaic_gpu.refuses(x[..., :32], x[..., :32])).startswith("head dim 32")
-        assert str(pallas_mosaic_gpu.refuses(x.astype(jnp.float32), x)).startswith("queries are float32")
+        assert pallas_mosaic_gpu.unsupported_reason(x, x) == "the Triton kernel was measured to be as fast"
+        tuned = jnp.zeros((512, 1024, 128), jnp.bfloat16)
+        assert pallas_mosaic_gpu.unsupported_reason(tuned, tuned) is None
+        monkeypatch.setattr(pallas_mosaic_gpu, "triton_unsupported", lambda: "there is none")
+        assert pallas_mosaic_gpu.unsupported_reason(x, x) is None
+        assert str(pallas_mosaic_gpu.unsupported_reason(x[:, :100], x)).startswith(
+            "100 queries and 128 keys are not whole blocks"
+        )
+        assert str(pallas_mosaic_gpu.unsupported_reason(x[..., :32], x[..., :32])).startswith("head dim 32")
+        assert str(pallas_mosaic_gpu.unsupported_reason(x.astype(jnp.float32), x)).startswith("queries are float32")
