@@ -9,3 +9,4 @@ from .loading import load as load
 from .state_dict import from_state_dict as from_state_dict
 from .tokenizer import Tokenizer as Tokenizer
 from .writing import convert as convert
+from .writing import save as save

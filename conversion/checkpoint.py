@@ -7,7 +7,8 @@ the parameters one tensor at a time.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, abstract, name_of
 
-from .errors import CheckpointError, listed
+from .errors import CheckpointError, listed, told
 from .layout import Layout
 from .progress import Meter
 
@@ -28,6 +29,9 @@ FLOATS: Mapping[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 """Floating-point types that parameters may have."""
+
+_SCANNED = 1 << 16
+"""Numbers looked at together: they stay in a core's cache."""
 
 _ALIGNMENT = 64
 """Bytes; XLA's alignment of buffers on CPU."""
@@ -61,7 +65,7 @@ class Checkpoint:
         format: "safetensors", "gguf" or "orbax".
         config: the model.
         tensors: what the files hold, by the format's own names.
-        layout: what they should hold.
+        layout_of: what they should hold, given the configuration.
         ignored: whether a tensor that the layout does not know is harmless (recomputable buffers).
         tokenizer: reads the tokenizer; None where the checkpoint has none.
     """
@@ -70,7 +74,7 @@ class Checkpoint:
     format: str
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
-    layout: Layout
+    layout_of: Callable[[ModelConfig], Layout]
     ignored: Callable[[str], bool]
     tokenizer: Callable[[], Any]
 
@@ -93,6 +97,11 @@ class Checkpoint:
         return main if main in FLOATS else "bfloat16"
 
     @functools.cached_property
+    def layout(self) -> Layout:
+        """What the files should hold; as long as the model is deep, so `check` looks at the depth first."""
+        return self.layout_of(self.config)
+
+    @functools.cached_property
     def _places(self) -> dict[str, tuple[str, int, int]]:
         """Parameter → tensor and rows that hold it, in the order of the layout."""
         shapes = parameter_shapes(self.config)
@@ -103,16 +112,44 @@ class Checkpoint:
                 places[name] = (tensor, start, start := start + shapes[name][0])
         return places
 
+    @property
+    def parameters(self) -> Iterable[str]:
+        """Names of all parameters, in the order of the layout."""
+        return self._places
+
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
         """One parameter as a new host array, the caller's own."""
         tensor, start, stop = self._places[parameter]
-        out = _aligned((stop - start, *self.tensors[tensor].shape[1:]), dtype)
-        self.tensors[tensor].read(start, out)
+        stored = self.tensors[tensor]
+        out = _aligned((stop - start, *stored.shape[1:]), dtype)
+        try:
+            with np.errstate(all="ignore"):  # what is not finite is told by `read_all`, for the whole model at once
+                stored.read(start, out)
+        except CheckpointError:
+            raise
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{stored.file}: tensor {tensor} cannot be read ({told(error)})") from error
         return out
 
     def read_all(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """Every parameter with its name, one at a time."""
-        return ((name, self.read(name, dtype)) for name in self._places)
+        """Every parameter with its name, one at a time.
+
+        Warns at the end of weights that are NaN or infinite: such a model computes nothing but NaN, yet a few of them may be
+        worth a look.
+        """
+        lost, first = 0, ""
+        for name in self._places:
+            array = self.read(name, dtype)
+            if count := count_not_finite(array):
+                lost, first = lost + count, first or name
+            yield name, array
+            del array  # before the next one is read
+        if lost:
+            warnings.warn(
+                f"{self.source}: {lost} weights are NaN or infinite in {dtype}, the first of them in {first}; "
+                "what the model computes will be NaN. The file is damaged, or its numbers exceed this type",
+                stacklevel=2,
+            )
 
     def check(self) -> None:
         """Compare what is there with what should be.
@@ -120,6 +157,11 @@ class Checkpoint:
         Raises:
             CheckpointError: missing, unexpected or wrongly shaped tensors, all of them from headers alone.
         """
+        if self.config.num_layers > len(self.tensors):
+            raise CheckpointError(
+                f"{self.source}: the configuration asks for {self.config.num_layers} layers, "
+                f"but there are only {len(self.tensors)} tensors"
+            )
         expected = expected_shapes(self.config, self.layout)
         missing = expected.keys() - self.tensors.keys()
         if missing:
@@ -175,6 +217,21 @@ def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: b
             meter.advance(array.nbytes)
             del array
     return unflatten(checkpoint.config, arrays, tokenizer)
+
+
+def count_not_finite(array: np.ndarray) -> int:
+    """How many numbers are NaN or infinite.
+
+    Looks at the bits, a few pages at a time: an eighth of what `np.isfinite` takes, and no memory to speak of.
+    """
+    bits = array.reshape(-1).view(f"u{array.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    count = 0
+    for start in range(0, len(bits), _SCANNED):
+        masked = bits[start : start + _SCANNED] & exponent
+        if masked.max() == exponent:
+            count += int(np.count_nonzero(masked == exponent))
+    return count
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

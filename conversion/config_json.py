@@ -1,13 +1,17 @@
 """`ModelConfig` as JSON, for checkpoints of our own: explicit, versioned, and strict about what it reads."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
+
+import pydantic
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, Yarn
 
-from .errors import CheckpointError, listed
+from .errors import CheckpointError, listed, shortened
+from .schema import Size, Strict, checked
 
 _SCALINGS = {kind.__name__: kind for kind in (Linear, Llama3, Yarn, LongRope)}
 
@@ -20,33 +24,59 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
+class Header(Strict):
+    """What a file that describes our own checkpoint holds."""
+
+    version: int
+    config: dict[str, Any]
+
+
 def config_from_json(fields: Mapping[str, Any], source: str) -> ModelConfig:
     """The inverse of `config_to_json`.
 
     Raises:
-        CheckpointError: a field is missing, unknown or impossible.
+        CheckpointError: a field is missing, unknown, of the wrong type or impossible.
     """
-    fields = dict(fields)
-    rope = dict(fields.pop("rope", {}))
-    scaling = rope.pop("scaling", None)
+    parts = checked(_Parts, fields, source)
+    scaling = parts.rope.scaling
     if scaling is not None:
-        scaling = dict(scaling)
-        kind = scaling.pop("type", None)
-        if kind not in _SCALINGS:
-            raise CheckpointError(f"{source}: unknown rope scaling {kind!r}; known are {', '.join(_SCALINGS)}")
-        scaling = _build(_SCALINGS[kind], scaling, source)
-    return _build(ModelConfig, fields | {"rope": _build(RopeConfig, rope | {"scaling": scaling}, source)}, source)
+        kind = scaling.get("type")
+        if not isinstance(kind, str) or kind not in _SCALINGS:
+            raise CheckpointError(f"{source}: unknown rope scaling {shortened(kind)}; known are {', '.join(_SCALINGS)}")
+        scaling = _build(_SCALINGS[kind], {key: value for key, value in scaling.items() if key != "type"}, source)
+    rope = _build(RopeConfig, fields["rope"], source, scaling=scaling)
+    return _build(ModelConfig, fields, source, rope=rope)
 
 
-def _build(kind: type, fields: Mapping[str, Any], source: str) -> Any:
+class _RopePart(Strict):
+    scaling: dict[str, Any] | None = None
+
+
+class _Parts(Strict):
+    """The fields that hold objects."""
+
+    rope: _RopePart
+
+
+def _build(kind: type, fields: Mapping[str, Any], source: str, **built: Any) -> Any:
+    """An instance of a dataclass: some fields built already, the others as its annotations allow."""
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := fields.keys() - known:
         raise CheckpointError(
             f"{source}: unknown fields {listed(unknown)} of {kind.__name__}; a newer kvjax may have written them"
         )
-    if missing := known - fields.keys():
+    if missing := known - fields.keys() - built.keys():
         raise CheckpointError(f"{source}: fields {listed(missing)} of {kind.__name__} are missing")
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    values = checked(_schema(kind, frozenset(built)), plain, source, f"{kind.__name__}.")
     try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    except (ValueError, TypeError) as error:
+        return kind(**dict(values), **built)
+    except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+@functools.cache
+def _schema(kind: type, without: frozenset[str]) -> type[Strict]:
+    hints = {name: Size if hint is int else hint for name, hint in get_type_hints(kind).items()}
+    fields: Any = {name: (hint, ...) for name, hint in hints.items() if name not in without}
+    return pydantic.create_model(kind.__name__, __base__=Strict, **fields)

@@ -35,17 +35,25 @@ class Description:
     tokenizer: Tokenizer | None
 
 
-def describe(source: str | Path | None = None, *, progress: bool | None = None) -> Description:
+def describe(
+    source: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: bool | None = None,
+) -> Description:
     """Describe a checkpoint without loading its weights; of a hub id only headers are downloaded.
 
     Args:
         source: as for `kvjax.conversion.load`.
+        revision: see there.
+        token: see there.
         progress: see there.
 
     Raises:
         CheckpointError: as `load`; missing, unexpected and wrongly shaped tensors are found too.
     """
-    checkpoint = open_checkpoint(source, progress, headers_only=True)
+    checkpoint = open_checkpoint(source, progress, headers_only=True, revision=revision, token=token)
     checkpoint.check()
     return Description(
         source=checkpoint.source,

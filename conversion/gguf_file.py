@@ -9,15 +9,18 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
+from pydantic import Field
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
 
 from .checkpoint import Checkpoint, StoredTensor
-from .errors import CheckpointError
+from .errors import CheckpointError, shortened, told
+from .files import present
 from .gguf_tokenizer import read_tokenizer
 from .hf_config import FAMILIES
 from .layout import Layout, hf_layout
+from .schema import Id, Layers, Positive, Size, Strict, checked_under
 
 ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -47,27 +50,36 @@ def open_gguf(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: truncated or corrupt file, unknown architecture, unsupported tensor type or rope scaling.
     """
+    present(path)
     try:
-        reader = _Reader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError) as error:
-        raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({error})") from error
+        with np.errstate(all="raise"):  # sizes that overflow
+            reader = _Reader(path)
+            metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, LookupError, ArithmeticError, MemoryError, RecursionError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({told(error)})") from error
+    if reader.byte_order == "S":
+        raise CheckpointError(f"{path}: written in the other byte order, which is not supported")
     held = {tensor.name: tensor for tensor in reader.tensors}
     config = read_config(metadata, held, path)
-    orders = _row_orders(config, metadata)
+    permuted = metadata["general.architecture"] == "llama"
     return Checkpoint(
         source=path,
         format="gguf",
         config=config,
-        tensors={name: _stored(path, tensor, orders) for name, tensor in held.items()},
-        layout=gguf_layout(config),
+        tensors={name: _stored(path, tensor, config, permuted) for name, tensor in held.items()},
+        layout_of=gguf_layout,
         ignored=lambda name: name in _ROPE_TENSORS or (config.tied and name == "output.weight"),
-        tokenizer=functools.partial(read_tokenizer, metadata, eos=config.eos, bos=config.bos, source=path),
+        tokenizer=functools.partial(
+            read_tokenizer, metadata, eos=config.eos, bos=config.bos, source=path, vocab_size=config.vocab_size
+        ),
     )
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader over a plain view of its memory map: slicing numpy's `memmap` class costs twice the time."""
+    """The library's reader, which trusts what a file says of its own lengths, held within the file.
+
+    It looks at a plain view of the memory map: slicing numpy's `memmap` class costs twice the time.
+    """
 
     @property
     def data(self) -> np.ndarray:
@@ -76,6 +88,24 @@ class _Reader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: np.ndarray) -> None:
         self._view = np.asarray(mapped)
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self._view):
+            raise ValueError(f"{count} × {np.dtype(dtype).name} at byte {offset} reach beyond the file's end")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind, count = self._get(orig_offs, np.uint32)[0], int(self._get(orig_offs + 4, np.uint64)[0])
+            if kind == gguf.GGUFValueType.ARRAY:
+                raise ValueError(f"arrays of arrays, at byte {orig_offs}, describe no known model")
+            if count > min(_MOST_ELEMENTS, len(self._view)):
+                raise ValueError(f"an array at byte {orig_offs} claims {count} elements")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
+_MOST_ELEMENTS = 1 << 22
+"""Of a metadata array; the largest vocabularies have a sixteenth of it."""
 
 
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -91,6 +121,39 @@ def gguf_layout(config: ModelConfig) -> Layout:
     }
 
 
+class _Metadata(Strict):
+    """What is read of a file's metadata, under the name of its architecture."""
+
+    expert_count: int = 0
+    embedding_length: Size
+    block_count: Layers
+    feed_forward_length: Size
+    context_length: Size
+    num_heads: Size = Field(alias="attention.head_count")
+    num_kv_heads: Size | None = Field(None, alias="attention.head_count_kv")
+    head_dim: Size | None = Field(None, alias="attention.key_length")
+    norm_eps: Positive = Field(alias="attention.layer_norm_rms_epsilon")
+    window: int = Field(0, alias="attention.sliding_window", ge=0, lt=2**31)
+    rope_dim: Size | None = Field(None, alias="rope.dimension_count")
+    theta: Positive = Field(10000.0, alias="rope.freq_base")
+    scaling: str | None = Field(None, alias="rope.scaling.type")
+    factor: Positive | None = Field(None, alias="rope.scaling.factor")
+    scale_linear: Positive | None = Field(None, alias="rope.scale_linear")  # before scaling had types
+    original_window: Size | None = Field(None, alias="rope.scaling.original_context_length")
+    attn_factor: Positive | None = Field(None, alias="rope.scaling.attn_factor")
+    beta_fast: Positive = Field(32.0, alias="rope.scaling.yarn_beta_fast")
+    beta_slow: Positive = Field(1.0, alias="rope.scaling.yarn_beta_slow")
+
+
+class _Tokens(Strict):
+    """The special tokens among the fields of the tokenizer."""
+
+    bos: Id | None = Field(None, alias="bos_token_id")
+    eos: Id | None = Field(None, alias="eos_token_id")
+    eot: Id | None = Field(None, alias="eot_token_id")
+    eom: Id | None = Field(None, alias="eom_token_id")
+
+
 def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor], path: Path) -> ModelConfig:
     """The configuration that metadata and the presence of tensors imply.
 
@@ -100,100 +163,90 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     family_name = metadata.get("general.architecture")
     if not isinstance(family_name, str) or family_name not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: unknown general.architecture {family_name!r}; supported are {', '.join(ARCHITECTURES)}"
+            f"{path}: unknown general.architecture {shortened(family_name)}; supported are {', '.join(ARCHITECTURES)}"
         )
     family = FAMILIES[family_name]
-
-    def number(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{family_name}.{key}", default)
-        if value is None:
-            raise CheckpointError(f"{path}: metadata {family_name}.{key} is missing")
-        return value
-
-    if number("expert_count", 0):
-        raise CheckpointError(f"{path}: a mixture of {number('expert_count')} experts; only dense models are supported")
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{path}: 1 tensor missing: token_embd.weight")
-    num_heads, width, num_layers = number("attention.head_count"), number("embedding_length"), number("block_count")
-    head_dim = number("attention.key_length", width // num_heads)
-    dim = number("rope.dimension_count", head_dim)
-    window = number("attention.sliding_window", 0) if family.windows == "all" else 0
-    eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    held = checked_under(_Metadata, metadata, f"{family_name}.", path)
+    tokens = checked_under(_Tokens, metadata, "tokenizer.ggml.", path)
+    if held.expert_count:
+        raise CheckpointError(f"{path}: a mixture of {held.expert_count} experts; only dense models are supported")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
+    head_dim = held.head_dim or held.embedding_length // held.num_heads
+    dim = held.rope_dim or head_dim
+    window = held.window if family.windows == "all" else 0
+    eos = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
     try:
         return ModelConfig(
             family=family_name,
-            vocab_size=int(tensors["token_embd.weight"].shape[1]),
-            hidden_size=width,
-            intermediate_size=number("feed_forward_length"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=number("attention.head_count_kv", num_heads),
+            vocab_size=int(embedding.shape[1]),
+            hidden_size=held.embedding_length,
+            intermediate_size=held.feed_forward_length,
+            num_layers=held.block_count,
+            num_heads=held.num_heads,
+            num_kv_heads=held.num_kv_heads or held.num_heads,
             head_dim=head_dim,
-            max_position=number("context_length"),
+            max_position=held.context_length,
             rope=RopeConfig(
-                theta=_decimal(number("rope.freq_base", 10000.0)),
+                theta=_decimal(held.theta),
                 dim=dim,
                 interleaved=family.interleaved,
-                scaling=_scaling(metadata, family_name, tensors, dim, path),
+                scaling=_scaling(held, tensors, dim, path),
             ),
-            norm_eps=_decimal(number("attention.layer_norm_rms_epsilon")),
+            norm_eps=_decimal(held.norm_eps),
             tied="output.weight" not in tensors,
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
-            windows=(window or None,) * num_layers,
-            eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
-            bos=metadata.get("tokenizer.ggml.bos_token_id"),
+            windows=(window or None,) * held.block_count,
+            eos=tuple(dict.fromkeys(eos)),
+            bos=tokens.bos,
         )
     except CheckpointError:
         raise
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _scaling(
-    metadata: Mapping[str, Any], family: str, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path
-) -> RopeScaling | None:
-    def number(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{family}.rope.scaling.{key}", default)
-
+def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:
     def channels(name: str) -> tuple[float, ...]:
-        factors = np.asarray(tensors[name].data, np.float32).ravel()
-        if len(factors) != dim // 2:
+        if name not in tensors:
+            raise CheckpointError(f"{path}: 1 tensor missing: {name}")
+        if tensors[name].tensor_type.name != "F32" or tensors[name].n_elements != dim // 2:
             raise CheckpointError(
-                f"{path}: tensor {name} has {len(factors)} factors, {dim // 2} rotated pairs were expected"
+                f"{path}: tensor {name} has {tensors[name].n_elements} factors of type {tensors[name].tensor_type.name}, "
+                f"{dim // 2} rotated pairs in F32 were expected"
             )
-        return tuple(float(factor) for factor in factors)
+        return tuple(float(factor) for factor in np.asarray(tensors[name].data, np.float32).ravel())
 
-    window = metadata.get(f"{family}.context_length", 0)
-    original = number("original_context_length", window)
+    original = held.original_window or held.context_length
     if "rope_freqs.weight" in tensors:
-        return _llama3(channels("rope_freqs.weight"), metadata.get(f"{family}.rope.freq_base", 10000.0), window)
+        return _llama3(channels("rope_freqs.weight"), held.theta, held.context_length)
     if "rope_factors_long.weight" in tensors:
         return LongRope(
             short_factor=channels("rope_factors_short.weight"),
             long_factor=channels("rope_factors_long.weight"),
             original_max_position=original,
-            factor=window / original,
-            attention_factor=number("attn_factor"),
+            factor=held.context_length / original,
+            attention_factor=held.attn_factor,
         )
-    old_linear = metadata.get(f"{family}.rope.scale_linear")  # before scaling had types
-    factor = float(number("factor", old_linear or 1.0))
-    match kind := number("type", "linear" if old_linear else "none"):
+    factor = held.factor or held.scale_linear or 1.0
+    match kind := held.scaling or ("linear" if held.scale_linear else "none"):
         case "none":
             return None
         case "linear":
             return Linear(factor)
         case "yarn":
-            attention_factor = number("attn_factor")  # on top of YaRN's own
             return Yarn(
                 factor=factor,
                 original_max_position=original,
-                attention_factor=attention_factor and attention_factor * (0.1 * math.log(factor) + 1.0),
-                beta_fast=float(number("yarn_beta_fast", 32.0)),
-                beta_slow=float(number("yarn_beta_slow", 1.0)),
+                # The file's is on top of YaRN's own.
+                attention_factor=held.attn_factor and held.attn_factor * (0.1 * math.log(factor) + 1.0),
+                beta_fast=held.beta_fast,
+                beta_slow=held.beta_slow,
             )
     raise CheckpointError(
         f"{path}: unsupported rope scaling {kind!r}; supported are none, linear, yarn and factor tensors"
@@ -213,35 +266,31 @@ def _llama3(factors: tuple[float, ...], theta: float, window: int) -> RopeScalin
     return LongRope(factors, factors, original_max_position=window, factor=1.0, attention_factor=1.0)
 
 
-def _row_orders(config: ModelConfig, metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """For projections whose rows are permuted: which stored row holds each of ours.
+def _row_order(name: str, config: ModelConfig) -> np.ndarray | None:
+    """For a projection whose rows are permuted: which stored row holds each of ours.
 
     Llama files interleave the two halves of every query and key head, for a rotation of neighbouring channels.
     """
-    if metadata["general.architecture"] != "llama":
-        return {}
-
-    def order(heads: int) -> np.ndarray:
-        rows = np.arange(heads * config.head_dim)
-        return rows.reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).ravel()
-
-    orders = {"attn_q": order(config.num_heads), "attn_k": order(config.num_kv_heads)}
-    return {
-        f"blk.{i}.{name}.{kind}": rows
-        for i in range(config.num_layers)
-        for name, rows in orders.items()
-        for kind in ("weight", "bias")
-    }
+    if ".attn_q." in name:
+        heads = config.num_heads
+    elif ".attn_k." in name:
+        heads = config.num_kv_heads
+    else:
+        return None
+    rows = np.arange(heads * config.head_dim)
+    return rows.reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).ravel()
 
 
-def _stored(path: Path, tensor: gguf.ReaderTensor, orders: Mapping[str, np.ndarray]) -> StoredTensor:
+def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted: bool) -> StoredTensor:
     kind = tensor.tensor_type
     if kind.name not in QUANTISATIONS:
         raise CheckpointError(
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    order, offset, nbytes = orders.get(tensor.name), int(tensor.data_offset), int(tensor.n_bytes)
+    if 0 in shape:
+        raise CheckpointError(f"{path}: tensor {tensor.name} has shape {list(shape)}, which holds nothing")
+    offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     row = nbytes // shape[0]
 
     def decode(rows: np.ndarray) -> np.ndarray:
@@ -251,6 +300,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, orders: Mapping[str, np.ndarr
         return getattr(gguf.quants, kind.name).dequantize_rows(rows)
 
     def read(start: int, out: np.ndarray) -> None:
+        order = _row_order(tensor.name, config) if permuted else None
         # A map for this tensor alone: its pages leave memory with it.
         stored = np.memmap(path, np.uint8, mode="r", offset=offset, shape=(shape[0], row))
         step = max(1, _BLOCK // math.prod(shape[1:]))

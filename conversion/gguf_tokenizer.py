@@ -7,12 +7,14 @@ and SentencePiece with scores, rebuilt as BPE with byte fallback.
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from . import tokenizer
 from .errors import CheckpointError
+from .schema import Id, Strict, checked_under
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CL100K = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,34 +60,78 @@ _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type` that set a token apart from the text around it."""
 
-_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+_LONGEST = 1024
+"""Characters of a token; how SentencePiece merges is found from every way to cut one."""
+
+
+class _Fields(Strict):
+    """What is read of the fields under `tokenizer.ggml.`."""
+
+    model: str | None = None
+    pre: str = "default"
+    tokens: list[Annotated[str, Field(max_length=_LONGEST)]] | None = None
+    merges: list[str] = Field(default_factory=list)
+    scores: list[float] | None = None
+    token_type: list[int] | None = None
+    add_bos_token: bool | None = None
+    add_space_prefix: bool = True
+    bos_token_id: Id | None = None
+    eos_token_id: Id | None = None
+    unknown_token_id: Id | None = None
+    padding_token_id: Id | None = None
 
 
 def read_tokenizer(
-    metadata: Mapping[str, Any], *, eos: Sequence[int], bos: int | None, source: Path
+    metadata: Mapping[str, Any],
+    *,
+    eos: Sequence[int],
+    bos: int | None,
+    source: Path,
+    vocab_size: int | None = None,
 ) -> tokenizer.Tokenizer | None:
     """Build the tokenizer from the `tokenizer.*` fields of a GGUF file.
 
-    None, with a warning, if the file describes one that is not known here: the model then takes token ids.
+    None, with a warning, if the file describes one that is not known here: the model then takes token ids. `vocab_size` is
+    how many tokens the model knows; it warns of more.
 
     Raises:
-        CheckpointError: the fields contradict each other.
+        CheckpointError: the fields are of the wrong types, or contradict each other.
     """
-
-    def field(name: str, default: Any = None) -> Any:
-        return metadata.get(f"tokenizer.ggml.{name}", default)
-
-    kind, pre, tokens = field("model"), field("pre", "default"), field("tokens")
+    fields = checked_under(_Fields, metadata, "tokenizer.ggml.", source)
+    template = checked_under(_Template, metadata, "tokenizer.", source).chat_template
+    kind, pre, tokens = fields.model, fields.pre, fields.tokens
     if tokens is None:
         return None
-    if kind == "gpt2" and pre in PRE_TOKENIZERS:
-        backend = _byte_level(tokens, field("merges", []), pre, source)
-        add_bos = field("add_bos_token", pre in ("llama-bpe", "llama3", "llama-v3"))
-    elif kind == "llama":
-        backend = _sentencepiece(
-            tokens, field("scores"), field("unknown_token_id", 0), field("add_space_prefix", True), source
+    types = [1] * len(tokens) if fields.token_type is None else fields.token_type
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.token_type needs one type for each of the {len(tokens)} tokens"
         )
-        add_bos = field("add_bos_token", True)
+    special = {}
+    for name, key in _SPECIAL.items():
+        if (i := getattr(fields, key)) is not None:
+            if i >= len(tokens):
+                raise CheckpointError(f"{source}: tokenizer.ggml.{key} is {i}; it should be below {len(tokens)}")
+            special[name] = tokens[i]
+    if kind == "gpt2" and pre in PRE_TOKENIZERS:
+        with tokenizer.library_errors(f"{source}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"):
+            backend = _byte_level(tokens, fields.merges, pre)
+        add_bos = pre in ("llama-bpe", "llama3", "llama-v3")
+    elif kind == "llama":
+        if fields.scores is None or len(fields.scores) != len(tokens):
+            raise CheckpointError(
+                f"{source}: tokenizer.ggml.scores needs one score for each of the {len(tokens)} tokens"
+            )
+        with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens make no vocabulary"):
+            backend = _sentencepiece(tokens, fields.scores, fields.unknown_token_id or 0, fields.add_space_prefix)
+        add_bos = True
     else:
         what = f"tokenizer.ggml.pre {pre!r}" if kind == "gpt2" else f"tokenizer.ggml.model {kind!r}"
         known = ", ".join(PRE_TOKENIZERS) if kind == "gpt2" else "gpt2, llama"
@@ -95,34 +141,31 @@ def read_tokenizer(
             stacklevel=2,
         )
         return None
-    for token, token_type in zip(tokens, field("token_type", [1] * len(tokens)), strict=True):
-        if token_type in (_UNKNOWN, _CONTROL):
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif token_type == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False)])
-    if add_bos and bos is not None:
-        start = tokens[bos]
-        backend.post_processor = processors.TemplateProcessing(
-            single=[start, "$A"], pair=[start, "$A", start, "$B"], special_tokens=[(start, bos)]
-        )
-    ids = {name: field(f"{key}_token_id") for name, key in _SPECIAL.items()}
-    return tokenizer.Tokenizer(
-        backend,
-        eos=eos,
-        bos=bos,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        special={name: tokens[i] for name, i in ids.items() if i is not None},
-    )
+    if fields.add_bos_token is not None:
+        add_bos = fields.add_bos_token
+    with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens make no vocabulary"):
+        for token, token_type in zip(tokens, types, strict=True):
+            if token_type in (_UNKNOWN, _CONTROL):
+                backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+            elif token_type == _USER_DEFINED:
+                backend.add_tokens([AddedToken(token, normalized=False)])
+        if add_bos and bos is not None and bos < len(tokens):
+            start = tokens[bos]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[start, "$A"], pair=[start, "$A", start, "$B"], special_tokens=[(start, bos)]
+            )
+    made = tokenizer.Tokenizer(backend, eos=eos, bos=bos, chat_template=template, special=special)
+    return made.within(vocab_size, source)
 
 
-def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str, source: Path) -> Tokenizer:
+class _Template(Strict):
+    chat_template: str | None = None
+
+
+def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    try:
-        model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{source}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({error})") from error
-    backend = Tokenizer(model)
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     backend.pre_tokenizer = _splitter(PRE_TOKENIZERS[pre])
     backend.decoder = decoders.ByteLevel()
     if PRE_TOKENIZERS[pre] == "qwen2":
@@ -148,11 +191,7 @@ def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[way]), "isolated"), bytes_only])
 
 
-def _sentencepiece(
-    tokens: Sequence[str], scores: Sequence[float] | None, unknown: int, prefix: bool, source: Path
-) -> Tokenizer:
-    if scores is None or len(scores) != len(tokens):
-        raise CheckpointError(f"{source}: tokenizer.ggml.scores needs one score for each of the {len(tokens)} tokens")
+def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], unknown: int, prefix: bool) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(
         models.BPE(

@@ -7,12 +7,16 @@ Both spellings of rotary embeddings are read: `rope_theta` + `rope_scaling` (tra
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
 
-from .errors import CheckpointError
+from .errors import CheckpointError, shortened
+from .schema import Id, Layers, Positive, Size, Strict, checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,66 @@ _PHI3_ORIGINAL_MAX_POSITION = 4096
 """What `original_max_position_embeddings` is where a Phi-3 configuration does not say."""
 
 
+Ids = Annotated[list[Id], BeforeValidator(lambda value: [value] if isinstance(value, int) else value)]
+"""One token or several."""
+
+
+class _Rope(Strict):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    attention_factor: Positive | None = None
+    mscale: Annotated[float, Field(ge=0)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0)] | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    truncate: bool | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+
+
+class _Config(Strict):
+    """What is read of a `config.json`."""
+
+    model_type: str
+    hidden_act: str | None = None
+    quantization_config: dict[str, Any] | None = None
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size
+    rms_norm_eps: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    original_max_position_embeddings: Size | None = None
+    sliding_window: Size | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Field(ge=0)] | None = None
+    layer_types: list[str] | None = None
+    bos_token_id: Ids | None = None
+    eos_token_id: Ids | None = None
+
+
+class _Generation(Strict):
+    """What is read of a `generation_config.json`."""
+
+    eos_token_id: Ids | None = None
+
+
 def from_hf(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, source: str = "config.json"
 ) -> ModelConfig:
@@ -83,7 +147,7 @@ def from_hf(
 
     Args:
         config: its parsed contents.
-        generation_config: contents of `generation_config.json`; its `eos_token_id` wins where present.
+        generation_config: contents of `generation_config.json` beside it; its `eos_token_id` wins where present.
         source: file name for error messages.
 
     Raises:
@@ -91,45 +155,37 @@ def from_hf(
     """
     family_name = config.get("model_type")
     if not isinstance(family_name, str) or family_name not in FAMILIES:
-        raise CheckpointError(f"{source}: unknown model_type {family_name!r}; supported are {', '.join(FAMILIES)}")
+        raise CheckpointError(
+            f"{source}: unknown model_type {shortened(family_name)}; supported are {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[family_name]
-    _refuse_unsupported(config, source)
-
-    def required(key: str) -> int:
-        value = config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise CheckpointError(f"{source}: {key} is {value!r}, a positive integer was expected")
-        return value
-
-    num_heads, hidden_size, num_layers = (
-        required(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
-    head_dim = config.get("head_dim") or family.head_dim or hidden_size // num_heads
-    max_position = required("max_position_embeddings")
-    bias = _or(config.get("attention_bias"), family.default_bias)
-    eos = (generation_config or {}).get("eos_token_id")
+    held = checked(_Config, config, source)
+    generation = checked(_Generation, generation_config or {}, Path(source).with_name("generation_config.json"))
+    _refuse_unsupported(held, source)
+    head_dim = held.head_dim or family.head_dim or held.hidden_size // held.num_attention_heads
+    bias = _or(held.attention_bias, family.default_bias)
     try:
         return ModelConfig(
             family=family_name,
-            vocab_size=required("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=required("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            vocab_size=held.vocab_size,
+            hidden_size=held.hidden_size,
+            intermediate_size=held.intermediate_size,
+            num_layers=held.num_hidden_layers,
+            num_heads=held.num_attention_heads,
+            num_kv_heads=held.num_key_value_heads or held.num_attention_heads,
             head_dim=head_dim,
-            max_position=max_position,
-            rope=_rope(config, family, head_dim, max_position, source),
-            norm_eps=float(_or(config.get("rms_norm_eps"), family.norm_eps)),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            max_position=held.max_position_embeddings,
+            rope=_rope(held, family, head_dim, source),
+            norm_eps=_or(held.rms_norm_eps, family.norm_eps),
+            tied=bool(held.tie_word_embeddings),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias and family.output_bias,
-            mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
+            mlp_bias=family.mlp_bias and bool(held.mlp_bias),
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
-            windows=_windows(config, family, num_layers, source),
-            eos=_ids(_or(eos, config.get("eos_token_id"))),
-            bos=next(iter(_ids(config.get("bos_token_id"))), None),
+            windows=_windows(held, family, source),
+            eos=tuple(_first(generation.eos_token_id, held.eos_token_id, [])),
+            bos=next(iter(held.bos_token_id or []), None),
         )
     except CheckpointError:
         raise
@@ -189,53 +245,47 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unsupported(config: Mapping[str, Any], source: str) -> None:
-    activation = _or(config.get("hidden_act"), "silu")
-    if activation not in ("silu", "swish"):
-        raise CheckpointError(f"{source}: hidden_act is {activation!r}; supported are silu and swish")
-    quantization = config.get("quantization_config")
-    if quantization:
+def _refuse_unsupported(config: _Config, source: str) -> None:
+    if _or(config.hidden_act, "silu") not in ("silu", "swish"):
+        raise CheckpointError(f"{source}: hidden_act is {config.hidden_act!r}; supported are silu and swish")
+    if config.quantization_config:
+        method = config.quantization_config.get("quant_method", "an unnamed method")
         raise CheckpointError(
-            f"{source}: weights are quantised with {quantization.get('quant_method', 'an unnamed method')!r}; "
+            f"{source}: weights are quantised with {shortened(method)}; "
             "load the unquantised checkpoint or a GGUF file instead"
         )
 
 
-def _rope(config: Mapping[str, Any], family: Family, head_dim: int, max_position: int, source: str) -> RopeConfig:
-    rope = dict(_or(config.get("rope_scaling"), config.get("rope_parameters")) or {})
+def _rope(config: _Config, family: Family, head_dim: int, source: str) -> RopeConfig:
+    rope = config.rope_scaling or config.rope_parameters or _Rope()
     # `rope_scaling` wins over `rope_parameters`, but the base may stand in either or beside them.
-    theta = _first(
-        rope.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta"), config.get("rope_theta")
-    )
-    share = _first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), family.partial_rotary)
+    beside = config.rope_parameters or _Rope()
+    share = _first(rope.partial_rotary_factor, config.partial_rotary_factor, family.partial_rotary)
     dim = int(head_dim * share)
     return RopeConfig(
-        theta=float(_or(theta, 10000.0)),
+        theta=float(_first(rope.rope_theta, beside.rope_theta, config.rope_theta, 10000.0)),
         dim=dim,
         interleaved=family.interleaved,
-        scaling=_scaling(rope, config, dim, max_position, source),
+        scaling=_scaling(rope, config, source),
     )
 
 
-def _scaling(
-    rope: Mapping[str, Any], config: Mapping[str, Any], dim: int, max_position: int, source: str
-) -> RopeScaling | None:
-    kind = _first(rope.get("rope_type"), rope.get("type"), "default")
-    phi3 = config.get("model_type") == "phi3"
+def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
+    kind = _first(rope.rope_type, rope.type, "default")
+    phi3, window = config.model_type == "phi3", config.max_position_embeddings
     if phi3 and kind in ("su", "yarn"):  # names that early Phi-3 checkpoints gave to LongRoPE
         kind = "longrope"
     # Phi-3 keeps the original window beside the rope fields, and there it has the last word.
     original = _first(
-        config.get("original_max_position_embeddings"),
-        rope.get("original_max_position_embeddings"),
-        _PHI3_ORIGINAL_MAX_POSITION if phi3 else max_position,
+        config.original_max_position_embeddings,
+        rope.original_max_position_embeddings,
+        _PHI3_ORIGINAL_MAX_POSITION if phi3 else window,
     )
-    factor = rope.get("factor")
 
     def number(key: str) -> float:
-        if not isinstance(rope.get(key), int | float):
-            raise CheckpointError(f"{source}: rope type {kind!r} needs a number {key}, got {rope.get(key)!r}")
-        return float(rope[key])
+        if (value := getattr(rope, key)) is None:
+            raise CheckpointError(f"{source}: rope type {kind!r} needs a number {key}")
+        return value
 
     match kind:
         case "default":
@@ -243,46 +293,37 @@ def _scaling(
         case "linear":
             return Linear(number("factor"))
         case "llama3":
-            return Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), int(original))
+            return Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
         case "yarn":
-            factor = float(_or(factor, max_position / original))
+            factor = _or(rope.factor, window / original)
             return Yarn(
                 factor=factor,
-                original_max_position=int(original),
+                original_max_position=original,
                 attention_factor=_yarn_attention_factor(rope, factor),
-                beta_fast=float(rope.get("beta_fast") or 32.0),
-                beta_slow=float(rope.get("beta_slow") or 1.0),
-                truncate=bool(rope.get("truncate", True)),
+                beta_fast=_or(rope.beta_fast, 32.0),
+                beta_slow=_or(rope.beta_slow, 1.0),
+                truncate=_or(rope.truncate, True),
             )
         case "longrope":
             return LongRope(
-                short_factor=_channel_factors(rope, "short_factor", dim, source),
-                long_factor=_channel_factors(rope, "long_factor", dim, source),
-                original_max_position=int(original),
-                factor=float(_or(factor, max_position / original)),
-                attention_factor=rope.get("attention_factor"),
+                short_factor=tuple(rope.short_factor or ()),
+                long_factor=tuple(rope.long_factor or ()),
+                original_max_position=original,
+                factor=_or(rope.factor, window / original),
+                attention_factor=rope.attention_factor,
             )
     raise CheckpointError(
         f"{source}: unsupported rope type {kind!r}; supported are default, linear, llama3, yarn and longrope"
     )
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
+def _yarn_attention_factor(rope: _Rope, factor: float) -> float | None:
     """The factor on cosine and sine; None leaves YaRN's own. `mscale` fields are DeepSeek's refinement of it."""
-    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    if not (mscale and mscale_all) or factor <= 1:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if not (rope.mscale and rope.mscale_all_dim) or factor <= 1:
         return None
-    return (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all * math.log(factor) + 1.0)
-
-
-def _channel_factors(rope: Mapping[str, Any], key: str, dim: int, source: str) -> tuple[float, ...]:
-    factors = rope.get(key)
-    if not isinstance(factors, list | tuple) or len(factors) != dim // 2:
-        got = len(factors) if isinstance(factors, list | tuple) else factors
-        raise CheckpointError(f"{source}: {key} needs {dim // 2} numbers, one for each rotated pair, got {got!r}")
-    return tuple(float(factor) for factor in factors)
+    return (0.1 * rope.mscale * math.log(factor) + 1.0) / (0.1 * rope.mscale_all_dim * math.log(factor) + 1.0)
 
 
 def _scaling_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -320,22 +361,22 @@ def _scaling_to_hf(config: ModelConfig) -> dict[str, Any]:
     raise CheckpointError(f"a config.json has no word for rope scaling {config.rope.scaling!r}")
 
 
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
+def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, ...]:
+    window, num_layers = config.sliding_window, config.num_hidden_layers
     if family.windows == "none" or window is None:
         return (None,) * num_layers
     if family.windows == "all":
         return (window,) * num_layers
-    if not config.get("use_sliding_window", False):
+    if not config.use_sliding_window:
         return (None,) * num_layers
-    kinds = config.get("layer_types")
+    kinds = config.layer_types
     if kinds is None:
-        first = _or(config.get("max_window_layers"), num_layers)
+        first = _or(config.max_window_layers, num_layers)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != num_layers:
         raise CheckpointError(
-            f"{source}: layer_types needs {num_layers} entries full_attention or sliding_attention, got {kinds!r}"
+            f"{source}: layer_types needs {num_layers} entries full_attention or sliding_attention, got {shortened(kinds)}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -353,12 +394,6 @@ def _windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         "max_window_layers": next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers),
         "layer_types": ["full_attention" if w is None else "sliding_attention" for w in config.windows],
     }
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -10,7 +10,7 @@ from huggingface_hub.utils import tqdm as hub_bar
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError
-from .huggingface import FLOAT_OF, INDEX, checkpoint_of, open_directory, read_config, read_json
+from .huggingface import FLOAT_OF, INDEX, checkpoint_of, open_directory, read_config, shard_names
 from .progress import watched
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -35,42 +35,50 @@ class _Silent(hub_bar):
         super().__init__(*args, **(options | {"disable": True}))
 
 
-def fetch(repo_id: str, *, progress: bool | None = None) -> Path:
+def fetch(
+    repo_id: str, *, revision: str | None = None, token: str | bool | None = None, progress: bool | None = None
+) -> Path:
     """Download a model, or find it in the hub client's own cache; ``HF_HUB_OFFLINE`` and ``HF_ENDPOINT`` hold.
 
     Args:
         repo_id: ``owner/name``.
+        revision: branch, tag or commit; None is the main branch.
+        token: see `kvjax.conversion.load`.
         progress: see `kvjax.conversion.load`.
 
     Raises:
         CheckpointError: no such model, no access, no connection, or no safetensors weights.
     """
-    path = _download(repo_id, [*COMPANIONS, *WEIGHTS], progress)
+    path = _download(repo_id, [*COMPANIONS, *WEIGHTS], revision, token, progress)
     if not any(path.glob("*.safetensors")):
         raise CheckpointError(_no_weights(repo_id))
     return path
 
 
-def open_headers(repo_id: str, *, progress: bool | None = None) -> Checkpoint:
+def open_headers(
+    repo_id: str, *, revision: str | None = None, token: str | bool | None = None, progress: bool | None = None
+) -> Checkpoint:
     """Describe a model on the hub by the headers of its weight files, of which only the first kilobytes are fetched.
 
     Args:
         repo_id: ``owner/name``.
+        revision: branch, tag or commit; None is the main branch.
+        token: see `kvjax.conversion.load`.
         progress: see `kvjax.conversion.load`.
 
     Raises:
         CheckpointError: as `fetch`, or a damaged header.
     """
-    path = _download(repo_id, [*COMPANIONS, INDEX], progress)
+    path = _download(repo_id, [*COMPANIONS, INDEX], revision, token, progress)
     names = ["model.safetensors"]
     if (path / INDEX).exists():
-        names = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+        names = shard_names(path / INDEX)
     if all((path / name).exists() for name in names):
         return open_directory(path)
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         try:
-            header = huggingface_hub.parse_safetensors_file_metadata(repo_id, name)
+            header = huggingface_hub.parse_safetensors_file_metadata(repo_id, name, revision=revision, token=token)
         except huggingface_hub.errors.EntryNotFoundError as error:
             raise CheckpointError(_no_weights(repo_id)) from error
         except Exception as error:  # the client and the libraries under it share no base class
@@ -83,10 +91,14 @@ def open_headers(repo_id: str, *, progress: bool | None = None) -> Checkpoint:
     return checkpoint_of(path, tensors, read_config(path))
 
 
-def _download(repo_id: str, patterns: list[str], progress: bool | None) -> Path:
+def _download(
+    repo_id: str, patterns: list[str], revision: str | None, token: str | bool | None, progress: bool | None
+) -> Path:
     try:
         path = huggingface_hub.snapshot_download(
             repo_id,
+            revision=revision,
+            token=token,
             allow_patterns=patterns,
             ignore_patterns=list(_ELSEWHERE),
             etag_timeout=5,

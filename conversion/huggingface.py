@@ -5,17 +5,20 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, Field
 from safetensors import SafetensorError, safe_open
 
 from kvjax.models.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor
-from .errors import CheckpointError, listed
+from .errors import CheckpointError, listed, told
+from .files import present, read_json, unique
 from .hf_config import from_hf
 from .layout import hf_layout
+from .schema import Strict, checked
 from .tokenizer import Tokenizer
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -43,9 +46,11 @@ def checkpoint_of(path: Path, tensors: Mapping[str, StoredTensor], config: Model
         format="safetensors",
         config=config,
         tensors=tensors,
-        layout=hf_layout(config),
+        layout_of=hf_layout,
         ignored=ignored(config),
-        tokenizer=functools.partial(Tokenizer.from_directory, path, eos=config.eos, bos=config.bos),
+        tokenizer=functools.partial(
+            Tokenizer.from_directory, path, eos=config.eos, bos=config.bos, vocab_size=config.vocab_size
+        ),
     )
 
 
@@ -54,26 +59,9 @@ def read_config(path: Path) -> ModelConfig:
     generation = path / "generation_config.json"
     return from_hf(
         read_json(path / "config.json"),
-        read_json(generation) if generation.exists() else None,
+        read_json(generation) if present(generation) else None,
         source=str(path / "config.json"),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file.
-
-    Raises:
-        CheckpointError: no such file, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent}: no {path.name} there") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object was expected, got {type(value).__name__}")
-    return value
 
 
 def refuse_pickle(path: Path) -> None:
@@ -87,22 +75,41 @@ def refuse_pickle(path: Path) -> None:
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files that make up the model: those the index names, or else all there are."""
     index = path / INDEX
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: no weight_map, which says what shard holds each tensor")
-        files = [path / name for name in sorted(set(weight_map.values()))]
-        absent = [file.name for file in files if not file.exists()]
+    if present(index):
+        files = [path / name for name in shard_names(index)]
+        absent = [file.name for file in files if not present(file)]
         if absent:
             raise CheckpointError(f"{path}: {len(absent)} of {len(files)} shards missing: {listed(absent)}")
         return files
     single = path / "model.safetensors"
-    files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    files = [single] if present(single) else sorted(filter(present, path.glob("*.safetensors")))
     if not files:
         for pickle in sorted(file for file in path.iterdir() if file.suffix in PICKLES):
             refuse_pickle(pickle)
         raise CheckpointError(f"{path}: no .safetensors file there")
     return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index says hold the tensors.
+
+    Raises:
+        CheckpointError: no index, or one that names something else than safetensors files beside it.
+    """
+    held = checked(_Index, read_json(index), index)
+    return sorted(set(held.weight_map.values()))
+
+
+def _beside(name: str) -> str:
+    if not name.endswith(".safetensors") or any(character in name for character in "/\\:\0"):
+        raise ValueError("it should name a .safetensors file in the same directory")
+    return name
+
+
+class _Index(Strict):
+    """What is read of an index: the file that holds each tensor."""
+
+    weight_map: Annotated[dict[str, Annotated[str, AfterValidator(_beside)]], Field(min_length=1)]
 
 
 def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
@@ -132,19 +139,11 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             pass
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length), object_pairs_hook=functools.partial(_unique, file))
-    except (SafetensorError, OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from error
+            header = json.loads(stream.read(length), object_pairs_hook=unique)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({told(error)})") from error
     header.pop("__metadata__", None)
     return {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
-
-
-def _unique(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        twice = {name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1}
-        raise CheckpointError(f"{file}: duplicate tensor {listed(twice)}")
-    return entries
 
 
 def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:

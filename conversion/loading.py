@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax import files
 from kvjax.models.params import Params
 
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble
 from .errors import CheckpointError
+from .files import present
 from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
@@ -20,42 +22,67 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load(
-    source: str | Path | None = None, *, dtype: Any = None, device: Any = None, progress: bool | None = None
+    source: str | Path | None = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: bool | None = None,
 ) -> Params:
     """Load a model, its tensors streaming from the file to the device one at a time.
 
     Args:
-        source: a Hugging Face directory or hub id (``owner/name``), a GGUF file, a directory that `convert` wrote, or None
-            for the default model, SmolLM2-135M-Instruct.
+        source: a Hugging Face directory or hub id (``owner/name``), a GGUF file, a directory that `convert` or `save` wrote, or
+            None or "SmolLM2-135M-Instruct" (in any case) for the default model.
         dtype: type of the parameters, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
         device: a jax device or sharding to put the parameters on; None is jax's default device.
+        revision: branch, tag or commit of a model on the hub; None is its main branch.
+        token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
+            False none.
         progress: draw progress bars; None draws them if the error stream is a terminal.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
-        ValueError: a dtype that parameters cannot have.
+        ValueError: a dtype that parameters cannot have, or a revision of what is not on the hub.
     """
     wanted = None if dtype is None else float_name(dtype)
-    checkpoint = open_checkpoint(source, progress)
+    checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
     if wanted is None:
         wanted = "float32" if _platform(device) == "cpu" else checkpoint.own_dtype
     return assemble(checkpoint, wanted, device, progress)
 
 
 def open_checkpoint(
-    source: str | Path | None, progress: bool | None = None, *, headers_only: bool = False
+    source: str | Path | None,
+    progress: bool | None = None,
+    *,
+    headers_only: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> Checkpoint:
     """Find a checkpoint, downloading it if need be, and read its headers.
 
     With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works.
     """
-    path = default_model.locate(progress) if source is None else Path(source)
+    if revision is not None and (not _HUB_ID.fullmatch(str(source)) or Path(str(source)).exists()):
+        raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
+    path = default_model.locate(progress) if _is_default(source) else Path(str(source))
+    if not path.exists():
+        files.recover(path)  # a run that was killed while it replaced this model
     if path.suffix in PICKLES:
         refuse_pickle(path)
+    try:
+        return _open(path, source, progress, headers_only)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: Path, source: str | Path | None, progress: bool | None, headers_only: bool) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
-    if path.is_file():
+    if present(path):
         if path.suffix == ".safetensors":
             raise CheckpointError(
                 f"{path}: a safetensors file says nothing of the model; give the directory it lies in"
@@ -63,9 +90,12 @@ def open_checkpoint(
         return open_gguf(path)
     if _HUB_ID.fullmatch(str(source)):
         if headers_only:
-            return hub.open_headers(str(source), progress=progress)
-        return open_directory(hub.fetch(str(source), progress=progress))
-    raise CheckpointError(f"{source}: no such file or directory, and not a hub id, which looks like owner/name")
+            return hub.open_headers(str(source), revision=revision, token=token, progress=progress)
+        return open_directory(hub.fetch(str(source), revision=revision, token=token, progress=progress))
+    raise CheckpointError(
+        f"{source}: no such file or directory, and not a hub id, which looks like owner/name; "
+        f"the default model is {default_model.NAME}"
+    )
 
 
 def float_name(dtype: Any) -> str:
@@ -83,11 +113,15 @@ def float_name(dtype: Any) -> str:
     return name
 
 
+def _is_default(source: str | Path | None) -> bool:
+    return source is None or (str(source).lower() == default_model.NAME.lower() and not Path(source).exists())
+
+
 def _open_directory(path: Path) -> Checkpoint:
-    if (path / MARK).exists():
+    if present(path / MARK):
         return open_orbax(path)
     quantised = sorted(path.glob("*.gguf"))
-    if len(quantised) == 1 and not (path / "config.json").exists():
+    if len(quantised) == 1 and not present(path / "config.json"):
         return open_gguf(quantised[0])
     return open_directory(path)
 

@@ -7,23 +7,26 @@
     tokenizer.json …       as in a Hugging Face directory
 """
 
+import contextlib
 import functools
 import json
+import logging
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
 
 from kvjax.models.config import ModelConfig
 
 from .checkpoint import Checkpoint, StoredTensor, parameter_shapes
-from .config_json import config_from_json, config_to_json
-from .errors import CheckpointError
-from .huggingface import read_json
+from .config_json import Header, config_from_json, config_to_json
+from .errors import CheckpointError, told
+from .files import present, read_json
+from .schema import Size, Strict, checked
 from .tokenizer import Tokenizer
 
 MARK = "kvjax.json"
@@ -34,9 +37,6 @@ VERSION = 1
 _HEADER = b"/.zarray"
 """Ending of the key under which the store keeps an array's shape, type and chunks."""
 
-_CHUNK_BYTES = 1 << 20
-"""Size of the pieces in which tensors are stored, and which reading holds a few of."""
-
 
 def open_orbax(path: Path) -> Checkpoint:
     """Read the metadata of a directory that `write_orbax` wrote.
@@ -44,34 +44,39 @@ def open_orbax(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: another version, unknown fields, or a damaged Orbax checkpoint.
     """
-    header = read_json(path / MARK)
-    if header.get("version") != VERSION:
-        raise CheckpointError(f"{path / MARK}: version {header.get('version')!r}, this kvjax reads version {VERSION}")
-    config = config_from_json(header.get("config", {}), str(path / MARK))
+    header = checked(Header, read_json(path / MARK), path / MARK)
+    if header.version != VERSION:
+        raise CheckpointError(f"{path / MARK}: version {header.version}, this kvjax reads version {VERSION}")
+    config = config_from_json(header.config, str(path / MARK))
     directory = path / "params"
+    for file in directory.rglob("*"):
+        if not file.is_dir():
+            present(file)  # the store would wait for a pipe
     try:
         store = tensorstore.KvStore.open(_store(directory)).result()
         headers = {key: json.loads(store[key]) for key in store.list().result() if key.endswith(_HEADER)}
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({error})") from error
-    if not headers:
-        raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged (it holds no arrays)")
-    tensors = {key.removesuffix(_HEADER).decode(): header for key, header in headers.items()}
+        if not headers:
+            raise ValueError("it holds no arrays")
+        tensors = {key.removesuffix(_HEADER).decode(): header for key, header in headers.items()}
+    except (ValueError, OSError, KeyError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({told(error)})") from error
     return Checkpoint(
         source=path,
         format="orbax",
         config=config,
         tensors={name: _stored(directory, name, header) for name, header in tensors.items()},
-        layout={name: (name,) for name in parameter_shapes(config)},
+        layout_of=lambda config: {name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
-        tokenizer=functools.partial(Tokenizer.from_directory, path, eos=config.eos, bos=config.bos),
+        tokenizer=functools.partial(
+            Tokenizer.from_directory, path, eos=config.eos, bos=config.bos, vocab_size=config.vocab_size
+        ),
     )
 
 
 def write_orbax(
     path: Path,
     config: ModelConfig,
-    parameters: Iterable[tuple[str, np.ndarray]],
+    parameters: Mapping[str, Callable[[], np.ndarray]],
     dtype: str,
     tokenizer: Tokenizer | None,
 ) -> None:
@@ -80,18 +85,34 @@ def write_orbax(
     Args:
         path: the directory.
         config: the model.
-        parameters: host arrays by parameter name.
+        parameters: by name, what makes the host array; called one after another, so that one array is held at a time.
         dtype: name of their type.
         tokenizer: written beside them.
     """
-    held = dict(parameters)
-    chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in held}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)) as orbax:
-        orbax.save((path / "params").absolute(), args=ocp.args.PyTreeSave(held, save_args=chunks))
+    with _logging_as_it_was():
+        from . import orbax_streaming
+
+        orbax_streaming.save(path / "params", parameters)
     if tokenizer is not None:
         tokenizer.save(path)
     header = {"version": VERSION, "dtype": dtype, "config": config_to_json(config)}
     (path / MARK).write_text(json.dumps(header, indent=2), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _logging_as_it_was() -> Iterator[None]:
+    """Undo what Orbax does to the program's logging: its messages, of absl, give the root logger a handler when it has none."""
+    loggers = [
+        logging.root,
+        *(logging.getLogger(name) for name in ("absl",) if name in logging.root.manager.loggerDict),
+    ]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
 
 
 def _store(directory: Path, prefix: str = "") -> dict[str, Any]:
@@ -103,8 +124,19 @@ def _store(directory: Path, prefix: str = "") -> dict[str, Any]:
     return {"driver": "ocdbt", "base": directory.absolute().as_uri(), "path": prefix}
 
 
-def _stored(directory: Path, name: str, header: Mapping[str, Any]) -> StoredTensor:
-    shape, dtype = tuple(header["shape"]), np.dtype(header["dtype"])
+class _Array(Strict):
+    """What is read of an array's header."""
+
+    shape: list[Size]
+    chunks: list[Size]
+    dtype: Literal["<f4", "<f2", "bfloat16"]
+
+
+def _stored(directory: Path, name: str, header: Any) -> StoredTensor:
+    held = checked(_Array, header, f"{directory}: tensor {name}")
+    shape, dtype = tuple(held.shape), np.dtype(held.dtype)
+    if len(held.chunks) != len(shape) or any(map(operator.gt, held.chunks, shape)):
+        raise CheckpointError(f"{directory}: tensor {name} of shape {list(shape)} is in pieces of {held.chunks}")
 
     def read(start: int, out: np.ndarray) -> None:
         spec = {"driver": "zarr", "kvstore": _store(directory, f"{name}/")}
@@ -113,7 +145,7 @@ def _stored(directory: Path, name: str, header: Mapping[str, Any]) -> StoredTens
             rows = tensorstore.cast(array, tensorstore.dtype(out.dtype))[start : start + len(out)]
             # Straight into place, chunk by chunk.
             tensorstore.array(out).write(rows).result()
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({error})") from error
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({told(error)})") from error
 
     return StoredTensor(shape, dtype.name, math.prod(shape) * dtype.itemsize, directory, read)

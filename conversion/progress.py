@@ -1,4 +1,4 @@
-"""A progress bar on the error stream that appears only where someone may watch, and only for work that takes a while."""
+"""How far long work is, on the error stream: a bar on a terminal; elsewhere, for those who ask, a line every few seconds."""
 
 import sys
 import time
@@ -6,15 +6,37 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 _PATIENCE = 0.5
 """Seconds of work before the bar appears."""
 
+_EVERY = 5.0
+"""Seconds from one line to the next, and before the first."""
+
 
 def watched(show: bool | None) -> bool:
-    """Whether to draw: as told, or if the error stream is a terminal."""
+    """Whether to say anything: as told, or if the error stream is a terminal."""
     return sys.stderr.isatty() if show is None else show
+
+
+class Lines:
+    """A line every few seconds, for logs and other places without a terminal.
+
+    Args:
+        title: what is being done.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._last = time.monotonic()
+
+    def tell(self, state: str) -> None:
+        """Say how far it is, unless that was said a moment ago."""
+        if time.monotonic() - self._last >= _EVERY:
+            self._last = time.monotonic()
+            print(f"{self._title}: {state}", file=sys.stderr, flush=True)
 
 
 class Meter:
@@ -23,7 +45,7 @@ class Meter:
     Args:
         title: what is being done.
         total: bytes to do; None if unknown.
-        show: True draws always, False never, None only if the error stream is a terminal.
+        show: True shows always, False never, None only if the error stream is a terminal.
     """
 
     def __init__(self, title: str, total: int | None, show: bool | None = None) -> None:
@@ -32,14 +54,24 @@ class Meter:
         self._begun = time.monotonic()
         self._bar: Progress | None = None
         self._show = watched(show)
+        self._lines = None if sys.stderr.isatty() else Lines(title)
 
     def advance(self, count: int) -> None:
         """Report `count` more bytes."""
-        self._done += count
-        if self._bar is None and self._show and time.monotonic() - self._begun > _PATIENCE:
+        self.reach(self._done + count, self._total)
+
+    def reach(self, done: int, total: int | None) -> None:
+        """Report how many bytes are done, and how many there are in all if that is known."""
+        self._done, self._total = done, total
+        if not self._show:
+            return
+        if self._lines is not None:
+            self._lines.tell(decimal(done) + (f" of {decimal(total)}, {done / total:.0%}" if total else ""))
+            return
+        if self._bar is None and time.monotonic() - self._begun > _PATIENCE:
             self._bar = self._draw()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done)
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
     def _draw(self) -> Progress:
         bar = Progress(
@@ -48,7 +80,7 @@ class Meter:
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True, force_terminal=True),
+            console=Console(stderr=True),
             transient=True,
         )
         bar.add_task(self._title, total=self._total)

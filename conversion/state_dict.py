@@ -1,17 +1,19 @@
-"""Parameters from arrays already in memory, by the names of a Hugging Face checkpoint."""
+"""Arrays already in memory as a checkpoint: those of a Hugging Face model to load, or parameters to write."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.params import Params
+from kvjax.models.params import Params, name_of
 
-from .checkpoint import Checkpoint, StoredTensor, assemble
+from .checkpoint import Checkpoint, StoredTensor, assemble, parameter_shapes
 from .huggingface import ignored
 from .layout import hf_layout
+from .tokenizer import Tokenizer
 
 
 def from_state_dict(
@@ -34,7 +36,7 @@ def from_state_dict(
             format="safetensors",
             config=config,
             tensors={name: _held(array) for name, array in tensors.items()},
-            layout=hf_layout(config),
+            layout_of=hf_layout,
             ignored=ignored(config),
             tokenizer=lambda: tokenizer,
         ),
@@ -43,8 +45,37 @@ def from_state_dict(
     )
 
 
-def _held(array: np.ndarray) -> StoredTensor:
+def checkpoint_of(params: Params) -> Checkpoint:
+    """Parameters as a checkpoint, which reads each from its device when asked to.
+
+    Raises:
+        TypeError: these are no parameters, or shapes alone.
+    """
+    if not isinstance(params, Params):
+        raise TypeError(f"params is of type {type(params).__name__}; give what kvjax.load returns")
+    if not isinstance(params.tokenizer, Tokenizer | None):
+        raise TypeError(
+            f"the tokenizer is of type {type(params.tokenizer).__name__}; give a kvjax.conversion.Tokenizer, or None"
+        )
+    leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise TypeError(
+                f"parameter {name} is of type {type(leaf).__name__}, which holds no numbers; give loaded ones"
+            )
+    return Checkpoint(
+        source=Path("parameters"),
+        format="parameters",
+        config=params.config,
+        tensors={name: _held(leaf) for name, leaf in leaves.items()},
+        layout={name: (name,) for name in parameter_shapes(params.config)},
+        ignored=lambda name: False,
+        tokenizer=lambda: params.tokenizer,
+    )
+
+
+def _held(array: np.ndarray | jax.Array) -> StoredTensor:
     def read(start: int, out: np.ndarray) -> None:
-        out[...] = array[start : start + len(out)]
+        out[...] = np.asarray(array)[start : start + len(out)]
 
     return StoredTensor(array.shape, array.dtype.name, array.nbytes, Path("state dict"), read)

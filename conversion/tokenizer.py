@@ -4,25 +4,35 @@ It travels as a static field of `Params`, so it takes part in the keys of compil
 content are equal and hash alike.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import tokenizers
+from pydantic import BeforeValidator
 
 from . import chat
-from .errors import CheckpointError
+from .errors import CheckpointError, shortened, told
+from .files import present, read_json, read_text
+from .schema import Strict, checked
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
+_MOST_TOKENS = 1 << 22
+"""Sixteen times the largest vocabularies."""
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """How SentencePiece vocabularies spell a token that is one byte of a character."""
+
+_CONTEXT = 8
+"""Tokens before a text that it is decoded together with. A token's text depends on whether it is the first (which may lose a
+space), on the bytes of a character before it (three at most, so three tokens), and in a row of byte tokens on the whole row."""
 
 
 class Tokenizer:
@@ -57,34 +67,58 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def from_directory(cls, path: Path, *, eos: Sequence[int] = (), bos: int | None = None) -> Self | None:
+    def from_directory(
+        cls, path: Path, *, eos: Sequence[int] = (), bos: int | None = None, vocab_size: int | None = None
+    ) -> Self | None:
         """Read `tokenizer.json` and its companions; None if the directory has none.
+
+        `vocab_size` is how many tokens the model knows; it warns of more.
 
         Raises:
             CheckpointError: one of the files is damaged.
         """
         file = path / "tokenizer.json"
-        if not file.exists():
-            if (path / "tokenizer.model").exists():
+        if not present(file):
+            if present(path / "tokenizer.model"):
                 warnings.warn(
                     f"{path}: tokenizer.model alone is not read, so the model is loaded without a tokenizer; prompts given "
                     "as token ids work, and saving the tokenizer with transformers writes the tokenizer.json that is missing",
                     stacklevel=2,
                 )
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
-        backend.no_truncation()
-        backend.no_padding()
-        config = _json(path / "tokenizer_config.json")
-        special = {name: _text(config[name]) for name in _SPECIAL if config.get(name) is not None}
+        with library_errors(f"{file}: not a tokenizer"):
+            backend = tokenizers.Tokenizer.from_str(read_text(file))
+            backend.no_truncation()
+            backend.no_padding()
+        config = _read(path / "tokenizer_config.json")
+        special = {name: text for name in _SPECIAL if (text := getattr(config, name)) is not None}
         if not eos and "eos_token" in special:
             eos = _known(backend, special["eos_token"])
         if bos is None and "bos_token" in special:
             bos = next(iter(_known(backend, special["bos_token"])), None)
-        return cls(backend, eos=eos, bos=bos, chat_template=_template(path, config), special=special)
+        made = cls(backend, eos=eos, bos=bos, chat_template=_template(path, config), special=special)
+        return made.within(vocab_size, file)
+
+    def within(self, vocab_size: int | None, source: Path) -> Self:
+        """Itself; with a warning if it has tokens that a model of so many does not know.
+
+        Raises:
+            CheckpointError: an id so large that the library would fill memory with those that are missing.
+        """
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        text, token = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+        if token >= _MOST_TOKENS:
+            raise CheckpointError(
+                f"{source}: token {shortened(text)} has id {token}; it should be below {_MOST_TOKENS}"
+            )
+        if vocab_size is not None and token >= vocab_size:
+            beyond = sorted((token, text) for text, token in vocabulary.items() if token >= vocab_size)
+            warnings.warn(
+                f"{source}: {len(beyond)} tokens are beyond the model's vocabulary of {vocab_size}, the first of them "
+                f"{shortened(beyond[0][1])} with id {beyond[0][0]}; prompts that hold them are refused",
+                stacklevel=2,
+            )
+        return self
 
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
@@ -96,8 +130,13 @@ class Tokenizer:
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False."""
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False.
+
+        Raises:
+            ValueError: the text is none (it holds half of a surrogate pair), or the vocabulary has no token for it.
+        """
+        with library_errors("the tokenizer cannot encode this text", ValueError):
+            return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids, without special tokens unless `skip_special` is False."""
@@ -124,9 +163,44 @@ class Tokenizer:
             )
         return chat.render(self.chat_template, messages, self.special, add_generation_prompt)
 
-    def stream_decoder(self, *, skip_special: bool = True) -> "StreamDecoder":
-        """A decoder that takes ids one at a time."""
-        return StreamDecoder(self, skip_special)
+    def decode_after(self, given: Sequence[int], ids: Sequence[int]) -> str:
+        """Text of ids that follow `given` ones: what they add to the text of the given ones.
+
+        Where they change that text, since it ends inside a character, the text of the ids alone. Of the given ids only the last
+        few are decoded.
+        """
+        context = self._context(given)
+        before, both = self.decode(context), self.decode([*context, *ids])
+        return both[len(before) :] if both.startswith(before) else self.decode(ids)
+
+    def stream_decoder(self, given: Sequence[int] = ()) -> "StreamDecoder":
+        """A decoder that takes ids one at a time, which follow those that are `given`."""
+        return StreamDecoder(self, self._context(given))
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` leaves an id out: of a special token, or of none."""
+        return token in self._special_ids or self.backend.id_to_token(token) is None
+
+    def is_byte(self, token: int) -> bool:
+        """Whether an id stands for one byte, which is decoded together with all such before it and behind it."""
+        return _BYTE.fullmatch(self.backend.id_to_token(token) or "") is not None
+
+    def _context(self, given: Sequence[int]) -> list[int]:
+        """The last of the given ids, as many as the text of what follows depends on."""
+        context, in_row = [], True
+        for token in reversed(given):
+            if self.is_silent(token):
+                continue
+            context.append(token)
+            in_row = in_row and self.is_byte(token)
+            if len(context) >= _CONTEXT and not in_row:
+                break
+        return context[::-1]
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token for token, text in added.items() if text.special)
 
     @functools.cached_property
     def _digest(self) -> bytes:
@@ -146,64 +220,115 @@ class Tokenizer:
 class StreamDecoder:
     """Text of a growing sequence, piece by piece; a character is given only once all its bytes are there.
 
-    The pieces joined are what `Tokenizer.decode` gives for the whole sequence.
+    The pieces joined, and `pending` at the end, are what `Tokenizer.decode_after` gives for the whole sequence. Each id costs what
+    decoding a few does (and of a row of byte tokens, the row), however many came before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        added = tokenizer.backend.get_added_tokens_decoder() if skip_special else {}
-        self._skipped = {token for token, text in added.items() if text.special}
-        self._decode = functools.partial(tokenizer.decode, skip_special=skip_special)
-        self._piece = tokenizer.backend.id_to_token
-        self._ids: list[int] = []
-        self._context = 0
-        self._given = 0
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context)
+        self._before = self._text = tokenizer.decode(context)
+        self._shown = len(self._text)
+        # Whether the first new ids complete a character that was begun before them: then they are decoded alone.
+        self._unsure: list[int] | None = []
 
     def push(self, token: int) -> str:
         """Take one id; the text that became certain, often empty."""
         token = int(token)
-        if token in self._skipped:
+        if self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
-        # Bytes in a row are decoded together, and the next one may still make all of them invalid.
-        return "" if _BYTE.fullmatch(self._piece(token) or "") else self._advance(final=False)
-
-    def flush(self) -> str:
-        """The rest at the end of the sequence: bytes that never became a character come as U+FFFD."""
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> str:
-        # Decoding starts at ids already given, since what a token looks like (a leading space, a byte) depends on those
-        # before it, but not on all of them: the cost stays constant as the sequence grows.
-        before = self._decode(self._ids[self._context : self._given])
-        text = self._decode(self._ids[self._context :])
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+        if self._unsure is not None:
+            self._unsure.append(token)
+        if self._tokenizer.is_byte(token):  # the next one may still make all bytes of a row invalid
+            self._text = None
             return ""
-        self._context, self._given = self._given, len(self._ids)
-        return text[len(before) :]
+        self._text = self._tokenizer.decode(self._ids)
+        if self._unsure is not None:
+            self._decide(self._unsure)
+        end = len(self._text) - self._text.endswith("\ufffd")
+        new = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if len(self._ids) > 2 * _CONTEXT and self._unsure is None:
+            held = len(self._text) - self._shown
+            self._ids = self._ids[-_CONTEXT:]
+            self._text = self._tokenizer.decode(self._ids)
+            self._shown = len(self._text) - held
+        return new
+
+    def pending(self) -> str:
+        """What `push` has held back: the rest, if the sequence ends here; bytes that are no character come as U+FFFD."""
+        text = self._tokenizer.decode(self._ids) if self._text is None else self._text
+        if self._unsure is not None and not text.startswith(self._before):
+            return self._tokenizer.decode(self._unsure)
+        return text[self._shown :]
+
+    def _decide(self, new: list[int]) -> None:
+        assert self._text is not None
+        if not self._text.startswith(self._before):
+            self._ids, self._text, self._shown, self._unsure = new, self._tokenizer.decode(new), 0, None
+        elif len(self._text) > len(self._before):
+            self._unsure = None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+@contextlib.contextmanager
+def library_errors(what: str, kind: type[ValueError] = CheckpointError) -> Iterator[None]:
+    """Errors of the `tokenizers` library, which raises bare `Exception` and panics, as errors of a kind."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what} ({told(error)})") from error
 
 
-def _template(path: Path, config: Mapping[str, Any]) -> str | None:
+def _text(token: Any) -> Any:
+    return token["content"] if isinstance(token, Mapping) and "content" in token else token
+
+
+_Token = Annotated[str, BeforeValidator(_text)]
+"""A special token: its text, or an object with that as `content`."""
+
+
+class _Named(Strict):
+    name: str
+    template: str
+
+
+def _named(template: Any) -> Any:
+    return [{"name": "default", "template": template}] if isinstance(template, str) else template
+
+
+_Templates = Annotated[list[_Named], BeforeValidator(_named)]
+"""One template, or several by name."""
+
+
+class _Config(Strict):
+    """What is read of a `tokenizer_config.json` or `chat_template.json`."""
+
+    bos_token: _Token | None = None
+    eos_token: _Token | None = None
+    unk_token: _Token | None = None
+    pad_token: _Token | None = None
+    chat_template: _Templates | None = None
+
+    @property
+    def template(self) -> str | None:
+        return next((entry.template for entry in self.chat_template or () if entry.name == "default"), None)
+
+
+def _read(path: Path) -> _Config:
+    return checked(_Config, read_json(path), path) if present(path) else _Config()
+
+
+def _template(path: Path, config: _Config) -> str | None:
     """The chat template: a file of its own (newer checkpoints), or a field of the tokenizer's configuration."""
     file = path / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
-        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template
-
-
-def _text(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+    if present(file):
+        return read_text(file)
+    return config.template or _read(path / "chat_template.json").template
 
 
 def _known(backend: tokenizers.Tokenizer, token: str) -> tuple[int, ...]:

@@ -1,28 +1,40 @@
-"""`convert`: write any checkpoint that can be loaded as Orbax or safetensors."""
+"""`convert` and `save`: write any checkpoint that can be loaded, or parameters in memory, as Orbax or safetensors."""
 
-import contextlib
 import json
 import math
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvjax import files
+from kvjax.models.params import Params
+
 from .checkpoint import FLOATS, Checkpoint, expected_shapes
-from .errors import CheckpointError
+from .errors import CheckpointError, listed
 from .hf_config import to_hf
 from .huggingface import INDEX
 from .layout import hf_layout
 from .loading import float_name, open_checkpoint
 from .orbax_directory import MARK, write_orbax
 from .progress import Meter
+from .state_dict import checkpoint_of
 
 SHARD_BYTES = 5 * 10**9
 """Size above which safetensors are cut into shards, as the Hugging Face hub likes them."""
 
 _DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+_MODEL_FILES = (
+    *(MARK, "params", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    "chat_template.*",
+)
+"""What overwriting a model may delete; a folder with anything else in it is left alone."""
 
 
 def convert(
@@ -31,50 +43,98 @@ def convert(
     *,
     format: str = "orbax",
     dtype: Any = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
     progress: bool | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model in another format; the destination appears only when it is complete.
+    """Write a model in another format, one tensor at a time; the destination appears only when it is complete.
 
     Args:
         source: as for `kvjax.conversion.load`.
         destination: directory to make.
         format: "orbax", or "safetensors" as transformers reads it.
         dtype: type of the written parameters; by default the checkpoint's own (bfloat16 for quantised ones).
-        progress: see `kvjax.conversion.load`.
-        overwrite: replace a model that is there already.
+        revision: see `kvjax.conversion.load`.
+        token: see there.
+        progress: see there.
+        overwrite: replace a model that is there already. A folder that holds anything besides is not replaced.
 
     Returns:
         The destination.
 
     Raises:
-        CheckpointError: the source is damaged, or the destination exists.
+        CheckpointError: the source is damaged, or the destination exists, perhaps since the writing began.
         ValueError: an unknown format or dtype.
     """
-    if format not in _WRITERS:
-        raise ValueError(f"format={format!r} is not one of {', '.join(_WRITERS)}")
-    destination = Path(destination)
-    _check_destination(destination, overwrite)
-    checkpoint = open_checkpoint(source, progress)
+    check = _checks(destination, format, overwrite)
+    checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
+    return _write(checkpoint, Path(destination), format, dtype, progress, check)
+
+
+def save(
+    params: Params,
+    path: str | Path,
+    *,
+    format: str = "orbax",
+    dtype: Any = None,
+    progress: bool | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write parameters with their configuration and tokenizer, for `kvjax.load` and, as safetensors, for transformers.
+
+    Args:
+        params: what `kvjax.load` or `kvjax.models.init` gives, trained further perhaps.
+        path: directory to make; it appears only when it is complete.
+        format: "orbax" or "safetensors".
+        dtype: type of the written parameters; by default their own.
+        progress: see `kvjax.conversion.load`.
+        overwrite: as for `kvjax.conversion.convert`.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: the path exists, or the parameters do not have the shapes that their configuration asks for.
+        TypeError: these are no parameters, or shapes alone.
+        ValueError: an unknown format or dtype.
+    """
+    check = _checks(path, format, overwrite)
+    return _write(checkpoint_of(params), Path(path), format, dtype, progress, check)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    destination: Path,
+    format: str,
+    dtype: Any,
+    progress: bool | None,
+    check: Callable[[Path], None] | None,
+) -> Path:
     checkpoint.check()
     wanted = checkpoint.own_dtype if dtype is None else float_name(dtype)
-    with _replacing(destination) as scratch:
-        _WRITERS[format](scratch, checkpoint, wanted, progress)
+    try:
+        with (
+            files.directory(destination, check) as folder,
+            Meter(f"Writing {destination.name}", checkpoint.size(FLOATS[wanted]), progress) as meter,
+        ):
+            _WRITERS[format](folder, checkpoint, wanted, meter)
+    except FileExistsError as error:
+        raise CheckpointError(f"{destination}: {error.strerror}") from error
     return destination
 
 
-def _write_orbax(path: Path, checkpoint: Checkpoint, dtype: str, progress: bool | None) -> None:
-    with Meter(f"Writing {checkpoint.source.name}", checkpoint.size(FLOATS[dtype]), progress) as meter:
+def _write_orbax(path: Path, checkpoint: Checkpoint, dtype: str, meter: Meter) -> None:
+    def read(name: str) -> np.ndarray:
+        array = checkpoint.read(name, FLOATS[dtype])
+        meter.advance(array.nbytes)
+        return array
 
-        def parameters() -> Iterator[tuple[str, np.ndarray]]:
-            for name, array in checkpoint.read_all(FLOATS[dtype]):
-                meter.advance(array.nbytes)
-                yield name, array
-
-        write_orbax(path, checkpoint.config, parameters(), dtype, checkpoint.tokenizer())
+    parameters = {name: partial(read, name) for name in checkpoint.parameters}
+    write_orbax(path, checkpoint.config, parameters, dtype, checkpoint.tokenizer())
 
 
-def _write_safetensors(path: Path, checkpoint: Checkpoint, dtype: str, progress: bool | None) -> None:
+def _write_safetensors(path: Path, checkpoint: Checkpoint, dtype: str, meter: Meter) -> None:
     fields = to_hf(checkpoint.config) | {"torch_dtype": dtype}
     (path / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
     tokenizer = checkpoint.tokenizer()
@@ -84,23 +144,23 @@ def _write_safetensors(path: Path, checkpoint: Checkpoint, dtype: str, progress:
     shapes = expected_shapes(checkpoint.config, layout)
     sizes = {name: math.prod(shape) * FLOATS[dtype].itemsize for name, shape in shapes.items()}
     shards = _shards(sizes)
-    with Meter(f"Writing {checkpoint.source.name}", sum(sizes.values()), progress) as meter:
-        for name, tensors in shards.items():
-            with (path / name).open("wb") as stream:
-                stream.write(_header({tensor: (shapes[tensor], sizes[tensor]) for tensor in tensors}, dtype))
-                for tensor in tensors:
-                    for parameter in layout[tensor]:
-                        stream.write(
-                            np.ascontiguousarray(checkpoint.read(parameter, FLOATS[dtype])).view(np.uint8).data
-                        )
-                    meter.advance(sizes[tensor])
+    for name, tensors in shards.items():
+        with (path / name).open("wb") as stream:
+            stream.write(_header({tensor: (shapes[tensor], sizes[tensor]) for tensor in tensors}, dtype))
+            for tensor in tensors:
+                for parameter in layout[tensor]:
+                    array = np.ascontiguousarray(checkpoint.read(parameter, FLOATS[dtype]))
+                    stream.write(array.view(np.uint8).data)
+                    meter.advance(array.nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
     if len(shards) > 1:
         weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-_WRITERS: Mapping[str, Callable[[Path, Checkpoint, str, bool | None], None]] = {
+_WRITERS: Mapping[str, Callable[[Path, Checkpoint, str, Meter], None]] = {
     "orbax": _write_orbax,
     "safetensors": _write_safetensors,
 }
@@ -136,26 +196,28 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_destination(destination: Path, overwrite: bool) -> None:
-    if not destination.exists():
-        return
-    if not overwrite:
-        raise CheckpointError(f"{destination} exists; give another destination, or allow overwriting it")
-    ours = destination.is_dir() and (
-        not any(destination.iterdir()) or any((destination / mark).exists() for mark in (MARK, "config.json"))
-    )
-    if not ours:
+def _checks(destination: str | Path, format: str, overwrite: bool) -> Callable[[Path], None] | None:
+    """Refuse at once what will be refused in the end; what `files.directory` is to check then."""
+    if format not in _WRITERS:
+        raise ValueError(f"format={format!r} is not one of {', '.join(_WRITERS)}")
+    files.recover(destination)
+    check = partial(_check_replaceable, destination) if overwrite else None
+    place = Path(os.path.realpath(destination))
+    if os.path.lexists(place):
+        if check is None:
+            raise CheckpointError(f"{destination} exists; give another destination, or allow overwriting it")
+        check(place)
+    return check
+
+
+def _check_replaceable(destination: str | Path, found: Path) -> None:
+    """Raise unless this is an empty folder, or a model and nothing else."""
+    names = {entry.name for entry in found.iterdir()} if found.is_dir() else {found.name}
+    if names and not (found.is_dir() and names & {MARK, "config.json"}):
         raise CheckpointError(f"{destination} is not a model's directory, so it is not overwritten")
-
-
-@contextlib.contextmanager
-def _replacing(destination: Path) -> Iterator[Path]:
-    """An empty directory beside the destination that takes its place on success and disappears on failure."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as scratch:
-        made = Path(scratch) / "new"
-        made.mkdir()
-        yield made
-        if destination.exists():
-            destination.rename(Path(scratch) / "old")
-        made.rename(destination)
+    others = {name for name in names if not any(fnmatch(name, pattern) for pattern in _MODEL_FILES)}
+    if others:
+        raise CheckpointError(
+            f"{destination} holds more than a model, so it is not overwritten: {listed(others)}; "
+            "move that away, or give another destination"
+        )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compiling import Compiled as Compiled
     from .compiling import compile as compile
     from .conversion import load as load
+    from .conversion import save as save
     from .generation import Generation as Generation
     from .generation import Stats as Stats
     from .generation import generate as generate
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "compiling": ("Compiled", "compile"),
-    "conversion": ("load",),
+    "conversion": ("load", "save"),
     "generation": ("Generation", "Stats", "generate", "stream"),
     "models": ("Params",),
     "policies": (

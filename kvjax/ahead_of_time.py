@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from kvjax.compilation_cache import not_kept
+from kvjax.extras import install
 
 CHIPS = {"v5e": ("v5e:1x1", [1, 1, 1]), "v5p": ("v5p:1x1x1", [1, 1, 1]), "v6e": ("v6e:1x1", [1, 1, 1])}
 """Topology of a single chip, by the name of its generation."""
@@ -46,7 +47,7 @@ def chip(generation: str) -> Any:
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=bounds).devices[0]
     except Exception as error:  # of many types, by what is missing
-        raise RuntimeError(f"no TPU compiler here ({error}): pip install 'kvjax[tpu]'") from error
+        raise RuntimeError(f"no TPU compiler here ({error}): {install('tpu')}") from error
 
 
 def compile_for(generation: str, function: Any, *args: Any, **options: Any) -> Any:

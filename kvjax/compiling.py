@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import decoding
+from kvjax.arguments import short, shown, whole
 from kvjax.cache import layer_specs
 from kvjax.decoding import Specs
 from kvjax.generation import Generation, _Row, _Run
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import Policy, get_policy
-from kvjax.sampling import Sampler, make_sampler
+from kvjax.request import Request, check_request, flag
+from kvjax.sampling import Greedy, Sample, Sampler, make_sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Memory:
         return max(self.prefill, self.decode)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Compiled:
     """Two programs for one model shape, policy, batch and length; made by `compile`.
 
@@ -51,7 +53,7 @@ class Compiled:
         config: the model's shape.
         policy: bound to it.
         specs: each layer's cache, which knows batch, prompt length (padded) and new tokens.
-        sampling: temperature, top_k, top_p and min_p.
+        sampler: how tokens are drawn.
         ends: token ids that end a row.
         prefill, decode: the executables; see `kvjax.decoding`.
         memory: what they take.
@@ -61,7 +63,7 @@ class Compiled:
     config: ModelConfig
     policy: Policy
     specs: Specs
-    sampling: tuple[float, int | None, float | None, float | None]
+    sampler: Greedy | Sample
     ends: tuple[int, ...]
     prefill: Any
     decode: Any
@@ -93,21 +95,32 @@ class Compiled:
             ValueError: weights of another shape or type, a prompt that is too long, or more new tokens than there is room for.
         """
         room = self.specs[0].new_tokens
-        new_tokens = room if max_new_tokens is None else max_new_tokens
-        if isinstance(new_tokens, int) and new_tokens > room:
+        asked = check_request(params, room if max_new_tokens is None else max_new_tokens, seed=seed, stop=stop)
+        request = dataclasses.replace(asked, sampler=self.sampler, ends=self.ends)
+        if request.max_new_tokens > room:
             raise ValueError(
-                f"max_new_tokens={new_tokens}, but the programs were compiled for {room}; compile for more"
+                f"max_new_tokens={request.max_new_tokens}, but the programs were compiled for {room}; compile for more"
             )
         if (params.config, params.dtype) != (self.config, self.specs[0].dtype):
             raise ValueError(
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.specs[0].dtype.name}); give the weights that they were compiled for"
             )
-        run = _Served(self, params, prompts, new_tokens, seed, stop)
+        run = _Served(self, params, prompts, request)
         for _ in run.chunks(decoding.CHUNK):
             pass
         generations = run.generations()
         return generations[0] if run.single else generations
+
+    def __repr__(self) -> str:
+        """What the programs are for and what they take, in a few lines."""
+        spec = self.specs[0]
+        return (
+            f"Compiled({self.config.family}, {spec.dtype.name}, {self.sampler}, ends={self.ends},\n"
+            f"  policy={short(self.policy, 300)},\n"
+            f"  batch={spec.batch}, prompt_len={spec.prompt_len}, max_new_tokens={spec.new_tokens},\n"
+            f"  memory={self.memory}, compile_seconds={self.compile_seconds:.1f})"
+        )
 
 
 def compile(
@@ -140,18 +153,25 @@ def compile(
         ValueError: a number is out of range.
         PolicyError: the policy is unknown, or cannot work with this budget at this length.
     """
-    for name, value in {"batch": batch, "prompt_len": prompt_len, "max_new_tokens": max_new_tokens}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}; give a whole number, 1 or more")
+    batch, prompt_len, max_new_tokens = (
+        whole(name, value, 1)
+        for name, value in {"batch": batch, "prompt_len": prompt_len, "max_new_tokens": max_new_tokens}.items()
+    )
+    if not isinstance(model, ModelConfig | Params):
+        raise ValueError(
+            f"model is {shown(model)}; give a model's weights, such as kvjax.load(...) returns, or a ModelConfig"
+        )
     config = model if isinstance(model, ModelConfig) else model.config
-    dtype = jnp.dtype(dtype or (jnp.bfloat16 if isinstance(model, ModelConfig) else model.dtype))
+    sampler = make_sampler(temperature, top_k, top_p, min_p)
+    ends = () if flag("ignore_eos", ignore_eos) else config.eos
+    if dtype is None:
+        dtype = jnp.bfloat16 if isinstance(model, ModelConfig) else model.dtype
+    dtype = _floating(dtype)
     policy = get_policy(policy, budget=budget).bind(config)
     policy.check(prompt_len + max_new_tokens)
     specs = layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
-    sampling = temperature, top_k, top_p, min_p
-    ends = () if ignore_eos else config.eos
     before = decoding.prefill.compile_seconds + decoding.decode.compile_seconds
-    prefill, decode = executables(policy, specs, abstract(config, dtype), make_sampler(*sampling), len(ends))
+    prefill, decode = executables(policy, specs, abstract(config, dtype), sampler, len(ends))
     seconds = decoding.prefill.compile_seconds + decoding.decode.compile_seconds - before
     held = config, batch, prompt_len, max_new_tokens, dtype
     memory = Memory(
@@ -161,7 +181,17 @@ def compile(
         prefill=program_bytes(prefill),
         decode=program_bytes(decode),
     )
-    return Compiled(config, policy, specs, sampling, ends, prefill, decode, memory, seconds)
+    return Compiled(config, policy, specs, sampler, ends, prefill, decode, memory, seconds)
+
+
+def _floating(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"dtype={dtype!r}; give a floating-point type, such as 'bfloat16' or 'float32'")
+    return found
 
 
 def executables(policy: Policy, specs: Specs, params: Params, sampler: Sampler, ends: int = 0) -> tuple[Any, Any]:
@@ -204,22 +234,9 @@ def program_bytes(executable: Any) -> int:
 class _Served(_Run):
     """A run of compiled programs: as many rows and as long prompts as they are for, whatever is asked."""
 
-    def __init__(
-        self, compiled: Compiled, params: Params, prompt: Any, new_tokens: int, seed: int, stop: str | Sequence[str]
-    ) -> None:
+    def __init__(self, compiled: Compiled, params: Params, prompt: Any, request: Request) -> None:
         self.compiled = compiled
-        super().__init__(
-            params,
-            prompt,
-            compiled.policy,
-            None,
-            new_tokens,
-            compiled.sampling,
-            seed,
-            stop,
-            not compiled.ends,
-            None,
-        )
+        super().__init__(params, prompt, compiled.policy, None, request)
         longest, room = max(len(row.prompt) for row in self.rows), compiled.specs[0].prompt_len
         if longest > room:
             raise ValueError(f"a prompt has {longest} tokens, but the programs take {room}; compile for longer ones")

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decoding, host_memory
+from kvjax.arguments import short, whole
 from kvjax.cache import bucket, layer_specs
+from kvjax.conversion.tokenizer import Tokenizer
+from kvjax.growing_text import GrowingText
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, PolicyError, get_policy
+from kvjax.policies import Full, Policy, PolicyError, get_policy, takes_budget
 from kvjax.policies.offload import hits
 from kvjax.prompts import Prompt, Question, question_ids, token_ids
-from kvjax.sampling import Greedy, Sample, make_sampler
+from kvjax.request import Request, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
 
@@ -40,6 +43,7 @@ class Stats:
         hit_rate: share of the tokens that queries recalled which were on the device already; None if none was looked for on
             the host. Rows that are done count until all are.
         question_tokens: tokens read one by one after the prompts had been compressed.
+        budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
     """
 
     rows: int
@@ -54,6 +58,7 @@ class Stats:
     step_bytes_read: int
     hit_rate: float | None
     question_tokens: int = 0
+    budget_applies: bool = True
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -66,22 +71,37 @@ class Stats:
         return (self.question_tokens + self.new_tokens - self.rows) / max(self.decode_seconds, 1e-9)
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One continued prompt.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Reply:
+    """What a model wrote.
 
     Attributes:
         text: the new text, without special tokens and stop string; None for a model without tokenizer.
         tokens: the new token ids, the end token included if one was drawn.
         logprobs: each token's log-probability under the model, before temperature and filters.
         stop_reason: "eos" (drew an end token), "stop" (produced a stop string), or "length".
-        stats: what the call did.
     """
 
     text: str | None
     tokens: list[int]
     logprobs: list[float]
     stop_reason: StopReason
+
+    def __repr__(self) -> str:
+        """All fields; of lists the beginning and how many there are."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        fields = (f"{name}={_listed(value) if isinstance(value, list) else repr(value)}" for name, value in values)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Generation(Reply):
+    """One continued prompt: a `Reply`, and what it took.
+
+    Attributes:
+        stats: what the call did.
+    """
+
     stats: Stats
 
 
@@ -110,16 +130,20 @@ def generate(
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
+    Everything is checked before anything is compiled or run. Numbers may be Python's, NumPy's or JAX's.
+
     Args:
         params: a model, from `kvjax.load`.
-        prompt: text, token ids, or chat messages; or a list of any of these. Rows of a list may have any lengths: each
-            gets what it would get alone.
+        prompt: text, token ids, or chat messages; or a list of any of these, or an array of token ids, a row each. Rows of a list
+            may have any lengths: each gets what it would get alone.
         policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
         budget: cache slots a head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
+            A policy without one ignores it, as `Stats.budget_applies` tells.
         max_new_tokens: most tokens to draw.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters on what may be drawn, see `kvjax.sampling.Sample`.
-        seed: with the same seed a prompt draws the same tokens; row i of a list draws as it would alone with `seed + i`.
+        seed: with the same seed a prompt draws the same tokens; row i of a list draws as it would alone with `seed + i`. Any whole
+            number will do; what counts is its remainder modulo 2**32.
         stop: strings that end the text where they appear (they are not part of it).
         ignore_eos: go on past end tokens.
         question: text or token ids that follow the prompt (one for each prompt of a list), read only once the prompt has been
@@ -136,10 +160,8 @@ def generate(
         ValueError: the prompt is empty or not of a known kind, or an option is out of range.
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
-    sampling = temperature, top_k, top_p, min_p
-    run = _Run(
-        params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question, prefill_chunk
-    )
+    request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
+    run = _Run(params, prompt, policy, budget, request, question, prefill_chunk)
     for _ in run.chunks(decoding.CHUNK):
         pass
     generations = run.generations()
@@ -171,39 +193,25 @@ def stream(
 
     Args and errors: as for `generate`.
     """
-    sampling = temperature, top_k, top_p, min_p
-    run = _Run(
-        params, prompt, policy, budget, max_new_tokens, sampling, seed, stop, ignore_eos, question, prefill_chunk
-    )
-    if not run.single:
-        raise ValueError("stream continues one prompt; call generate for a list")
+    request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
-    shown = 0
-    for finished in run.chunks(STREAM_STEPS):
-        text = run.rows[0].text()
-        end = len(text) if finished else _settled(text, run.stop)
-        if end > shown:
-            yield text[shown:end]
-            shown = end
+    return _pieces(_Run(params, prompt, policy, budget, request, question, prefill_chunk, streamed=True))
+
+
+def _pieces(run: "_Run") -> Iterator[str]:
+    text = run.rows[0].growing
+    assert text is not None
+    for _ in run.chunks(STREAM_STEPS):
+        if piece := text.take():
+            yield piece
+    if rest := text.rest():
+        yield rest
     return run.generations()[0]
 
 
-def _settled(text: str, stop: Sequence[str]) -> int:
-    """How much of an unfinished text can no longer change: not a broken character, nor what may begin a stop string."""
-    end = len(text.rstrip("\ufffd"))
-    for string in stop:
-        for size in range(min(len(string) - 1, end), 0, -1):
-            if text[:end].endswith(string[:size]):
-                end -= size
-                break
-    return end
-
-
-def continued(decode: Callable[[list[int]], str], given: list[int], tokens: list[int]) -> str:
-    """The text of new tokens; taken from what was given and them decoded together, since decoders treat a first token apart."""
-    before, whole = decode(given), decode(given + tokens)
-    return whole[len(before) :] if whole.startswith(before) else decode(tokens)
+def _listed(values: list[Any]) -> str:
+    return repr(values) if len(values) <= 8 else f"[{', '.join(map(short, values[:6]))}, … {len(values)} in all]"
 
 
 @dataclasses.dataclass
@@ -212,22 +220,26 @@ class _Row:
 
     prompt: list[int]
     question: list[int]
-    decode: Callable[[list[int]], str] | None
+    tokenizer: Tokenizer | None
+    growing: GrowingText | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     stop_reason: StopReason | None = None
-    stopped_text: str | None = None
 
-    def text(self) -> str:
+    def watch(self, stop: Sequence[str]) -> None:
+        """Have the text made as tokens come, up to the first stop string."""
+        assert self.tokenizer is not None
+        self.growing = GrowingText(self.tokenizer, self.prompt + self.question, stop)
+
+    def text(self) -> str | None:
         """The new text."""
-        if self.stopped_text is not None:
-            return self.stopped_text
-        assert self.decode is not None
-        return continued(self.decode, self.prompt + self.question, self.tokens)
+        if self.tokenizer is None:
+            return None
+        if self.growing is not None:
+            return self.growing.whole()
+        return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
 
-    def extend(
-        self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int], stop: Sequence[str]
-    ) -> None:
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int]) -> None:
         """Take in newly drawn tokens up to the row's end."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
@@ -236,11 +248,10 @@ class _Row:
             self.logprobs.append(float(logprob))
             if token in ends:
                 self.stop_reason = "eos"
-            if stop:
-                text = self.text()
-                found = [at for at in (text.find(string) for string in stop) if at >= 0]
-                if found:
-                    self.stop_reason, self.stopped_text = "stop", text[: min(found)]
+            if self.growing is not None:
+                self.growing.push(token)
+                if self.growing.stopped:
+                    self.stop_reason = "stop"
 
 
 class _Run:
@@ -252,47 +263,34 @@ class _Run:
         prompt: Any,
         policy: str | Policy,
         budget: int | float | None,
-        max_new_tokens: int,
-        sampling: tuple[float, int | None, float | None, float | None],
-        seed: int,
-        stop: str | Sequence[str],
-        ignore_eos: bool,
-        question: Any,
+        request: Request,
+        question: Any = None,
         prefill_chunk: int | None = None,
+        streamed: bool = False,
     ) -> None:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}; give a whole number, 1 or more")
-        self.params = params
+        self.params, self.request = params, request
         self.policy = get_policy(policy, budget=budget).bind(params.config)
-        self.max_new_tokens = max_new_tokens
-        self.sampler: Greedy | Sample = make_sampler(*sampling)
-        self.seed = seed
-        self.stop = [stop] if isinstance(stop, str) else list(stop)
-        if self.stop and (params.tokenizer is None or not all(self.stop)):
-            raise ValueError(f"stop={stop!r}; give non-empty strings, and a model with a tokenizer")
-        self.ends = () if ignore_eos else params.config.eos
-        prompts, self.single = token_ids(params, prompt)
-        decode = None if params.tokenizer is None else params.tokenizer.decode
-        questions = [[] for _ in prompts]
-        if question is not None:
-            questions = question_ids(params, question, None if self.single else len(prompts))
-        self.rows = [_Row(*ids, decode) for ids in zip(prompts, questions, strict=True)]
-        if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
-            raise ValueError(f"prefill_chunk={prefill_chunk!r}; give a whole number of tokens, 1 or more")
+        self.prefill_chunk = None if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
         if prefill_chunk is not None and self.policy.grows:
             raise PolicyError(
                 f"{self.policy.name} chooses what it keeps from the prompt as a whole, so the prompt cannot be read in pieces; leave "
                 "prefill_chunk out, or take a policy that compresses while decoding, such as treekv or chelsea"
             )
-        self.prefill_chunk = prefill_chunk
+        prompts, self.single = token_ids(params, prompt, one=streamed)
+        questions = [[] for _ in prompts]
+        if question is not None:
+            questions = question_ids(params, question, None if self.single else len(prompts))
+        self.rows = [_Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         self._check_lengths()
+        for row in self.rows if streamed or request.stop else ():
+            row.watch(request.stop)
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
         self.recalled = self.found = 0
 
-    def chunks(self, size: int) -> Iterator[bool]:
-        """Draw tokens for all rows; yields after every look at the host whether all is done."""
-        if self.stop:
+    def chunks(self, size: int) -> Iterator[None]:
+        """Draw tokens for all rows; yields after every look at the host."""
+        if self.request.stop:
             size = min(size, STREAM_STEPS)
         for group in self._groups():
             yield from self._group_chunks(group, size)
@@ -312,19 +310,17 @@ class _Run:
             step_bytes_read=self.step_bytes_read,
             hit_rate=self.found / self.recalled if self.recalled else None,
             question_tokens=sum(len(row.question) for row in self.rows),
+            budget_applies=takes_budget(self.policy),
         )
-        return [
-            Generation(None if r.decode is None else r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats)
-            for r in self.rows
-        ]
+        return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
     def _check_lengths(self) -> None:
         window = self.params.config.max_position
         for row in self.rows:
             self.policy.check(len(row.prompt) + self._new_tokens(row))
         longest = max(len(row.prompt) for row in self.rows)
-        whole = max(len(row.prompt) + len(row.question) for row in self.rows) + self.max_new_tokens
-        reach = longest if self.policy.positions == "cache" else whole
+        last = max(len(row.prompt) + len(row.question) for row in self.rows) + self.request.max_new_tokens
+        reach = longest if self.policy.positions == "cache" else last
         if reach > window:
             warnings.warn(
                 f"positions up to {reach} are beyond the {window} this model was trained on, where its text degrades"
@@ -338,7 +334,7 @@ class _Run:
 
     def _new_tokens(self, row: _Row) -> int:
         """Tokens that may come after the prompt; a question is counted with its padding, so that few programs serve all."""
-        return bucket(len(row.question)) + self.max_new_tokens
+        return bucket(len(row.question)) + self.request.max_new_tokens
 
     def _longest(self, rows: Sequence[_Row]) -> int:
         """Tokens of the longest prompt that the programs for these rows are made for."""
@@ -354,7 +350,7 @@ class _Run:
             groups.setdefault((new, self.params.config.rope.resolve(len(row.prompt) + new)), []).append(i)
         return list(groups.values())
 
-    def _group_chunks(self, group: list[int], size: int) -> Iterator[bool]:
+    def _group_chunks(self, group: list[int], size: int) -> Iterator[None]:
         rows = [self.rows[i] for i in group]
         longest = self._longest(rows)
         dtype = self.params.dtype
@@ -364,8 +360,8 @@ class _Run:
         shapes = self.params.config, len(rows), longest, new_tokens, dtype
         specs = layer_specs(*shapes)
         weights = dataclasses.replace(self.params, tokenizer=None)  # which is no part of a program
-        seed = jnp.asarray([(self.seed + i) % 2**32 for i in group], jnp.uint32)
-        ends = jnp.asarray(self.ends, jnp.int32)
+        seed = jnp.asarray(row_seeds(self.request.seed, group))
+        ends = jnp.asarray(self.request.ends, jnp.int32)
 
         rest, first = [row.question for row in rows], None
         if self.prefill_chunk is not None:
@@ -373,7 +369,7 @@ class _Run:
             rest = [row.prompt[read:] + row.question for row in rows]
         else:
             tokens, lengths = decoding.padded([row.prompt for row in rows], specs[0].prompt_len)
-            args = (self.policy, specs, weights, tokens, lengths, seed, self.sampler, ends)
+            args = (self.policy, specs, weights, tokens, lengths, seed, self.request.sampler, ends)
             self._compile(decoding.prefill, args)
             start = time.perf_counter()
             state, first = decoding.prefill(*args)
@@ -390,13 +386,24 @@ class _Run:
             self._collect(rows, np.asarray(state.token)[:, None], np.asarray(first)[:, None], [1] * len(rows))
 
         steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first draw comes after so many steps
-        while (drawn := steps - max(before)) < self.max_new_tokens and any(row.stop_reason is None for row in rows):
-            yield False
-            if self.stop or any(row.stop_reason is not None for row in rows):
+        while (drawn := steps - max(before)) < self.request.max_new_tokens and any(
+            row.stop_reason is None for row in rows
+        ):
+            yield
+            if self.request.stop or any(row.stop_reason is not None for row in rows):
                 state = dataclasses.replace(state, done=jnp.asarray([row.stop_reason is not None for row in rows]))
             program = decoding.answer if given else decoding.decode
-            count = min(size, self.max_new_tokens - max(drawn, 0))
-            args = (self.policy, specs, weights, state, *given, jnp.asarray(count, jnp.int32), self.sampler, ends)
+            count = min(size, self.request.max_new_tokens - max(drawn, 0))
+            args = (
+                self.policy,
+                specs,
+                weights,
+                state,
+                *given,
+                jnp.asarray(count, jnp.int32),
+                self.request.sampler,
+                ends,
+            )
             self._compile(program, args)
             start = time.perf_counter()
             state, new, logprobs = program(*args)
@@ -407,7 +414,7 @@ class _Run:
             given = ()
         recalled, found = hits(state.caches)
         self.recalled, self.found = self.recalled + recalled, self.found + found
-        yield True
+        yield
 
     def _extended(
         self, rows: list[_Row], specs: decoding.Specs, weights: Params, seed: Any, size: int
@@ -432,8 +439,8 @@ class _Run:
     def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
         """Take each row's next `counts` draws, as far as it was asked for them."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
-            count = min(count, self.max_new_tokens - len(row.tokens))
-            row.extend(row_tokens[:count], row_logprobs[:count], self.ends, self.stop)
+            count = min(count, self.request.max_new_tokens - len(row.tokens))
+            row.extend(row_tokens[:count], row_logprobs[:count], self.request.ends)
 
     def _compile(self, program: Any, args: tuple[Any, ...]) -> None:
         before = program.compile_seconds

@@ -1,7 +1,7 @@
 """How much memory a model and its cache take, and how large a cache fits: arithmetic on shapes, nothing is allocated."""
 
-import bisect
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = match[2].upper().removesuffix("B") if match else None
-    if match is None or unit not in _UNITS:
+    if match is None or unit not in _UNITS or not math.isfinite(float(match[1])):
         raise ValueError(f"{text!r} is not a memory size; write a number and a unit, such as 8GB or 512MiB")
     return int(float(match[1]) * _UNITS[unit])
 
@@ -48,9 +48,19 @@ def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any =
 
     # A power of two times what fits if keys and values were all that a slot holds: near enough for a short search.
     high = memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1
-    while nbytes(high) <= memory:
+    while (above := nbytes(high)) <= memory:
         high *= 2
     step = 128 if high > 2048 else 32
-    fitting = range(0, high, step)
-    slots = fitting[bisect.bisect_right(fitting, memory, lo=1, key=nbytes) - 1]
-    return slots if slots and nbytes(slots) else 0
+    low, below, high, tries = 0, 0, -(-high // step), 0
+    while high - low > 1:
+        # Bytes grow almost evenly with slots, and each look at them traces every layer: so the crossing is guessed from both
+        # ends, and every third time the middle is taken, for caches that grow otherwise.
+        tries += 1
+        guess = low + (memory - below) * (high - low) // (above - below) if tries % 3 else (low + high) // 2
+        middle = min(max(guess, low + 1), high - 1)
+        found = nbytes(middle * step)
+        if found <= memory:
+            low, below = middle, found
+        else:
+            high, above = middle, found
+    return low * step if below else 0

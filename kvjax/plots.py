@@ -1,12 +1,16 @@
-"""Pictures of what policies keep. Needs matplotlib: the `plot` extra."""
+"""Pictures of what policies keep. Needs matplotlib."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
+from kvjax import files
+from kvjax.extras import optional
 from kvjax.generation import Stats
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
@@ -227,7 +231,9 @@ def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Quality over memory and over speed, a row of panels a task, a line a policy.
+    """Quality over memory and over speed, a row of panels a task, a line a policy, the full cache as the reference.
+
+    With a single budget, at which all policies hold the same bytes, policies are listed instead, the best first.
 
     Args:
         rows: as in a comparison's `table.json`.
@@ -240,25 +246,115 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     if not rows:
         raise ValueError("no results to draw; give the rows of a comparison")
     tasks, policies = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "policy"))
-    figure = figures.Figure(figsize=(9.2, 0.8 + 3.0 * len(tasks)), layout="constrained")
-    grid = figure.subplots(len(tasks), 2, squeeze=False)
-    axes = (("cache_bytes", 1e6, "bytes held, MB"), ("tokens_per_second", 1, "tokens decoded a second"))
+    listed = len({row["target"] for row in rows if row["target"] is not None}) <= 1
+    # Inches: a line of the list and one of the legend, which has to fit beside all panels, are about a quarter of one.
+    panel, legend = (max(1.2 + 0.24 * len(policies), 2.2), 0.0) if listed else (3.2, 0.24 * len(policies))
+    figure = figures.Figure(figsize=(9.2, 0.6 + max(panel * len(tasks), legend)), layout="constrained")
+    grid = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
     for panels, task in zip(grid, tasks, strict=True):
-        for panel, (field, unit, label) in zip(panels, axes, strict=True):
-            for policy, marker in zip(policies, "os^Dv<>PX*" * len(policies), strict=False):
-                mine = [
-                    row for row in rows if (row["task"], row["policy"]) == (task, policy) and row[field] is not None
-                ]
-                points = sorted((row[field] / unit, row["value"]) for row in mine)
-                if points:
-                    panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, linewidth=1, label=policy)
-            panel.set_xlabel(label)
-            first = next(row for row in rows if row["task"] == task)
-            panel.set_ylabel(first["metric"] + ("" if first["higher_is_better"] else " (lower is better)"))
-            panel.set_title(task, fontsize=10)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+        mine = [row for row in rows if row["task"] == task]
+        better = "higher" if mine[0]["higher_is_better"] else "lower"
+        quality = f"{mine[0]['metric']} ({better} is better)"
+        panels[0].set_title(task, fontsize=10, loc="left")
+        if listed:
+            _listed(panels, mine, quality)
+        else:
+            _over_memory_and_speed(panels, mine, quality, policies)
+    if not listed:
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     return figure
+
+
+def _listed(panels: Any, rows: Sequence[Mapping[str, Any]], quality: str) -> None:
+    """A marker a policy: its value, and its speed; behind its name, its share of the full cache's bytes."""
+    best = -1 if rows[0]["higher_is_better"] else 1
+    ranked = sorted(rows, key=lambda row: math.inf if row["value"] is None else best * row["value"])
+    names = [f"{row['policy']} ({100 * row['cache_bytes'] / row['full_cache_bytes']:.0f} %)" for row in ranked]
+    for panel, field, label in zip(panels, ("value", "tokens_per_second"), (quality, _SPEED), strict=True):
+        for place, row in enumerate(ranked):
+            if row[field] is not None:
+                panel.plot(row[field], place, "o", color=_REFERENCE if row["policy"] == "full" else _SINGLE)
+                if row["policy"] == "full":
+                    panel.axvline(row[field], **_DASHED)
+        panel.set_xlabel(label)
+        panel.grid(axis="y", color="0.9")
+        panel.set_axisbelow(True)
+        _or_untimed(panel, rows, field)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylabel("policy (bytes, of the full cache's)")
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+
+
+def _over_memory_and_speed(
+    panels: Any, rows: Sequence[Mapping[str, Any]], quality: str, policies: Sequence[str]
+) -> None:
+    axes = (("cache_bytes", 1e6, "bytes held, MB"), ("tokens_per_second", 1, _SPEED))
+    for panel, (field, unit, label) in zip(panels, axes, strict=True):
+        for i, policy in enumerate(policies):
+            points = sorted(
+                (row[field] / unit, row["value"])
+                for row in rows
+                if row["policy"] == policy and None not in (row[field], row["value"])
+            )
+            if not points:
+                continue
+            style = {
+                "color": _REFERENCE if policy == "full" else _LINES[i % len(_LINES)],
+                "marker": _MARKERS[i % len(_MARKERS)],
+                "markersize": 5,
+                "label": policy,
+            }
+            panel.plot(*zip(*points, strict=True), linestyle="-" if len(points) > 1 else "none", linewidth=1, **style)
+            if policy == "full":
+                panel.axhline(points[0][1], **_DASHED)
+        panel.set_xlabel(label)
+        _or_untimed(panel, rows, field)
+    panels[0].set_ylabel(quality)
+
+
+def _or_untimed(panel: Any, rows: Sequence[Mapping[str, Any]], field: str) -> None:
+    if all(row[field] is None for row in rows):
+        panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", color="0.5")
+        panel.set_xticks([])
+
+
+_SPEED = "tokens decoded a second"
+
+_REFERENCE, _SINGLE = "black", "#0072B2"
+
+_DASHED = {"color": "0.5", "linewidth": 0.8, "linestyle": "--", "zorder": 0}
+
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
+"""Colours that any colour vision tells apart (Okabe and Ito 2008, and an olive for the yellow, which is too light for lines)."""
+
+_MARKERS = "os^Dv<>P*"
+"""Nine markers for seven colours: no two of 63 policies look alike."""
+
+
+def save(figure: "Figure", path: str | Path) -> None:
+    """Write a picture, whole or not at all, in the format that the name ends in: .png, .svg or .pdf; without an ending, PNG.
+
+    Raises:
+        ValueError: another format, which matplotlib does not know either.
+    """
+    with files.writing(path) as stream:
+        figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)
+
+
+def check_format(path: str | Path) -> None:
+    """Raise what `save` would raise of a name, before anything is drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: matplotlib knows no format of that name.
+    """
+    figures, _ = _matplotlib()
+    known, ending = figures.Figure().canvas.get_supported_filetypes(), Path(path).suffix[1:]
+    if ending and ending.lower() not in known:
+        raise ValueError(
+            f"{path}: pictures cannot be written as {ending!r}; give a name that ends in .png, .svg or .pdf"
+        )
 
 
 def _title(policy: Policy) -> str:
@@ -267,8 +363,4 @@ def _title(policy: Policy) -> str:
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib import colormaps, figure
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'kvjax[plot]'") from None
-    return figure, colormaps
+    return optional("matplotlib.figure", "a picture", "plot"), optional("matplotlib", "a picture", "plot").colormaps

@@ -1,37 +1,56 @@
 """What can be asked to be continued: text, token ids, chat messages, or a list of any of these."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
+from kvjax.arguments import plain, shown
 from kvjax.models import Params
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message, such as {"role": "user", "content": "Hello"}."""
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Text to continue, token ids, or a chat (put through the model's own template)."""
+"""Text to continue, token ids (an array of one dimension serves too), or a chat (put through the model's own template)."""
 
 Question: TypeAlias = str | Sequence[int]
 """What follows a prompt that has been read and compressed: text or token ids."""
 
+Kind = Literal["text", "ids", "chat"]
 
-def token_ids(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
+
+def token_ids(params: Params, prompt: Any, *, one: bool = False) -> tuple[list[list[int]], bool]:
     """Every prompt as token ids, and whether one prompt was given rather than a list of them.
+
+    Nothing is tokenised before all prompts are known to be of a known kind.
+
+    Args:
+        one: whether a list of prompts is refused.
 
     Raises:
         ValueError: a prompt is empty, of no known kind, text or a chat for a model without tokenizer, or has a token id
             outside the model's vocabulary.
     """
-    one = _kind(prompt)
-    prompts = [prompt] if one else prompt
-    if not one and (isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or len(prompts) == 0):
+    kind = _kind(prompt)
+    if kind is not None:
+        return [_ids(params, prompt, kind)], True
+    rows = _listed(prompt)
+    if not rows:
         raise ValueError(
-            f"prompt is {_shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these"
+            f"prompt is {shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these{_hint(prompt)}"
         )
-    return [_ids(params, p) for p in prompts], one is not None
+    kinds: list[Kind] = []
+    for i, row in enumerate(rows):
+        if (kind := _kind(row)) is None:
+            raise ValueError(
+                f"prompt {i + 1} of {len(rows)} is {shown(row)}; give text, token ids or chat messages{_hint(row)}"
+            )
+        kinds.append(kind)
+    if one:
+        raise ValueError(f"prompt is a list of {len(rows)}; give one prompt (generate takes several)")
+    return [_ids(params, row, kind) for row, kind in zip(rows, kinds, strict=True)], False
 
 
 def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
@@ -43,48 +62,93 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
     Raises:
         ValueError: as `token_ids`, or there is not one question for each prompt.
     """
-    questions = [question] if prompts is None else question
-    listed = isinstance(questions, Sequence) and not isinstance(questions, str | bytes)
-    if not listed or len(questions) != (1 if prompts is None else prompts):
-        raise ValueError(f"question is {_shown(question)}; give a list of {prompts}, one for each prompt")
-    return [_ids(params, q, follows=True) for q in questions]
+    questions = [question] if prompts is None else _listed(question)
+    if prompts is not None and len(questions) != prompts:
+        raise ValueError(f"question is {shown(question)}; give a list of {prompts}, one for each prompt")
+    kinds: list[Kind] = []
+    for row in questions:
+        if (kind := _kind(row)) is None or kind == "chat":
+            raise ValueError(f"a question is {shown(row)}; give text or token ids{_hint(row)}")
+        kinds.append(kind)
+    return [_ids(params, row, kind, follows=True) for row, kind in zip(questions, kinds, strict=True)]
 
 
-def _kind(prompt: Any) -> Literal["text", "ids", "chat"] | None:
+def check_message(message: Any) -> None:
+    """Raise `ValueError` unless a chat message says who speaks, and what, in text that can be encoded."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f'a chat message is {shown(message)}; give {{"role": ..., "content": ...}}, the role as text')
+    content = message.get("content")
+    if isinstance(content, str):
+        _check_text(content)
+    elif content is not None or not message.get("tool_calls"):
+        raise ValueError(
+            f'the content of a chat message is {shown(content)}; give {{"role": ..., "content": ...}}, the content as text'
+        )
+
+
+def _kind(prompt: Any) -> Kind | None:
     if isinstance(prompt, str):
         return "text"
-    if isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer):
-        return "ids"
-    if isinstance(prompt, Sequence) and len(prompt):
-        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in prompt):
+    if isinstance(prompt, np.ndarray | jax.Array):
+        return "ids" if prompt.ndim == 1 and prompt.size and np.issubdtype(prompt.dtype, np.integer) else None
+    if _is_sequence(prompt) and len(prompt):
+        if all(type(x) is int or _is_whole(x) for x in prompt):
             return "ids"
         if all(isinstance(x, Mapping) for x in prompt):
             return "chat"
     return None
 
 
-def _ids(params: Params, prompt: Any, follows: bool = False) -> list[int]:
-    kind = _kind(prompt)
-    if follows and (kind is None or kind == "chat"):
-        raise ValueError(f"a question is {_shown(prompt)}; give text or token ids")
-    if kind is None:
-        raise ValueError(f"a prompt is {_shown(prompt)}; give text, token ids or chat messages")
+def _listed(prompt: Any) -> list[Any]:
+    """What a list of prompts is made of; nothing, if it is no such list."""
+    if isinstance(prompt, np.ndarray | jax.Array):
+        return list(np.asarray(prompt)) if prompt.ndim == 2 else []
+    return list(prompt) if _is_sequence(prompt) else []
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether it is a list or the like, and not text or bytes, whose items are no prompts and no token ids."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _is_whole(value: Any) -> bool:
+    value = plain(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "; bytes are decoded to text first"
+    if isinstance(value, Mapping):
+        return "; a chat is a list of messages"
+    return "; put them in a list" if isinstance(value, Iterator) else ""
+
+
+def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list[int]:
     if kind == "ids":
-        ids = [int(i) for i in prompt]
+        ids = np.asarray(prompt).tolist() if isinstance(prompt, np.ndarray | jax.Array) else [int(i) for i in prompt]
     elif params.tokenizer is None:
         raise ValueError("this model has no tokenizer; give token ids instead of text")
     elif kind == "chat":
-        ids = params.tokenizer.chat(cast(Sequence[Message], prompt))
+        for message in prompt:
+            check_message(message)
+        ids = params.tokenizer.chat(prompt)
     else:
+        _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)
     if not ids:
         raise ValueError(f"a {'question' if follows else 'prompt'} is empty; give at least one token")
-    bad = [i for i in ids if not 0 <= i < params.config.vocab_size]
-    if bad:
-        raise ValueError(f"token id {bad[0]} is outside this model's vocabulary of {params.config.vocab_size}")
+    bad = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"token id {bad} is outside this model's vocabulary of {params.config.vocab_size}")
     return ids
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}, which is no character; "
+            'repair it, for example by text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
+        ) from None

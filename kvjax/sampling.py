@@ -11,6 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.arguments import number, whole
+
+_GREEDY_BELOW = 1e-6
+"""A temperature that is as good as 0: logits of ordinary sizes divided by less do not fit float32."""
+
+_MOST = jnp.iinfo(jnp.int32).max
+
 
 class Sampler(Protocol):
     """Draws one token a row; `seed` and `pos` make the draw a function of the row alone, whatever batch it is in."""
@@ -50,9 +57,9 @@ class Sample:
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
     ) -> Int[Array, " B"]:
         logits = logits / self.temperature
-        for number, keep in ((self.top_k, _top_k), (self.top_p, _top_p), (self.min_p, _min_p)):
-            if number is not None:
-                logits = jnp.where(keep(logits, number), logits, -jnp.inf)
+        for limit, keep in ((self.top_k, _top_k), (self.top_p, _top_p), (self.min_p, _min_p)):
+            if limit is not None:
+                logits = jnp.where(keep(logits, limit), logits, -jnp.inf)
 
         def draw(logits: Float[Array, " V"], seed: Array, pos: Array) -> Int[Array, ""]:
             return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), pos), logits)
@@ -63,23 +70,21 @@ class Sample:
 def make_sampler(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> Greedy | Sample:
-    """A sampler from plain numbers; temperature 0 is greedy.
+    """A sampler from plain numbers; temperature 0 is greedy, and so is any below 0.000001.
 
     Raises:
         ValueError: a number is out of range.
     """
-    for name, value, ok, allowed in (
-        ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
-        ("top_k", top_k, top_k is None or top_k >= 1, "a whole number, 1 or more"),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "a number above 0, up to 1"),
-        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "a number from 0 to 1"),
-    ):
-        if not ok:
-            raise ValueError(f"{name}={value}; give {allowed}")
-    if temperature == 0:
+    temperature = number("temperature", temperature, lambda t: t >= 0, "0 (greedy) or more")
+    top_k = None if top_k is None else min(whole("top_k", top_k, 1), _MOST)
+    if top_p is not None:
+        top_p = number("top_p", top_p, lambda p: 0 < p <= 1, "a number above 0, up to 1")
+    if min_p is not None:
+        min_p = number("min_p", min_p, lambda p: 0 <= p <= 1, "a number from 0 to 1")
+    if temperature < _GREEDY_BELOW:
         return Greedy()
     return Sample(
-        temperature=jnp.asarray(temperature, jnp.float32),
+        temperature=jnp.asarray(min(temperature, float(jnp.finfo(jnp.float32).max)), jnp.float32),
         top_k=None if top_k is None else jnp.asarray(top_k, jnp.int32),
         top_p=None if top_p is None else jnp.asarray(top_p, jnp.float32),
         min_p=None if min_p is None else jnp.asarray(min_p, jnp.float32),

@@ -1,19 +1,21 @@
 """A text or a conversation that stays in a compressed cache: read it once, then ask many questions, or go on turn by turn."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding
+from kvjax import decoding, interrupts
+from kvjax.arguments import short, shown, whole
 from kvjax.cache import layer_specs
-from kvjax.generation import StopReason, continued
+from kvjax.generation import Reply, StopReason
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
-from kvjax.prompts import Message, Prompt, Question, question_ids, token_ids
+from kvjax.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
+from kvjax.request import Request, check_params, check_request, row_seeds
 from kvjax.sampling import make_sampler
 
 PIECE = 128
@@ -21,20 +23,21 @@ PIECE = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Reply:
-    """What a session wrote.
+class _Point:
+    """Where a session stands. Replaced as a whole, so that its parts agree whenever something breaks off.
 
     Attributes:
-        text: without special tokens; None for a model without tokenizer.
-        tokens: ids, the end token included if one was drawn.
-        logprobs: each token's log-probability under the model, before temperature and filters.
-        stop_reason: "eos" or "length".
+        state: the caches, which have read `ids[:read]`.
+        ids: all tokens so far. Those from `read` on, one at least, are read when the one that follows them is drawn.
+        messages: of a chat, those in full.
+        answer: in a chat, where in `ids` the assistant's answer to the last of them begins; None if that is no user's.
     """
 
-    text: str | None
-    tokens: list[int]
-    logprobs: list[float]
-    stop_reason: StopReason
+    state: decoding.Decoding
+    ids: list[int]
+    read: int
+    messages: list[Message]
+    answer: int | None
 
 
 class Session:
@@ -43,6 +46,10 @@ class Session:
         session = kvjax.Session(params, document, policy="snapkv", budget=1024)
         answers = session.ask(["Who calls himself Ishmael?", "Where does he go?"])  # each from a fork; the session stays as it is
         session.generate(" And then")                                               # this one goes on
+
+    After Ctrl-C or an error a session goes on from where it got to: `tokens`, `room` and `messages` tell, and a text that was given
+    and not refused is among them, so that `generate()` goes on with it. Where it was broken off while its cache was being rewritten,
+    it is over, and says so.
 
     What follows the prompt is read token by token, as in decoding: what is kept of the prompt was chosen without knowing it. To let
     a question choose, put it at the prompt's end. The prompt's last token is read after compression too.
@@ -53,11 +60,8 @@ class Session:
         policy, budget: as for `generate`; fractions are of prompt + room.
         room: most tokens that may follow the prompt, read and drawn together.
 
-    Attributes:
-        messages: of a chat, all so far.
-
     Raises:
-        ValueError: the prompt is not one prompt of two tokens or more, or `room` is less than 1.
+        ValueError: the prompt is not one prompt of two tokens or more, or `room` is no whole number from 1 up.
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
 
@@ -69,46 +73,65 @@ class Session:
         budget: int | float | None = None,
         room: int = 1024,
     ) -> None:
-        ids, single, self.messages = *token_ids(params, prompt), _messages(prompt)
-        if self.messages and self.messages[-1]["role"] != "user":
-            ids = [params.tokenizer.chat(self.messages, add_generation_prompt=False)]
-        if not single or len(ids[0]) < 2:
-            raise ValueError(
-                f"{len(ids)} prompts, the first of {len(ids[0])} tokens; give one prompt of two tokens or more"
-            )
-        if room < 1:
-            raise ValueError(f"room={room}; give 1 or more")
-        self._params, self._ids, self._unread = params, ids[0], ids[0][-1:]
-        self._left = room
+        check_params(params)
+        self._room = whole("room", room, 1)
         self._policy = get_policy(policy, budget=budget).bind(params.config)
-        self._policy.check(len(ids[0]) + room)
+        (ids,), _ = token_ids(params, prompt, one=True)
+        messages = _messages(prompt)
+        if messages and messages[-1]["role"] != "user":
+            ids = params.tokenizer.chat(messages, add_generation_prompt=False)
+        if len(ids) < 2:
+            raise ValueError("the prompt has one token; give one prompt of two tokens or more")
+        self._params, self._prompt_len = params, len(ids)
+        self._weights = dataclasses.replace(params, tokenizer=None)  # which is no part of a program
+        self._policy.check(len(ids) + self._room)
         # One more for the token that is held back.
-        self._specs = layer_specs(params.config, 1, len(ids[0]) - 1, room + 1, params.dtype)
-        prompts, ends = decoding.padded([ids[0][:-1]]), jnp.zeros((0,), jnp.int32)
+        self._specs = layer_specs(params.config, 1, len(ids) - 1, self._room + 1, params.dtype)
+        prompts, ends = decoding.padded([ids[:-1]]), jnp.zeros((0,), jnp.int32)
         seed = jnp.zeros((1,), jnp.uint32)
-        self._state, _ = decoding.prefill(self._policy, self._specs, params, *prompts, seed, make_sampler(), ends)
+        state, _ = decoding.prefill(self._policy, self._specs, self._weights, *prompts, seed, make_sampler(), ends)
+        asked = bool(messages) and messages[-1]["role"] == "user"
+        self._at = _Point(state, ids, len(ids) - 1, messages, len(ids) if asked else None)
 
     @property
     def tokens(self) -> list[int]:
         """All tokens so far: the prompt, what was read, and what was drawn."""
-        return list(self._ids)
+        return list(self._at.ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """Of a chat, all messages so far. What was read or written after the user's last one is the assistant's answer to it."""
+        at = self._at
+        if at.answer is None or at.answer == len(at.ids):
+            return list(at.messages)
+        text = self._params.tokenizer.decode_after(at.ids[: at.answer], at.ids[at.answer :])
+        return [*at.messages, {"role": "assistant", "content": text}]
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow."""
-        return self._left
+        """Tokens that may still follow; none, if the session is over."""
+        return 0 if self._over else self._room + self._prompt_len - len(self._at.ids)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes that the cache holds."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.caches))
+        return 0 if self._over else sum(leaf.nbytes for leaf in jax.tree.leaves(self._at.state.caches))
+
+    def __repr__(self) -> str:
+        """Model, policy, and how far it got, in a few lines."""
+        config = self._params.config
+        return (
+            f"Session({config.family} of {config.num_layers} layers, {self._params.dtype.name},\n"
+            f"  policy={short(self._policy, 300)},\n"
+            f"  {len(self._at.ids)} tokens, room for {self.room}, cache of {self.cache_bytes} bytes{', over' * self._over})"
+        )
 
     def fork(self) -> "Session":
         """A session that goes its own way from here; the cache is copied."""
+        self._check_alive()
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
-        other._state = jax.tree.map(jnp.copy, self._state)
-        other._ids, other.messages = list(self._ids), list(self.messages)
+        other._at = dataclasses.replace(self._at, state=jax.tree.map(jnp.copy, self._at.state))
         return other
 
     def read(self, text: Question) -> None:
@@ -116,14 +139,12 @@ class Session:
 
         Raises:
             ValueError: it is empty, of no known kind, or longer than there is room for.
+            RuntimeError: the session is over.
         """
+        self._check_alive()
         (new,) = question_ids(self._params, text, None)
-        self._take(len(new))
-        self._ids += new
-        self._unread = self._unread + new
-        while len(self._unread) > PIECE:  # the rest waits: the token after it is drawn as it is read
-            self._run(self._unread[:PIECE], 1, make_sampler(), ())
-            self._unread = self._unread[PIECE:]
+        self._check_room(len(new), self.room)
+        self._take_in(new, check_request(self._params, 1))
 
     def generate(
         self,
@@ -141,32 +162,18 @@ class Session:
 
         Raises:
             ValueError: as `read`, or an option is out of range.
+            RuntimeError: the session is over.
         """
-        sampler = make_sampler(temperature, top_k, top_p, min_p)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
-        self._take(max_new_tokens)
+        self._check_alive()
+        request = check_request(
+            self._params, max_new_tokens, temperature, top_k, top_p, min_p, seed, ignore_eos=ignore_eos
+        )
+        self._check_room(request.max_new_tokens, self.room)
         if text is not None:
-            try:
-                self.read(text)
-            except ValueError:
-                self._left += max_new_tokens
-                raise
-        ends = () if ignore_eos else self._params.config.eos
-        given, tokens, logprobs = self._ids, [], []
-        self._state = dataclasses.replace(self._state, seed=jnp.asarray([seed % 2**32], jnp.uint32))
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in ends):
-            count = min(max_new_tokens - len(tokens), decoding.CHUNK)
-            new, scores = self._run(self._unread, count, sampler, ends)
-            self._unread = new[-1:]
-            tokens += new
-            logprobs += scores
-        self._left += max_new_tokens - len(tokens)
-        self._ids = given + tokens
-        reason: StopReason = "eos" if tokens[-1] in ends else "length"
-        tokenizer = self._params.tokenizer
-        shown = None if tokenizer is None else continued(tokenizer.decode, given, tokens)
-        return Reply(shown, tokens, logprobs, reason)
+            (new,) = question_ids(self._params, text, None)
+            self._check_room(len(new), self.room - request.max_new_tokens)
+            self._take_in(new, request)
+        return self._draw(request)
 
     def say(self, message: str, max_new_tokens: int = 128, **options: Any) -> Reply:
         """The assistant's answer to the user's next message, of a session that began with chat messages.
@@ -175,34 +182,38 @@ class Session:
 
         Raises:
             ValueError: the session is no chat, it is the assistant's turn, or as `generate`.
+            RuntimeError: the session is over.
         """
-        if not self.messages:
+        self._check_alive()
+        messages = self.messages
+        if not messages:
             raise ValueError("this session did not begin with chat messages; use generate(text)")
-        if self.messages[-1]["role"] == "user":
+        if messages[-1]["role"] == "user":
             raise ValueError("the last message is the user's, so it is the assistant's turn; use answer()")
-        tail = self._tail({"role": "user", "content": message})
-        if (
-            self.messages[-1]["role"] == "assistant"
-            and tail[:1] == self._unread
-            and self._unread[0] in self._params.config.eos
-        ):
+        said = {"role": "user", "content": message}
+        check_message(said)
+        request = check_request(self._params, max_new_tokens, stop=(), **options)
+        self._check_room(request.max_new_tokens, self.room)
+        tail = self._tail(messages, said)
+        drawn = self._at.ids[-1]
+        if messages[-1]["role"] == "assistant" and tail[:1] == [drawn] and drawn in self._params.config.eos:
             tail = tail[1:]  # the end token that the assistant drew already
-        if tail:
-            self.read(tail)
-        self.messages.append({"role": "user", "content": message})
-        return self.answer(max_new_tokens, **options)
+        self._check_room(len(tail), self.room - request.max_new_tokens)
+        self._take_in(tail, request, [*messages, said])
+        return self._draw(request)
 
     def answer(self, max_new_tokens: int = 128, **options: Any) -> Reply:
         """The assistant's answer to the messages so far; options as for `generate`.
 
         Raises:
             ValueError: the last message is not the user's, or as `generate`.
+            RuntimeError: the session is over.
         """
-        if not self.messages or self.messages[-1]["role"] != "user":
+        self._check_alive()
+        messages = self.messages
+        if not messages or messages[-1]["role"] != "user":
             raise ValueError("there is no message of the user's to answer; use say(message), or generate(text)")
-        reply = self.generate(None, max_new_tokens, **options)
-        self.messages.append({"role": "assistant", "content": reply.text})
-        return reply
+        return self.generate(None, max_new_tokens, **options)
 
     def ask(self, questions: Sequence[Any], max_new_tokens: int = 128, **options: Any) -> list[Reply]:
         """An answer to each question, each from a fork of the session as it is now.
@@ -210,18 +221,45 @@ class Session:
         Args:
             questions: messages of a chat; else text or token ids.
             options: as for `generate`.
-        """
-        forks = ((self.fork(), question) for question in questions)
-        if self.messages:
-            return [fork.say(question, max_new_tokens, **options) for fork, question in forks]
-        return [fork.generate(question, max_new_tokens, **options) for fork, question in forks]
 
-    def _tail(self, message: Message) -> list[int]:
-        """What the template puts behind the last message, and this one, up to the assistant's answer."""
+        Raises:
+            ValueError: the questions are no list, or as `generate`.
+            RuntimeError: the session is over.
+        """
+        if isinstance(questions, str | bytes) or not isinstance(questions, Iterable):
+            raise ValueError(f"questions is {shown(questions)}; give a list of questions")
+        questions = list(questions)
+        if self._at.messages:
+            for question in questions:
+                check_message({"role": "user", "content": question})
+            return [self.fork().say(question, max_new_tokens, **options) for question in questions]
+        read = question_ids(self._params, questions, len(questions))
+        return [self.fork().generate(question, max_new_tokens, **options) for question in read]
+
+    @property
+    def _over(self) -> bool:
+        """Whether the cache is gone: programs take over the one that they go on from."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._at.state))
+
+    def _check_alive(self) -> None:
+        if self._over:
+            raise RuntimeError(
+                "this session is over: it was broken off while its cache was being rewritten; begin another one, for example "
+                "with all that it had read and written, kvjax.Session(params, session.tokens, ...)"
+            )
+
+    def _check_room(self, count: int, room: int) -> None:
+        if count > room:
+            raise ValueError(
+                f"{count} tokens are more than the session's room for {room}; begin one with a larger room"
+            )
+
+    def _tail(self, messages: list[Message], message: Message) -> list[int]:
+        """What the template puts behind the last of the messages, and a new one, up to the assistant's answer."""
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"
-        before = [*self.messages[:-1], {**self.messages[-1], "content": mark}]
+        before = [*messages[:-1], {**messages[-1], "content": mark}]
         tokenizer = self._params.tokenizer
-        if self.messages[-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant":
             text = tokenizer.render([*before, message]).rpartition(mark)[2]
         else:  # the prompt, which was read as far as its last message's end
             text, read = tokenizer.render([*before, message]), tokenizer.render(before, add_generation_prompt=False)
@@ -232,26 +270,49 @@ class Session:
             text = text[len(read) :]
         return tokenizer.encode(text, add_special=False)
 
-    def _take(self, count: int) -> None:
-        if count > self._left:
-            raise ValueError(
-                f"{count} tokens are more than the session's room for {self._left}; begin one with a larger room"
-            )
-        self._left -= count
+    def _take_in(self, new: Sequence[int], request: Request, messages: list[Message] | None = None) -> None:
+        """Have tokens follow, which end with the user's message where `messages` are given, and read all but the last piece."""
+        ids = [*self._at.ids, *new]
+        said = {} if messages is None else {"messages": messages, "answer": len(ids)}
+        self._at = dataclasses.replace(self._at, ids=ids, **said)
+        while len(ids) - self._at.read > PIECE:  # the rest waits: the token after it is drawn as it is read
+            self._run(1, request)
 
-    def _run(
-        self, given: Sequence[int], count: int, sampler: Any, ends: Sequence[int]
-    ) -> tuple[list[int], list[float]]:
-        """Read tokens, then draw up to `count`."""
-        read = np.zeros((1, PIECE), np.int32)
-        read[0, : len(given)] = given
-        lengths, before = jnp.asarray([len(given)], jnp.int32), int(self._state.steps)
-        arrays = jnp.asarray(read), lengths, jnp.asarray(count, jnp.int32), sampler, jnp.asarray(ends, jnp.int32)
-        self._state, tokens, logprobs = decoding.answer(self._policy, self._specs, self._params, self._state, *arrays)
-        drawn = int(self._state.steps) - before - len(given) + 1
-        return np.asarray(tokens)[0, :drawn].tolist(), np.asarray(logprobs)[0, :drawn].tolist()
+    def _draw(self, request: Request) -> Reply:
+        """Go on from all tokens so far."""
+        given, tokens, logprobs, ends = self._at.ids, [], [], request.ends
+        while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in ends):
+            logprobs += self._run(min(request.max_new_tokens - len(tokens), decoding.CHUNK), request)
+            tokens = self._at.ids[len(given) :]
+        tokenizer = self._params.tokenizer
+        reason: StopReason = "eos" if tokens[-1] in ends else "length"
+        text = None if tokenizer is None else tokenizer.decode_after(given, tokens)
+        return Reply(text, tokens, logprobs, reason)
+
+    def _run(self, count: int, request: Request) -> list[float]:
+        """Read a piece, and if it was the last, draw up to `count`; the log-probabilities of what was drawn."""
+        at = self._at
+        piece = at.ids[at.read :][:PIECE]
+        last = at.read + len(piece) == len(at.ids)
+        given = np.zeros((1, PIECE), np.int32)
+        given[0, : len(piece)] = piece
+        state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0])))
+        numbers = jnp.asarray(given), jnp.asarray([len(piece)], jnp.int32), jnp.asarray(count if last else 1, jnp.int32)
+        drawing = request.sampler, jnp.asarray(request.ends, jnp.int32)
+        args = self._policy, self._specs, self._weights, state, *numbers, *drawing
+        decoding.answer.compiled(*args)  # which may take long, and may be broken off
+        with interrupts.held_back():
+            state, tokens, logprobs = decoding.answer(*args)
+            steps = at.read - (self._prompt_len - 1) + len(piece)  # those of the last token that was given
+            drawn = int(state.steps) - steps + 1
+            read, new, scores = at.read + len(piece), [], []
+            if last:
+                new, scores = (np.asarray(row)[0, :drawn].tolist() for row in (tokens, logprobs))
+                read += len(new) - 1
+            self._at = dataclasses.replace(at, state=state, ids=at.ids + new, read=read)
+        return scores
 
 
 def _messages(prompt: Any) -> list[Message]:
-    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return list(prompt) if chat else []

@@ -4,6 +4,9 @@ import dataclasses
 
 from .rope import RopeConfig
 
+MAX_LAYERS = 4096
+"""No model comes near it; a configuration with more is damaged."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -52,6 +55,27 @@ class ModelConfig:
     bos: int | None = None
 
     def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_position < 1 or any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"max_position={self.max_position} and windows={self.windows} must be at least one token")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps={self.norm_eps} must lie between 0 and 1")
+        for name, tokens in (("eos", self.eos), ("bos", () if self.bos is None else (self.bos,))):
+            for token in tokens:
+                if not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{name} token id {token} is outside the vocabulary of {self.vocab_size}")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if len(self.windows) != self.num_layers:
@@ -61,7 +85,7 @@ class ModelConfig:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
                 "each KV head serves the same number of query heads"
             )
-        if self.rope.dim % 2 or self.rope.dim > self.head_dim:
+        if self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim:
             raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
 
     def cache_bytes_per_token(self, itemsize: int) -> int:

@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
+from rich.filesize import decimal
 
 from .config import ModelConfig
 
@@ -78,6 +79,20 @@ class Params:
     def dtype(self) -> jnp.dtype:
         """Floating-point type of the weights."""
         return self.embed.dtype
+
+    def __repr__(self) -> str:
+        """Which model this is and what it takes. Leaves may be anything, as in what `jax.tree.map` makes of parameters."""
+        c, leaves = self.config, jax.tree.leaves(self)
+        arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+        kinds = {str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves}
+        numbers = sum(math.prod(leaf.shape) for leaf in arrays)
+        nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
+        return (
+            f"Params({c.family}, {numbers:,} parameters, {' and '.join(sorted(kinds))}, {decimal(nbytes)}\n"
+            f"  {c.num_layers} layers of width {c.hidden_size}, {c.num_heads} query heads on {c.num_kv_heads} KV heads of "
+            f"{c.head_dim}, vocabulary of {c.vocab_size}, window of {c.max_position} tokens\n"
+            f"  tokenizer={self.tokenizer!r})"
+        )
 
 
 def abstract(config: ModelConfig, dtype: Any = jnp.float32, tokenizer: Any = None) -> Params:

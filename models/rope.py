@@ -9,7 +9,7 @@ the last place of a frequency is already 5e-4 rad.
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +71,15 @@ NO_ROPE = Rope(inv_freq=())
 """Rotates nothing: for attention layers that use no rotary embedding, or rotate on their own."""
 
 
+def _require_positive(scaling: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(scaling, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            # Squares of it, times scores, stay within float32.
+            if number is not None and not 1e-6 <= number <= 1e10:
+                raise ValueError(f"rope scaling's {name}={number} must lie between 1e-6 and 1e10")
+
+
 class RopeScaling(Protocol):
     """A context extension: changes the plain frequencies for a sequence of `length` positions."""
 
@@ -85,6 +94,9 @@ class Linear:
 
     factor: float
 
+    def __post_init__(self) -> None:
+        _require_positive(self, "factor")
+
     def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
         return inv_freq / np.float32(self.factor), 1.0
 
@@ -97,6 +109,13 @@ class Llama3:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+            )
 
     def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
         wavelength = 2 * math.pi / inv_freq
@@ -117,6 +136,9 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow")
 
     def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
         half = len(inv_freq)
@@ -148,6 +170,11 @@ class LongRope:
     factor: float
     attention_factor: float | None = None
 
+    def __post_init__(self) -> None:
+        _require_positive(self, "short_factor", "long_factor", "factor", "attention_factor")
+        if self.original_max_position < 2:
+            raise ValueError(f"original_max_position={self.original_max_position} must be at least 2")
+
     def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
         extension = self.long_factor if length > self.original_max_position else self.short_factor
         factor = self.attention_factor
@@ -173,6 +200,16 @@ class RopeConfig:
     dim: int
     interleaved: bool = False
     scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 < self.theta < 1e30:
+            raise ValueError(f"rope theta={self.theta} must lie between 1 and 1e30")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self.scaling, name, None)
+            if factors is not None and len(factors) != self.dim // 2:
+                raise ValueError(
+                    f"{name} has {len(factors)} numbers; give one for each of {self.dim // 2} rotated pairs"
+                )
 
     def resolve(self, length: int) -> Rope:
         """The rotation for a sequence that reaches `length` positions.

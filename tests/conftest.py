@@ -1,5 +1,6 @@
 """What all tests share: quick compilation, strict JAX, checked annotations, real data where it is at hand, and a tiny model."""
 
+import dataclasses
 import gc
 import importlib.metadata
 import os
@@ -9,6 +10,7 @@ import hypothesis
 import jax
 import pytest
 import runtime_types
+import tokenizers
 
 runtime_types.install()
 
@@ -113,3 +115,19 @@ def tiny() -> Params:
         rope=RopeConfig(theta=10000.0, dim=16),
     )
     return init(config, jax.random.key(0))
+
+
+@pytest.fixture(scope="session")
+def letters(tiny: Params) -> Params:
+    """The tiny model with a tokenizer: ids 0 to 61 are letters and digits, 62 is a space, 63 ends a text."""
+    from kvjax.conversion import Tokenizer
+
+    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    vocabulary = {c: i for i, c in enumerate(alphabet)} | {" ": 62, "<end>": 63}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<end>"])
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer = Tokenizer(backend, eos=(63,), chat_template=template)
+    return tiny.replace(tokenizer=tokenizer, config=dataclasses.replace(tiny.config, eos=(63,)))

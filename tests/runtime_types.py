@@ -7,15 +7,29 @@ import beartype
 import beartype.roar
 import jaxtyping
 
+UNCHECKED = {
+    "kvjax.compiling",
+    "kvjax.conversion.state_dict",
+    "kvjax.conversion.writing",
+    "kvjax.generation",
+    "kvjax.policies.registry",
+    "kvjax.prompts",
+    "kvjax.request",
+    "kvjax.sampling.make_sampler",
+    "kvjax.session",
+}
+"""Modules and functions that take whatever users pass, and are tested for the errors that they answer with."""
+
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have beartype check the arguments and the result of `function`.
 
     Three kinds are left unchecked: constructors, since JAX rebuilds pytrees with placeholders, abstract shapes and shardings
     as leaves; functions whose annotations have no run-time check (`typing.Self`, a plain `typing.Protocol`); and
-    modules that take whatever users pass and are tested for the errors they answer with.
+    what is `UNCHECKED`.
     """
-    if function.__name__ == "__init__" or function.__module__ in ("kvjax.generation", "kvjax.policies.registry"):
+    names = {function.__module__, f"{function.__module__}.{function.__qualname__}"}
+    if function.__name__ == "__init__" or names & UNCHECKED:
         return function
     try:
         return beartype.beartype(function)

@@ -1,5 +1,7 @@
 """The verbs of the slot pytree."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from policies.driver import make_case
 
 from kvjax import cache
+from kvjax.models import ModelConfig
+from kvjax.models.rope import RopeConfig
 
 
 def test_buckets_are_few_and_not_wasteful():
@@ -20,6 +24,17 @@ def test_buckets_are_few_and_not_wasteful():
 
 def test_capacities_are_even():
     assert [cache.round_slots(n) for n in (1, 32, 33, 1025, 2048, 2049, 13107)] == [32, 32, 64, 1056, 2048, 2176, 13184]
+
+
+def test_what_layers_are_told():
+    """Of a model whose second layer alone has a sliding window."""
+    config = ModelConfig("qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16), windows=(None, 20))
+    first, second = cache.layer_specs(config, 3, 65, 7, jnp.bfloat16)
+    assert (first.layer, first.num_layers, first.batch, first.num_heads, first.num_kv_heads) == (0, 2, 3, 8, 2)
+    assert (first.head_dim, first.prompt_len, first.new_tokens, first.dtype) == (16, 96, 7, jnp.bfloat16)
+    assert (first.scale, first.window) == (1 / 4, None)
+    assert first.rope == config.rope.resolve(65 + 7)
+    assert second == dataclasses.replace(first, layer=1, window=20)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 48))

@@ -2,10 +2,12 @@
 
 from functools import partial
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax import cache, decoding, program
 from kvjax.models import transformer
@@ -94,3 +96,76 @@ def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(ti
     assert decoding.decode._options((policy, specs)) == wanted
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert decoding.decode._options((policy, specs)) == (SIDE_BY_SIDE if together else {})
+
+
+END = 63
+
+
+@flax.struct.dataclass
+class Scripted:
+    """Draws what it is told: for the token at a position, of the row that has this seed."""
+
+    tokens: Int[Array, "B T"]
+
+    def __call__(
+        self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        return self.tokens[seed.astype(jnp.int32), pos]
+
+
+def scripted(tiny, ends):
+    """What programs are called with: rows of 14 and 5 tokens, read, that draw 7 but for an end at the given positions."""
+    specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
+    tokens = np.full((2, 14 + STEPS + 1), 7, np.int32)
+    for row, positions in enumerate(ends):
+        tokens[row, list(positions)] = END
+    sampler = Scripted(jnp.asarray(tokens))
+    prompts, seeds = decoding.padded([list(range(14)), [3, 1, 4, 1, 5]]), jnp.arange(2, dtype=jnp.uint32)
+    end = jnp.asarray([END], jnp.int32)
+    state, _ = decoding.prefill(Full(), specs, tiny, *prompts, seeds, sampler, end)
+    return specs, state, sampler, end
+
+
+@pytest.mark.parametrize("pieces", [(STEPS,), (3, STEPS), (1,) * STEPS], ids=["at once", "in two", "one by one"])
+@pytest.mark.parametrize(
+    ("ends", "steps"),
+    [
+        (([16], [10]), 5),
+        (([19], [7]), 5),
+        (([14], [10]), 5),  # the first by what the prompt alone is followed by
+        (([14], [5]), 0),
+        (([16, 20], [7, 11]), 2),
+        (([16], []), STEPS),
+    ],
+)
+def test_the_loop_ends_with_the_last_row_to_end(tiny, ends, steps, pieces):
+    """A row that has ended stays so, though it goes on to draw other tokens."""
+    specs, state, sampler, end = scripted(tiny, ends)
+    for piece in pieces:
+        count = jnp.asarray(min(piece, STEPS - int(state.steps)), jnp.int32)
+        state, _, _ = decoding.decode(Full(), specs, tiny, state, count, sampler, end)
+    assert int(state.steps) == steps
+    assert state.done.tolist() == [bool(positions) for positions in ends]
+
+
+@pytest.mark.parametrize(
+    ("ends", "steps"),
+    [
+        (([16], [10]), 5),
+        (([19], [8]), 5),
+        (([15, 19], [6, 7, 10]), 5),  # what rows would draw while they still read is no end
+        (([], [8]), 8),
+    ],
+)
+def test_an_answer_ends_with_the_last_row_to_end(tiny, ends, steps):
+    """Rows read one token and three, and draw up to six from then on."""
+    specs, state, sampler, end = scripted(tiny, ends)
+    given, lengths = decoding.padded([[2], [2, 3, 4]])
+    state, tokens, _ = decoding.answer(
+        Full(), specs, tiny, state, given, lengths, jnp.asarray(6, jnp.int32), sampler, end
+    )
+    assert int(state.steps) == steps
+    assert state.done.tolist() == [bool(positions) for positions in ends]
+    for row, first in enumerate((15, 8)):
+        drawn = steps - int(lengths[row]) + 1
+        np.testing.assert_array_equal(tokens[row, :drawn], sampler.tokens[row, first : first + drawn])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import decoders, models
 
 import kvjax
 from kvjax import cache, decoding
@@ -15,20 +16,6 @@ from kvjax.models import transformer
 from kvjax.sampling import Sample, make_sampler
 
 PROMPT = [5, 9, 2, 7, 7, 1, 30, 12]
-
-
-@pytest.fixture(scope="module")
-def letters(tiny):
-    """The tiny model with a tokenizer: ids 0 to 61 are letters and digits, 62 is a space, 63 ends a text."""
-    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-    vocabulary = {c: i for i, c in enumerate(alphabet)} | {" ": 62, "<end>": 63}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens(["<end>"])
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    tokenizer = Tokenizer(backend, eos=(63,), chat_template=template)
-    return tiny.replace(tokenizer=tokenizer, config=dataclasses.replace(tiny.config, eos=(63,)))
 
 
 def test_greedy_is_the_argmax_of_the_forward_pass(tiny):
@@ -168,7 +155,7 @@ def test_cache_reaches_beyond_the_trained_window_only_with_a_word(tiny):
         (PROMPT, {"temperature": 1.0, "min_p": 2.0}, "min_p=2"),
         (PROMPT, {"stop": "x"}, "a model with a tokenizer"),
         (PROMPT, {"policy": "treekvv"}, "Did you mean 'treekv'"),
-        (PROMPT, {"policy": "full", "budget": 5}, "takes no hyperparameters"),
+        (PROMPT, {"policy": "full", "budget": -5}, "full: budget=-5; give a positive"),
         (PROMPT, {"policy": 7}, "policy=7"),
         (PROMPT, {"policy": "treekv", "budget": 0.02}, "gives 2 slots"),
     ],
@@ -213,9 +200,98 @@ def test_what_samplers_draw(options, expected):
     assert (frequency[np.asarray(expected) == 0] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 1, 2}),  # the second and the third are equal
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 1.0}, {0, 1, 2}),
+        ({"min_p": 0.0}, {0, 1, 2}),
+        ({"min_p": 0.5}, {0, 1, 2}),
+        ({"min_p": 1.0}, {0}),
+    ],
+)
+def test_filters_at_their_edges(options, allowed):
+    """Of probabilities that are a half, a quarter and a quarter, in floating point too."""
+    sampler = make_sampler(temperature=1.0, **options)
+    logits = jnp.broadcast_to(jnp.asarray([np.log(2), 0.0, 0.0], jnp.float32), (100, 3))
+    assert jax.nn.softmax(logits[0]).tolist() == [0.5, 0.25, 0.25]
+    drawn = sampler(logits, jnp.arange(100, dtype=jnp.uint32), jnp.zeros((100,), jnp.int32))
+    assert set(drawn.tolist()) == allowed
+
+
 def test_prompts_share_buckets(tiny):
     assert cache.bucket(5) == cache.bucket(60) == 64
     before = len(decoding.prefill.executables)
     for prompt in ([1] * 33, [2] * 64, [3]):
         kvjax.generate(tiny, prompt, max_new_tokens=3, policy=kvjax.StreamingLLM(budget=11))
     assert len(decoding.prefill.executables) == before + 1
+
+
+def small_tokenizer(kind):
+    """64 ids: a space, letters, and the bytes of é, €, 😀 and a few that fit nowhere, by the three kinds of vocabularies."""
+    data = [0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF]
+    letters = [*"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRSTUVW"]
+    if kind == "byte-level":
+        seen = {byte: chr(byte) for byte in (*range(161, 173), *range(174, 256))}
+        shown = [seen.get(byte, chr(256 + 33 + byte - 127)) for byte in data]  # as GPT-2 spells them
+        words, decoder = ["Ġ", *shown, "Ġan", "Ġthe"], decoders.ByteLevel()
+    else:
+        strip = [decoders.Strip(content=" ", left=1)] if kind == "leading space" else []
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        words = ["▁", *(f"<0x{byte:02X}>" for byte in data), "▁an", "▁the"]
+        decoder = decoders.Sequence(steps)
+    texts = [*words, *letters]
+    backend = tokenizers.Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, "a"))
+    backend.decoder = decoder
+    backend.add_tokens([" added "])
+    backend.add_special_tokens(["<end>"])
+    assert backend.get_vocab_size() == 64
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "leading space", "no leading space"])
+def test_streamed_text_is_the_text_of_all_tokens(tiny, kind):
+    """Of characters in pieces, broken ones, special and added tokens; also where the prompt ends in the middle of one."""
+    params = tiny.replace(tokenizer=small_tokenizer(kind))
+    decode = params.tokenizer.decode
+    broken = 0
+    for seed in range(25):
+        prompt = [40, 0, 30, *range(1, 1 + seed % 10)]
+        options = {"max_new_tokens": 30, "temperature": 1.5, "seed": seed}
+        whole = kvjax.generate(params, prompt, **options)
+        both, before = decode(prompt + whole.tokens), decode(prompt)
+        text = both[len(before) :] if both.startswith(before) else decode(whole.tokens)
+        assert whole.text == text == "".join(kvjax.stream(params, prompt, **options))
+        broken += "\ufffd" in text
+        stop = [text[7:9], text[12:13]]
+        stopped = kvjax.generate(params, prompt, stop=stop, **options)
+        assert stopped.text == text[: min(text.index(string) for string in stop)]
+        assert stopped.text == "".join(kvjax.stream(params, prompt, stop=stop, **options))
+    assert broken
+
+
+def test_streaming_costs_the_same_after_a_long_prompt(letters, monkeypatch):
+    """Tokens that are decoded to make text of 30, by what came before."""
+    decoded, usual = [], Tokenizer.decode
+
+    def counting(self, ids, **options):
+        decoded.append(len(ids))
+        return usual(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    costs = []
+    for size in (20, 200):
+        for stop in ((), ("never there",)):
+            decoded.clear()
+            list(kvjax.stream(letters, "a" * size, max_new_tokens=30, ignore_eos=True, temperature=1.5, stop=stop))
+            costs.append(sum(decoded))
+            decoded.clear()
+            kvjax.generate(letters, "a" * size, max_new_tokens=30, ignore_eos=True, temperature=1.5, stop=stop)
+            costs.append(sum(decoded))
+    assert max(costs) < 20 * 30
+    talk = kvjax.Session(letters, "a" * 200, room=40)
+    decoded.clear()
+    talk.generate("and", 30, ignore_eos=True)
+    assert sum(decoded) < 20 * 30

@@ -4,7 +4,7 @@ import pytest
 
 from kvjax.memory import largest_cache, parse_bytes
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, StreamingLLM, TreeKV, get_policy
+from kvjax.policies import Full, Policy, PolicyError, StreamingLLM, TreeKV, get_policy, policies
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "8 apples", "-1GB", "1e", "8GBs"])
+@pytest.mark.parametrize("text", ["", "GB", "8 apples", "-1GB", "1e", "8GBs", "nan", "inf", "1e999"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="is not a memory size; write a number and a unit"):
         parse_bytes(text)
@@ -49,3 +49,24 @@ def test_nothing_fits(tiny: Params, memory: int) -> None:
     assert largest_cache(Full(), tiny.config, memory) == 0
     assert largest_cache(TreeKV(), tiny.config, memory) == 0
     assert largest_cache(TreeKV(sinks=1000, budget=2000), tiny.config, 100_000) == 0
+
+
+@pytest.mark.parametrize("memory", [10**7, 8 * 10**10])
+def test_a_cache_that_fits_is_found_in_a_few_looks(tiny: Params, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    """Each traces all layers: twenty of them for every policy are what `kvjax inspect --memory` would wait for."""
+    looked, nbytes = [], Policy.nbytes
+    monkeypatch.setattr(Policy, "nbytes", lambda self, *shape: looked.append(self) or nbytes(self, *shape))
+    for cls in policies().values():
+        policy, before = cls(), len(looked)
+        try:
+            policy.bind(tiny.config)
+        except PolicyError:
+            continue
+        found = largest_cache(policy, tiny.config, memory)
+        assert len(looked) - before <= 9, policy
+        sizes = [found, found + (128 if found >= 2048 else 32)]
+        fits, more = (
+            nbytes(get_policy(policy, budget=n) if "budget" in vars(policy) else policy, tiny.config, 1, 0, n)
+            for n in sizes
+        )
+        assert fits <= memory < more, policy

@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from kvjax.policies import policies
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT = 600 * 1024
@@ -55,3 +58,13 @@ def test_its_badge_and_its_first_cell_give_the_projects_address(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     first = next(cell for cell in cells if cell["cell_type"] == "code")
     assert f'"git+{address}"' in "".join(first["source"])
+
+
+def test_a_list_of_policies_has_all_that_there_are():
+    """And those that the notebook itself registers."""
+    cells = json.loads((NOTEBOOKS[0].parent / "your_own_policy.ipynb").read_text(encoding="utf-8"))["cells"]
+    own = re.findall(r'name: ClassVar\[str\] = "(\w+)"', "".join("".join(cell["source"]) for cell in cells))
+    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    said = "".join("".join(output.get("text", "")) for output in outputs)
+    (listed,) = re.findall(r"known: ([\w, ]+)\.", said)
+    assert listed.split(", ") == sorted([*policies(), *own])

@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.licenses import canonicalize_license_expression
 
 import kvjax
 
@@ -34,6 +36,19 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
     assert modules == set(kvjax._MODULES)
     for name, module in homes.items():
         assert getattr(kvjax, name) is getattr(importlib.import_module(f"kvjax.{module}"), name)
+
+
+def test_every_bundled_licence_is_declared() -> None:
+    """PEP 639: the expression says which licences what is installed comes under, and the package carries their texts."""
+    root = Path(kvjax.__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    # Folders that are links are found under both names, and no licence lies in them.
+    found = [path for path in [root / "LICENSE", *root.glob("kvjax/**/LICENSE*")] if path.is_file()]
+    assert sorted(project["license-files"]) == sorted(str(path.relative_to(root)) for path in found)
+    titles = {"Apache License": "Apache-2.0", "MIT License": "MIT"}
+    named = {licence for path in found for title, licence in titles.items() if title in path.read_text()}
+    assert set(canonicalize_license_expression(project["license"]).split(" AND ")) == named
+    assert len(named) == len(found)
 
 
 def test_other_names_are_not() -> None:

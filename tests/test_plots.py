@@ -1,11 +1,14 @@
 """The picture of kept tokens shows exactly what the states hold."""
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 import kvjax
@@ -47,8 +50,9 @@ def test_no_policy() -> None:
 
 
 def test_without_matplotlib(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'kvjax\[plot\]'"):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"a picture needs matplotlib: pip install 'matplotlib>="):
         plots.kept_tokens(tiny, PROMPT, [Full()], STEPS)
 
 
@@ -108,3 +112,97 @@ def test_a_passage_that_does_not_match() -> None:
         plots.coloured_text(["a", "b"], {"x": np.ones(3)})
     with pytest.raises(ValueError, match="no shares"):
         plots.coloured_text(["a"], {})
+
+
+def compared(policies: list[str], targets: list[float], tasks: tuple[str, ...] = ("vt",)) -> list[dict[str, object]]:
+    """Rows of a comparison in which all policies of a budget hold nearly the same bytes and score nearly the same."""
+    rows = []
+    for task in tasks:
+        for i, policy in enumerate(policies):
+            for target in [None] if policy in ("full", "kivi") else targets:
+                rows.append(
+                    {
+                        "task": task,
+                        "policy": policy,
+                        "target": target,
+                        "metric": "score",
+                        "higher_is_better": True,
+                        "value": 0.9 if policy == "full" else 0.5 + 0.001 * i,
+                        "cache_bytes": 4e8 * (target or 1.0) - i,
+                        "full_cache_bytes": 4e8,
+                        "tokens_per_second": None if task == "fidelity" else 30.0 + i,
+                    }
+                )
+    return rows
+
+
+def overlaps(figure: Any) -> list[tuple[str, str]]:
+    """Pairs of a figure's texts that lie on one another, or beyond the figure's edge."""
+    FigureCanvasAgg(figure).draw()
+    texts = [text for legend in figure.legends for text in legend.get_texts()]
+    for panel in figure.axes:
+        texts += [panel.title, panel._left_title, panel.xaxis.label, panel.yaxis.label, *panel.texts]
+        for axis in (panel.xaxis, panel.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            texts += [
+                tick.label1
+                for tick in axis.get_major_ticks()
+                if low <= tick.get_loc() <= high and tick.label1.get_visible()
+            ]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    beyond = [
+        (text, "edge")
+        for text, box in boxes
+        if not figure.bbox.contains(*box.min) or not figure.bbox.contains(*box.max)
+    ]
+    return beyond + [
+        (a, b) for (a, x), (b, y) in itertools.combinations(boxes, 2) if x.padded(-1).overlaps(y.padded(-1))
+    ]
+
+
+POLICIES = list(kvjax.policies.policies())
+
+
+def test_a_comparison_at_one_budget_lists_policies() -> None:
+    """All hold the same bytes, so over memory their markers would lie on one another."""
+    rows = compared(["full", *(name for name in POLICIES if name != "full")], [0.25], ("vt", "fidelity"))
+    figure = plots.tradeoff(rows)
+    assert overlaps(figure) == []
+    quality, speed, _, untimed = figure.axes
+    markers = [line for line in quality.lines if line.get_marker() == "o"]
+    assert len(markers) == len(POLICIES)
+    assert {len(line.get_xdata()) for line in markers} == {1}
+    labels = [label.get_text() for label in quality.get_yticklabels()]
+    assert labels[0] == "full (100 %)"
+    assert sorted(label.split(" ")[0] for label in labels) == POLICIES
+    places = [markers[i].get_window_extent().y0 for i in range(len(markers))]
+    assert min(abs(a - b) for a, b in itertools.pairwise(places)) > 10  # pixels: no marker covers another
+    for panel, value in ((quality, 0.9), (speed, 30.0)):
+        (reference,) = [line for line in panel.lines if line.get_linestyle() == "--"]
+        assert set(reference.get_xdata()) == {value}
+    assert "not measured" in [text.get_text() for text in untimed.texts]
+
+
+def test_a_comparison_over_budgets_has_lines_and_the_full_cache_as_reference() -> None:
+    rows = compared(["full", *(name for name in POLICIES if name != "full")], [0.125, 0.25])
+    figure = plots.tradeoff(rows)
+    assert overlaps(figure) == []
+    memory = figure.axes[0]
+    named = {line.get_label(): line for line in memory.lines if not line.get_label().startswith("_")}
+    assert next(iter(named)) == "full"
+    assert set(named) == set(POLICIES)
+    for name, line in named.items():
+        single = name in ("full", "kivi")
+        assert (len(line.get_xdata()), line.get_linestyle()) == ((1, "None") if single else (2, "-"))
+    assert len({(line.get_color(), line.get_marker()) for line in named.values()}) == len(named)
+    (reference,) = [line for line in memory.lines if line.get_linestyle() == "--"]
+    assert set(reference.get_ydata()) == {0.9}
+
+
+def test_scores_that_are_none_are_left_out_of_a_comparison() -> None:
+    rows = compared(["full", "treekv"], [0.25])
+    rows[1]["value"] = None
+    assert [label.get_text() for label in plots.tradeoff(rows).axes[0].get_yticklabels()][1] == "treekv (25 %)"
+    rows = compared(["full", "treekv"], [0.25, 0.5])
+    rows[1]["value"] = None
+    assert len(plots.tradeoff(rows).axes[0].lines[-1].get_xdata()) == 1

@@ -1,6 +1,10 @@
 """Sessions against the same tokens read one by one, forks that do not disturb each other, and chats turn by turn."""
 
+import contextlib
 import itertools
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +13,9 @@ import pytest
 from checkpoints import HF_CONFIG, write_hf
 
 import kvjax
-from kvjax import decoding, session
+from kvjax import decoding, interrupts, session
 from kvjax.cache import layer_specs
+from kvjax.conversion import Tokenizer
 from kvjax.sampling import Greedy
 
 STEP = jax.jit(decoding.step, static_argnums=(0, 1))
@@ -54,6 +59,14 @@ def test_turns_are_read_into_the_compressed_cache(tiny, monkeypatch):
         assert talk.tokens == PROMPT + FIRST + expected[0] + SECOND + expected[1]
         assert talk.room == ROOM - 9 - 6 - 5 - 6
         assert talk.cache_bytes == held
+
+
+def test_reading_and_writing_are_one_program(letters):
+    talk = kvjax.Session(letters, "hello", kvjax.StreamingLLM(budget=12), room=400)
+    before = len(decoding.answer.executables)
+    talk.read("again " * 30)
+    talk.generate("and again " * 15, 6)
+    assert len(decoding.answer.executables) == before + 1
 
 
 def test_questions_are_asked_of_forks(tiny):
@@ -102,11 +115,227 @@ def test_an_end_token_is_not_read_twice(talker, monkeypatch):
     """An answer that ends by itself has drawn the end that the template puts behind it."""
     talk = kvjax.Session(talker, [{"role": "user", "content": "hi"}], room=200)
     talk.answer(3, ignore_eos=True)
-    talk._ids[-1], talk._unread = 1, [1]  # as if the last token drawn had been the end
+    talk._at.ids[-1] = 1  # as if the last token drawn had been the end
     talk.say("again", 2)
     text = talker.tokenizer.decode(talk.tokens, skip_special=False)
     assert text.count("</s>\n<|user|>again</s>\n<|assistant|>") == 1
     assert "</s></s>" not in text
+
+
+PROGRAM = decoding.answer
+
+
+class BrokenOff:
+    """`decoding.answer`, whose nth call is broken off: before it runs, after, or by a Ctrl-C while it runs."""
+
+    def __init__(self, call: int, when: str, kind: type[BaseException]) -> None:
+        self.left, self.when, self.kind = call, when, kind
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left:
+            return PROGRAM(*args)
+        if self.when == "before":
+            raise self.kind
+        result = PROGRAM(*args)
+        if self.when == "after":
+            raise self.kind
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    compiled = PROGRAM.compiled
+
+
+CALLS = [
+    *[(call, when, kind) for call in (1, 2, 3, 4) for when, kind in (("before", RuntimeError), ("after", MemoryError))],
+    *[(call, when, KeyboardInterrupt) for call in (1, 2, 3, 4) for when in ("before", "after", "during")],
+]
+
+
+@pytest.mark.parametrize(("call", "when", "kind"), CALLS)
+def test_a_turn_that_is_broken_off(tiny, monkeypatch, call, when, kind):
+    """A turn takes two calls to read its text and two to write. Wherever one breaks off, the session goes on from there, or is over."""
+    monkeypatch.setattr(session, "PIECE", 4)
+    monkeypatch.setattr(decoding, "CHUNK", 3)
+    talk = begin(tiny, POLICY)
+    whole = talk.fork()
+    want = whole.generate(FIRST, 6, ignore_eos=True).tokens
+    monkeypatch.setattr(decoding, "answer", BrokenOff(call, when, kind))
+    with pytest.raises(kind):
+        talk.generate(FIRST, 6, ignore_eos=True)
+    monkeypatch.setattr(decoding, "answer", PROGRAM)
+    written = max(call - (2 if when == "during" else 3), 0) * 3
+    assert talk.tokens == PROMPT + FIRST + want[:written]
+    if when == "after":
+        assert (talk.room, talk.cache_bytes) == (0, 0)
+        assert ", over" in repr(talk)
+        for refused in (talk.generate, talk.fork, lambda: talk.read([1]), lambda: talk.ask([[1]])):
+            with pytest.raises(RuntimeError, match=r"this session is over.*kvjax\.Session\(params, session\.tokens"):
+                refused()
+        return
+    assert talk.room == ROOM - len(FIRST) - written
+    rest = talk.generate(max_new_tokens=6 - written, ignore_eos=True) if written < 6 else None
+    assert want[written:] == (rest.tokens if rest else [])
+    assert (talk.tokens, talk.room) == (whole.tokens, whole.room)
+    assert talk.generate(SECOND, 6, ignore_eos=True) == whole.generate(SECOND, 6, ignore_eos=True)
+
+
+@contextlib.contextmanager
+def broken_off_at_line(number):
+    """Ctrl-C as the session's code comes to its nth line."""
+    lines, usual = itertools.count(1), sys.gettrace()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != session.__file__:
+            return None
+        if event == "line" and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(usual)
+
+
+def test_a_turn_that_is_broken_off_at_any_line(tiny, monkeypatch):
+    monkeypatch.setattr(session, "PIECE", 6)
+    monkeypatch.setattr(decoding, "CHUNK", 4)
+    opening = begin(tiny, POLICY)
+    whole = opening.fork()
+    want = whole.generate(FIRST, 6, ignore_eos=True).tokens
+    over = lines = 0
+    for lines in itertools.count(1, 2):
+        talk = opening.fork()
+        try:
+            with broken_off_at_line(lines):
+                talk.generate(FIRST, 6, ignore_eos=True)
+            break
+        except KeyboardInterrupt:
+            pass
+        done = len(talk.tokens) - len(PROMPT)
+        if talk._over:
+            over += 1
+            assert talk.room == 0
+            continue
+        assert talk.tokens == (PROMPT + FIRST + want)[: len(talk.tokens)]
+        assert done == 0 or done >= len(FIRST)
+        assert talk.room == ROOM - done
+        if done == 0:
+            talk.read(FIRST)
+        left = ROOM - len(FIRST) - 6
+        if talk.room > left:
+            talk.generate(max_new_tokens=talk.room - left, ignore_eos=True)
+        assert talk.tokens == whole.tokens
+    assert lines > 60
+    assert over < lines / 4  # where the new cache is not yet in place, which a real Ctrl-C waits for
+
+
+def test_a_second_interrupt_does_not_wait():
+    """And what was there before is back in place."""
+    usual = signal.getsignal(signal.SIGINT)
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts.held_back():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the second")
+    assert reached == ["after the first"]
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_other_threads_are_never_interrupted(tiny):
+    """They may not change what Ctrl-C does, and need not."""
+    talk = begin(tiny, POLICY)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(talk.generate, FIRST, 6, ignore_eos=True).result()
+    assert reply == begin(tiny, POLICY).generate(FIRST, 6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("method", ["encode", "decode", "render"])
+def test_a_chat_that_is_broken_off_in_the_tokenizer(talker, monkeypatch, method):
+    """At whichever call: messages, tokens and the cache tell of the same conversation."""
+    monkeypatch.setattr(session, "PIECE", 8)
+    opening = kvjax.Session(
+        talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300
+    )
+    usual = getattr(Tokenizer, method)
+    for call in itertools.count(1):
+        talk, calls = opening.fork(), itertools.count(1)
+
+        def broken(*args, calls=calls, call=call, **options):
+            if next(calls) == call:
+                raise KeyboardInterrupt
+            return usual(*args, **options)
+
+        monkeypatch.setattr(Tokenizer, method, broken)
+        try:
+            talk.say("hello", 5, ignore_eos=True)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            monkeypatch.setattr(Tokenizer, method, usual)
+        agrees(talker, talk)
+        if talk.messages[-1]["role"] == "user":
+            talk.answer(5, ignore_eos=True)
+        reply = talk.say("and now?", 5, ignore_eos=True)
+        assert talk.messages[-1] == {"role": "assistant", "content": reply.text}
+        agrees(talker, talk)
+    assert call > 1
+
+
+def agrees(params, talk):
+    """What the session has read is what the template makes of its messages, but for cut answers' missing ends."""
+    text = params.tokenizer.decode(talk.tokens, skip_special=False)
+    parts = {
+        "system": "<|system|>{}</s>\n",
+        "user": "<|user|>{}</s>\n<|assistant|>",
+        "assistant": "{}</s>\n",
+    }
+    want = "".join(parts[message["role"]].format(message["content"]) for message in talk.messages)
+    assert text in (want, want.removesuffix("</s>\n"))
+    assert talk.room == 300 - len(talk.tokens) + len(params.tokenizer.encode("<|system|>Be brief.</s>\n"))
+    assert not talk._over
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_chat_that_is_broken_off_in_a_program(talker, monkeypatch, call):
+    """Also in the middle of an answer, which the next message then follows."""
+    monkeypatch.setattr(session, "PIECE", 16)
+    monkeypatch.setattr(decoding, "CHUNK", 3)
+    talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300)
+    monkeypatch.setattr(decoding, "answer", BrokenOff(call, "during", KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("hello", 6, ignore_eos=True)
+    monkeypatch.setattr(decoding, "answer", PROGRAM)
+    agrees(talker, talk)
+    if talk.messages[-1]["role"] == "user":
+        with pytest.raises(ValueError, match=r"use answer\(\)"):
+            talk.say("again", 3)
+        talk.answer(3, ignore_eos=True)
+    talk.say("and now?", 3, ignore_eos=True)
+    agrees(talker, talk)
+    assert [message["role"] for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_what_say_refuses(talker):
+    """Without a trace in the session."""
+    talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], room=40)
+    before = talk.tokens, talk.messages, talk.room
+    for message, options, says in (
+        (5, {}, r"content of a chat message is 5 \(int\)"),
+        ("\ud83d", {}, "half of a surrogate pair"),
+        ("hello", {"max_new_tokens": 41}, "41 tokens are more than the session's room for 40"),
+        ("hello" * 9, {"max_new_tokens": 20}, "tokens are more than the session's room for 20"),
+        ("hello", {"seed": 0.5}, "seed=0.5"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            talk.say(message, **options)
+    with pytest.raises(TypeError, match="stop"):
+        talk.say("hello", stop="x")
+    assert (talk.tokens, talk.messages, talk.room) == before
 
 
 def test_what_a_session_refuses(tiny, talker):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvjax.models import ModelConfig
 from kvjax.models.presets import PRESETS
-from kvjax.policies import Policy, get_policy, policies
+from kvjax.policies import Policy, get_policy, policy_class
 
 LARGEST = "largest"
 
@@ -55,7 +55,7 @@ class Case:
         Raises:
             PolicyError: there is none such, or it does not take these settings.
         """
-        kinds = getattr(policies().get(self.policy), "labels", ())
+        kinds = getattr(policy_class(self.policy), "labels", ())
         shares = {kind: self.settings[f"share_{kind}"] for kind in kinds if f"share_{kind}" in self.settings}
         settings = {name: value for name, value in self.settings.items() if name.removeprefix("share_") not in shares}
         if shares:
@@ -72,10 +72,8 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
     from kvjax.cli.hyperparameters import parse_value, setting_name
 
     name, *parts = text.split(":")
-    cls = policies().get(name)
-    hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | (
-        typing.get_type_hints(cls) if cls else {}
-    )
+    cls = policy_class(name)
+    hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | typing.get_type_hints(cls)
     settings = {}
     for i, part in enumerate(parts):
         if i == 0 and "=" not in part:

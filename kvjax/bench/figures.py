@@ -1,4 +1,4 @@
-"""Figures of benchmark rows: time per token and memory by context, throughput by batch. Needs matplotlib: the `plot` extra."""
+"""Figures of benchmark rows: time per token and memory by context, throughput by batch. Needs matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

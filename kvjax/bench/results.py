@@ -2,11 +2,15 @@
 
 import dataclasses
 import datetime
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from kvjax import strict_json
+from kvjax.json_lines import complaint
 
 from .case import Case
 
@@ -26,7 +30,7 @@ class Results:
         rows: all rows so far.
 
     Raises:
-        ValueError: there is a file that is none of kvjax's results.
+        ValueError: there is a file that is none of kvjax's results, or a row of it is not what it should be, or there twice.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Results:
             self.rows.append(row)
             self.rows.sort(key=self._place)
             content = {"header": self._header or {}, "rows": self.rows}
-            report.write(self._path, json.dumps(content, indent=1) + "\n")
+            report.write(self._path, strict_json.dumps(content, indent=1) + "\n")
             self._said(row)
 
     def _place(self, row: Row) -> int:
@@ -79,14 +83,46 @@ class Results:
 
 def _fields(case: Case) -> Row:
     """A case as the file has it: with lists for tuples."""
-    return json.loads(json.dumps(dataclasses.asdict(case)))
+    return strict_json.loads(strict_json.dumps(dataclasses.asdict(case)))
+
+
+class _Row(BaseModel):
+    """What tables and figures take of a row, besides its case."""
+
+    failed: str | None = None
+    tpot_ms: float | None = None
+    ttft_s: float | None = None
+    floor_ms: float | None = None
+    times_floor: float | None = None
+    tokens_per_s: float | None = None
+    compile_s: float | None = None
+    cache_bytes: int | None = None
+    peak_bytes: int | None = None
+    batch_run: int | None = None
+
+
+class _File(BaseModel):
+    header: dict[str, Any]
+    rows: list[dict[str, Any]]
 
 
 def _read(path: Path) -> tuple[Row | None, list[Row]]:
     if not path.exists():
         return None, []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found["header"], found["rows"]
-    except (ValueError, KeyError, TypeError):
+        found = _File.model_validate(strict_json.loads(path.read_bytes()))
+    except ValueError:
         raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path") from None
+    places: dict[str, int] = {}
+    for number, row in enumerate(found.rows, 1):
+        fields = {field.name for field in dataclasses.fields(Case)}
+        place = strict_json.dumps({name: row[name] for name in sorted(row.keys() & fields)})
+        try:
+            TypeAdapter(Case).validate_json(place, strict=True)
+            _Row.model_validate(row, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{path}, row {number}: {complaint(error)}; mend it, or give another path") from None
+        if place in places:
+            raise ValueError(f"{path}, row {number}: the case of row {places[place]} again; remove one of them")
+        places[place] = number
+    return found.header, found.rows

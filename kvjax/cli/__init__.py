@@ -51,8 +51,3 @@ def options(
     ] = False,
 ) -> None:
     """Language models with their KV cache kept within a budget."""
-
-
-def main() -> None:
-    """Run the command line; the entry point of the `kvjax` script."""
-    app()

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import console
+from . import checks, console
 from .options import CompilationCacheOption, DType
+from .progress import bar
 
 if TYPE_CHECKING:
     from kvjax.bench.case import Case
+    from kvjax.bench.results import Row
 
 
 def bench(
@@ -23,16 +25,29 @@ def bench(
     policies: Annotated[
         str, typer.Option(help="NAME[:BUDGET][:SETTING=VALUE]..., separated by commas.")
     ] = "full,streaming_llm:0.2,treekv:0.2",
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            "--budgets",
+            "--budget",
+            "-b",
+            metavar="N|FRACTION[,…]",
+            help="Of policies that are given without; those that have none, such as full and kivi, run once.",
+            show_default=False,
+        ),
+    ] = None,
     shape: Annotated[str, typer.Option(help="Model shapes, separated by commas; weights are random.")] = "smollm2-135m",
     context: Annotated[str, typer.Option(help="Tokens of prompt, separated by commas.")] = "2048",
     batch: Annotated[str, typer.Option(help='Rows, separated by commas; "largest" finds how many fit.')] = "1",
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Tokens to decode in each row.")] = 320,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", "-n", min=1, max=checks.MOST, help="Tokens to decode in each row.")
+    ] = 320,
     skip_prefill: Annotated[
         bool, typer.Option("--skip-prefill", help="Fill caches without reading a prompt; no time to first token then.")
     ] = False,
     dtype: Annotated[DType, typer.Option(help="Type of weights and cache.")] = "bfloat16",
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Only so many layers of the model.", show_default=False)
+        int | None, typer.Option(min=1, max=checks.MOST, help="Only so many layers of the model.", show_default=False)
     ] = None,
     bandwidth: Annotated[
         float | None,
@@ -51,9 +66,7 @@ def bench(
     case_seconds: Annotated[float, typer.Option(help="Most time for one row.")] = 600,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Draw figures into this folder. Needs the `plot` extra.", show_default=False
-        ),
+        typer.Option(metavar="FOLDER", help="Draw figures into this folder. Needs matplotlib.", show_default=False),
     ] = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:
@@ -66,28 +79,48 @@ def bench(
     from kvjax.bench.running import run
     from kvjax.memory import parse_bytes
 
-    cases = read_cases(policies, shape, context, batch, new_tokens, skip_prefill, dtype, layers)
+    for value, option in (
+        (bandwidth, "--bandwidth"),
+        (budget_seconds, "--budget-seconds"),
+        (case_seconds, "--case-seconds"),
+    ):
+        checks.positive(value, option)
+    checks.destination(out)
+    checks.destination(plot, folder=True)
+    if plot is not None:
+        checks.picture(plot / "shape.png")
+    cases = read_cases(policies, budgets, shape, context, batch, new_tokens, skip_prefill, dtype, layers)
     options = {
         "bandwidth": bandwidth,
         "memory": None if memory is None else parse_bytes(memory),
         "compilation_cache": compilation_cache,
     }
     command = [sys.executable, "-m", "kvjax.bench.worker", json.dumps(options)]
-    rows = run(
-        cases,
-        {"kvjax": command},
-        out,
-        devices=devices,
-        budget_seconds=budget_seconds,
-        case_seconds=case_seconds,
-        said=print_row,
-    )
+    done: list[Row] = []
+    with bar() as begin:
+        report = begin(f"Measuring {len(cases)} cases")
+
+        def said(row: "Row") -> None:
+            done.append(row)
+            print_row(row)
+            report(len(done), len(cases))
+
+        rows = run(
+            cases,
+            {"kvjax": command},
+            out,
+            devices=devices,
+            budget_seconds=budget_seconds,
+            case_seconds=case_seconds,
+            said=said,
+        )
     if plot is not None:
         draw(rows, plot)
 
 
 def read_cases(
     policies: str,
+    budgets: str | None,
     shapes: str,
     contexts: str,
     batches: str,
@@ -96,37 +129,63 @@ def read_cases(
     dtype: str,
     layers: int | None,
 ) -> "list[Case]":
-    """All combinations; lists are separated by commas. Policies are refused here, before anything runs."""
-    from kvjax.bench.case import LARGEST, Case, read_policy
+    """All combinations; lists are separated by commas. What is wrong is refused here, before anything runs."""
+    from kvjax.bench.case import LARGEST, Case
     from kvjax.models.presets import PRESETS
+    from kvjax.nearest import hint
 
     numbers: dict[str, list[Any]] = {"context": [], "batch": []}
     for name, text in (("context", contexts), ("batch", batches)):
-        for part in map(str.strip, text.split(",")):
+        for part in checks.listed(text, f"--{name}"):
             if name == "batch" and part == LARGEST:
                 numbers[name].append(LARGEST)
-            elif part.isdecimal() and int(part) > 0:
+            elif part.isdecimal() and 0 < int(part) <= checks.MOST:
                 numbers[name].append(int(part))
             else:
-                raise typer.BadParameter(f"{part!r}; give whole numbers, 1 or more", param_hint=f"--{name}")
+                raise typer.BadParameter(f"{part!r}; give whole numbers, 1 to {checks.MOST}", param_hint=f"--{name}")
+        checks.once(numbers[name], f"--{name}")
+    chosen = _read_policies(policies, budgets)
     cases = []
-    for shape in map(str.strip, shapes.split(",")):
+    for shape in checks.listed(shapes, "--shape"):
         if shape not in PRESETS:
-            raise typer.BadParameter(f"{shape!r}; give any of {', '.join(PRESETS)}", param_hint="--shape")
+            raise typer.BadParameter(
+                f"{shape!r}; give any of {', '.join(PRESETS)}.{hint(shape, PRESETS)}", param_hint="--shape"
+            )
         for context in numbers["context"]:
             for batch in numbers["batch"]:
-                for policy, settings in map(read_policy, map(str.strip, policies.split(","))):
+                for policy, settings in chosen:
                     case = Case(policy, settings, context, batch, shape, new_tokens, not skip_prefill, dtype, layers)
                     case.bound_policy()
                     cases.append(case)
     return cases
 
 
+def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Names and settings: each policy at each budget, unless it has one of its own or takes none."""
+    from kvjax.bench.case import read_policy
+    from kvjax.policies import policy_class
+
+    wanted = None if budgets is None else checks.listed(budgets, "--budgets")
+    found = []
+    for text in checks.listed(policies, "--policies"):
+        name, settings = read_policy(text)
+        cls = policy_class(name)
+        if not hasattr(cls, "budget"):
+            settings.pop("budget", None)
+        elif wanted is not None and "budget" not in settings:
+            found += [(cls.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
+            continue
+        found.append((cls.name, settings))
+    checks.once(found, "--policies")
+    return found
+
+
 def print_row(row: dict[str, Any]) -> None:
     """One result, in a line."""
     from kvjax.bench.figures import title
 
-    parts = [row["shape"], title(row), f"{row['context']} × {row.get('batch_run', row['batch'])}"]
+    named = title(row) if row.get("budget_applies", True) else f"{title(row)} (no budget)"
+    parts = [row["shape"], named, f"{row['context']} × {row.get('batch_run', row['batch'])}"]
     if "failed" in row:
         print(" · ".join([*parts, f"failed: {row['failed'].splitlines()[0] if row['failed'] else ''}"]), flush=True)
         return
@@ -145,9 +204,10 @@ def print_row(row: dict[str, Any]) -> None:
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write the figures of what was measured, for each shape those that there is something to draw in."""
     from kvjax.bench.figures import by_batch, by_context
+    from kvjax.plots import save
 
     folder.mkdir(parents=True, exist_ok=True)
     for shape in dict.fromkeys(row["shape"] for row in rows):
         for name, figure in (("by-context", by_context), ("by-batch", by_batch)):
             with contextlib.suppress(ValueError):
-                figure([row for row in rows if row["shape"] == shape]).savefig(folder / f"{shape}-{name}.png", dpi=150)
+                save(figure([row for row in rows if row["shape"] == shape]), folder / f"{shape}-{name}.png")

@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvjax.texts import read_text
+
+from . import checks
 from .console import errors
 from .hyperparameters import read_settings
 from .options import CompilationCacheOption, DTypeOption, ModelOption, read_model
@@ -31,7 +34,7 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the scores of heads too, where there are any: .png, .svg or .pdf. Needs the `plot` extra.",
+            help="Draw the scores of heads too, where there are any: .png, .svg or .pdf. Needs matplotlib.",
             show_default=False,
         ),
     ] = None,
@@ -39,11 +42,12 @@ def calibrate(
         int | None,
         typer.Option(
             min=1,
+            max=checks.MOST,
             help="Pieces of text, spread evenly over the files: by default 16; or of random tokens, 1.",
             show_default=False,
         ),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in each piece.")] = 2048,
+    length: Annotated[int, typer.Option(min=1, max=checks.MOST, help="Tokens in each piece.")] = 2048,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,16 +73,19 @@ def calibrate(
         raise typer.BadParameter(f"{method}: {need}", param_hint="--data")
     if plot is not None and METHODS[method].profile is not HeadProfile:
         raise typer.BadParameter(f"{method}: there are no scores of heads to draw", param_hint="--plot")
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise FileNotFoundError(f"{missing[0]}: no such file")
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"{file}: no such file")
+        read_text(file)
+    checks.destination(out)
+    checks.picture(plot)
     params = read_model(model, dtype, compilation_cache)
     with bar() as begin:
         profile = make_profile(params, method, files, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)
     if plot is not None and isinstance(profile, HeadProfile):
-        from kvjax.plots import head_map
+        from kvjax.plots import head_map, save
 
-        head_map(profile).savefig(plot, dpi=150)
+        save(head_map(profile), plot)
     if errors().is_terminal:
         errors().print(f"wrote {out}" + ("" if plot is None else f" and {plot}"), soft_wrap=True)

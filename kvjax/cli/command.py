@@ -1,48 +1,75 @@
 """What every command does when something goes wrong: one clear line, and an exit code."""
 
 import contextlib
-import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 import typer.core
-from rich.text import Text
 
-from .console import errors
+from . import console
+from .interruption import INTERRUPTED, start_jax
 
-FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
+
+_UsageError = typer.BadParameter.__bases__[0]
+"""Click's, by way of typer: which click that is depends on typer's version."""
 
 
 class Command(typer.core.TyperCommand):
     """A command whose expected failures (bad values, damaged or missing files) are told in one line on standard error.
 
     Exit codes: 1 where the library refuses, 2 for wrong usage, 130 after Ctrl-C, 141 where the reader of the output went
-    away. With `--json` messages are JSON objects, one a line. `kvjax --debug` lets the traceback through.
+    away. With `--json` messages are JSON objects, one a line, and standard output has the result or nothing. `kvjax --debug` lets
+    the traceback through.
     """
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Read the arguments."""
+        asked = "--json" in args
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception as error:
+            if asked and isinstance(error, _UsageError):
+                with console.only_json():
+                    _refuse(error)
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        as_json = bool(ctx.params.get("as_json"))
         try:
-            with _warnings_as_lines(as_json):
-                result = super().invoke(ctx)
-                sys.stdout.flush()
-                return result
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+            with console.only_json() if ctx.params.get("as_json") else contextlib.nullcontext(), _warnings_as_lines():
+                return self._told(ctx)
         except BrokenPipeError:
             # Python flushes standard output once more on exit, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(PIPE_CLOSED) from None
+
+    def _told(self, ctx: Any) -> Any:
+        try:
+            start_jax()
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
         except Exception as error:
+            if isinstance(error, _UsageError) and console.as_json():
+                _refuse(error)
             if ctx.find_root().params.get("debug") or not _expected(error):
                 raise
-            _say("error", _sentence(error), as_json, type(error).__name__)
+            console.say("error", _sentence(error), type=type(error).__name__)
             raise typer.Exit(FAILED) from None
+
+
+def _refuse(error: Any) -> NoReturn:
+    console.say("error", error.format_message(), type=type(error).__name__)
+    raise typer.Exit(USAGE) from None
 
 
 def _expected(error: Exception) -> bool:
@@ -60,23 +87,15 @@ def _sentence(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _warnings_as_lines(as_json: bool) -> Iterator[None]:
+def _warnings_as_lines() -> Iterator[None]:
     said: set[str] = set()
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         text = str(message)
         if text not in said:
             said.add(text)
-            _say("warning", text, as_json, type(message).__name__)
+            console.say("warning", text, type=type(message).__name__)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def _say(kind: str, message: str, as_json: bool, name: str) -> None:
-    if as_json:
-        print(json.dumps({kind: message, "type": name}, ensure_ascii=False), file=sys.stderr)
-    else:
-        colour = "bold red" if kind == "error" else "bold yellow"
-        errors().print(Text.assemble((f"{kind}:", colour), " ", message), soft_wrap=True)

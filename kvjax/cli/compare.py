@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
-from . import console
-from .hyperparameters import read_policy
+from kvjax import strict_json
+
+from . import checks, console
+from .hyperparameters import read_policies
 from .options import CompilationCacheOption, DTypeOption, JsonOption, ModelOption, read_model
 from .progress import bar
 from .task_options import (
@@ -20,13 +22,14 @@ from .task_options import (
     SeedOption,
     ShotsOption,
     TextOption,
-    numbers,
     read_inputs,
 )
 
 
 def compare(
-    policies: Annotated[str, typer.Option(help="Separated by commas.")],
+    policies: Annotated[
+        str, typer.Option(help="Separated by commas; those without a budget, such as full and kivi, run once.")
+    ],
     tasks: Annotated[str, typer.Option(help="Separated by commas; see `kvjax eval --help`.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Results; a run that is there goes on.")],
     budgets: Annotated[
@@ -44,7 +47,9 @@ def compare(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw quality over memory and speed. Needs the `plot` extra.", show_default=False
+            metavar="FILE",
+            help="Draw quality over memory and speed; of one budget, by policy. Needs matplotlib.",
+            show_default=False,
         ),
     ] = None,
     batch: BatchOption = 4,
@@ -55,22 +60,27 @@ def compare(
 ) -> None:
     """Compare policies that hold the same bytes.
 
-    Each policy's budget is chosen so that it holds that share of the full cache's bytes. The folder gets every answer, and the
-    table as Markdown, CSV and JSON.
+    Each policy's budget is chosen so that it holds that share of the full cache's bytes; the full cache is measured too, as the
+    reference. The folder gets every answer, and the table as Markdown, CSV and JSON.
     """
-    chosen = [read_policy(name.strip(), None) for name in policies.split(",")]
-    targets = numbers(budgets, float, "--budgets")
-    names = [name.strip() for name in tasks.split(",")]
+    names = checks.listed(tasks, "--tasks")
+    chosen = read_policies(policies, None, (), "--policies")
+    targets = checks.numbers(budgets, float, "--budgets", "shares above 0, up to 1", lambda share: 0 < share <= 1)
     inputs = read_inputs(length, samples, seed, text, data, examples, shots)
 
     from kvjax.evals import comparing
-    from kvjax.evals.naming import task_names
+    from kvjax.evals.measuring import check
+    from kvjax.evals.naming import task_name
 
-    unknown = [name for name in names if name not in task_names()]
-    if unknown:
-        raise ValueError(f"unknown task {unknown[0]!r}; there are {', '.join(task_names())}")
+    names = [task_name(name) for name in names]
+    checks.once(names, "--tasks")
+    for name in names:
+        check(name, inputs)
+    checks.destination(out, folder=True)
+    checks.picture(plot)
     params = read_model(model, dtype, compilation_cache)
     with bar() as begin:
+        begin("Making tasks")
         cells = comparing.compare(
             params,
             chosen,
@@ -84,12 +94,9 @@ def compare(
             report=begin,
         )
     if plot is not None:
-        import json
+        from kvjax.plots import save, tradeoff
 
-        from kvjax.plots import tradeoff
-
-        rows = json.loads((out / "table.json").read_text(encoding="utf-8"))["rows"]
-        tradeoff(rows).savefig(plot, dpi=150)
+        save(tradeoff(strict_json.loads((out / "table.json").read_bytes())["rows"]), plot)
     if as_json:
         console.print_json([cell.row() for cell in cells])
         return
@@ -99,7 +106,7 @@ def compare(
             cell.outcome.task,
             cell.outcome.policy,
             "" if cell.target is None else f"{100 * cell.target:g} %",
-            "" if cell.row()["budget"] is None else str(cell.row()["budget"]),
+            str(cell.row()["budget"]) if cell.outcome.budget_applies else "does not apply",
             console.size(cell.row()["bytes"]),
             f"{100 * cell.row()['share']:.1f} %",
             cell.outcome.metric,

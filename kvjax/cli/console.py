@@ -1,15 +1,22 @@
 """Output that suits its reader: colours and boxes on a terminal, plain lines in a pipe, JSON for machines."""
 
+import codecs
 import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
+
+from kvjax import strict_json
+
+_document: ContextVar[TextIO | None] = ContextVar("document", default=None)
+"""Where a command that was asked for JSON prints it."""
 
 
 def output() -> Console:
@@ -22,20 +29,46 @@ def errors() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
+def as_json() -> bool:
+    """Whether the running command was asked for JSON."""
+    return _document.get() is not None
+
+
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A spinner on standard error, if that is a terminal, for as long as the block runs."""
-    console = errors()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(Text(what)):
-        yield
+def only_json() -> Iterator[None]:
+    """Standard output is for `print_json` alone; what else is printed goes to standard error."""
+    token = _document.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _document.reset(token)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output; what JSON has no form for is written as Python shows it."""
-    print(json.dumps(value, ensure_ascii=False, indent=2, default=repr))
+    """One JSON document on standard output."""
+    stream = _document.get() or sys.stdout
+    text = strict_json.dumps(value, indent=2)
+    if codecs.lookup(stream.encoding or "utf-8").name != "utf-8":
+        text = json.dumps(json.loads(text), indent=2)  # all but ASCII escaped
+    print(text, file=stream, flush=True)
+
+
+def say(kind: str, message: str, in_json: bool | None = None, **more: str) -> None:
+    """A line on standard error, a JSON object where JSON was asked for.
+
+    Args:
+        kind: "error", "warning" or "progress".
+        in_json: whether it was, for threads, which cannot tell.
+        more: what else an object says.
+    """
+    if as_json() if in_json is None else in_json:
+        print(strict_json.dumps({kind: message, **more}), file=sys.stderr, flush=True)
+    elif kind == "progress":
+        errors().print(Text(message), soft_wrap=True)
+    else:
+        colour = "bold red" if kind == "error" else "bold yellow"
+        errors().print(Text.assemble((f"{kind}:", colour), " ", message), soft_wrap=True)
 
 
 def print_table(

@@ -19,7 +19,7 @@ def convert(
         typer.Option(help="orbax loads fastest; safetensors also loads into transformers."),
     ] = "orbax",
     dtype: DTypeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it is a model.")] = False,
 ) -> None:
     """Write a model as Orbax or safetensors.
 
@@ -27,7 +27,7 @@ def convert(
     """
     from kvjax.conversion import convert as write
 
-    write(source, destination, format=format, dtype=dtype, overwrite=overwrite)
+    write(source, destination, format=format, dtype=dtype, progress=True, overwrite=overwrite)
     console = errors()
     if console.is_terminal:
         console.print(f"wrote {destination}", soft_wrap=True)

@@ -1,20 +1,19 @@
-"""`kvjax eval`: one task under one policy."""
+"""`kvjax eval`: one task under one policy, or several."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
 import typer
 
-from . import console
-from .hyperparameters import read_policy
+from . import checks, console
+from .hyperparameters import read_policies
 from .options import (
-    BudgetOption,
     CompilationCacheOption,
     DTypeOption,
     JsonOption,
     ModelOption,
-    PolicyOption,
     SetOption,
     read_model,
 )
@@ -30,7 +29,6 @@ from .task_options import (
     SeedOption,
     ShotsOption,
     TextOption,
-    numbers,
     read_inputs,
 )
 
@@ -47,8 +45,22 @@ def evaluate(
         ),
     ],
     model: ModelOption = None,
-    policy: PolicyOption = "full",
-    budget: BudgetOption = None,
+    policy: Annotated[
+        str,
+        typer.Option("--policy", "--policies", "-p", help="Separated by commas; see `kvjax policies`."),
+    ] = "full",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            "--budgets",
+            "-b",
+            metavar="N|FRACTION[,…]",
+            help="Cache slots a head: tokens (256), or a fraction of prompt + new (0.2); separated by commas. Policies without a "
+            "budget, such as full and kivi, run once. [default: each policy's own]",
+            show_default=False,
+        ),
+    ] = None,
     settings: SetOption = None,
     query_aware: QueryAwareOption = False,
     length: LengthOption = None,
@@ -62,10 +74,12 @@ def evaluate(
         str | None, typer.Option(metavar="X[,X…]", help="Of needles, from 0 to 1.", show_default=False)
     ] = None,
     window: Annotated[
-        int | None, typer.Option(min=2, help="Perplexity in windows of so many tokens.", show_default=False)
+        int | None,
+        typer.Option(min=2, max=checks.MOST, help="Perplexity in windows of so many tokens.", show_default=False),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(min=1, help="From one window's start to the next's.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=checks.MOST, help="From one window's start to the next's.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
@@ -75,7 +89,7 @@ def evaluate(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw a needle task's map. Needs the `plot` extra.", show_default=False),
+        typer.Option(metavar="FILE", help="Draw a needle task's map. Needs matplotlib.", show_default=False),
     ] = None,
     batch: BatchOption = 4,
     chat: ChatOption = None,
@@ -83,42 +97,77 @@ def evaluate(
     compilation_cache: CompilationCacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a policy on a task.
+    """Measure policies on a task.
 
-    Prints the score, and the bytes that the cache held. With --out all answers are kept, and an interrupted run goes on.
+    Prints the score, and the bytes that the cache held; of several policies or budgets, a table. With --out all answers are kept,
+    and an interrupted run goes on. --out is a file, or of several a folder.
     """
-    if plot is not None and (out is None or not task.startswith("needle-")):
-        raise typer.BadParameter("give a needle task, and --out to keep its answers in", param_hint="--plot")
-    chosen = read_policy(policy, budget, settings)  # before the model is loaded: mistakes show at once
+    # All that can be told before the model is loaded is: mistakes show at once.
+    chosen = read_policies(policy, budget, settings or (), "--policy")
+    several = len(chosen) > 1
     more: dict[str, object] = {"window": window, "stride": stride}
     if depths is not None:
-        more["depths"] = numbers(depths, float, "--depths")
+        more["depths"] = checks.numbers(depths, float, "--depths", "shares from 0 to 1", lambda depth: 0 <= depth <= 1)
     inputs = read_inputs(length, samples, seed, text, data, examples, shots, **more)
 
-    from kvjax.evals.measuring import measure
-    from kvjax.evals.naming import task_names
+    from kvjax.evals.measuring import check, measure
+    from kvjax.evals.naming import task_name
 
-    if task not in task_names():
-        raise ValueError(f"unknown task {task!r}; there are {', '.join(task_names())}")
-    params = read_model(model, dtype, compilation_cache)
-    with bar() as begin:
-        outcome = measure(
-            params,
-            task,
-            inputs,
-            chosen,
-            query_aware=query_aware,
-            chat=chat,
-            batch=batch,
-            out=out,
-            progress=begin(f"{task} · {chosen.name}"),
+    task = task_name(task)
+    if plot is not None and (out is None or several or not task.startswith("needle-")):
+        raise typer.BadParameter(
+            "give a needle task, one policy with one budget, and --out to keep its answers in", param_hint="--plot"
         )
+    check(task, inputs, chosen)
+    checks.destination(out, folder=several)
+    checks.picture(plot)
+    params = read_model(model, dtype, compilation_cache)
+    outcomes = []
+    with bar() as begin:
+        for each in chosen:
+            budgeted = f"{each.name}-{each.budget}" if isinstance(each, _Budgeted) else each.name
+            outcome = measure(
+                params,
+                task,
+                inputs,
+                each,
+                query_aware=query_aware,
+                chat=chat,
+                batch=batch,
+                out=out / f"{task}-{budgeted}.jsonl" if several and out is not None else out,
+                progress=begin(f"{task} · {budgeted}"),
+            )
+            outcomes.append(outcome)
     if plot is not None and out is not None:
         _draw(out, plot, task)
     if as_json:
-        console.print_json(dataclasses.asdict(outcome))
-        return
-    _print(outcome)
+        found = [dataclasses.asdict(outcome) for outcome in outcomes]
+        console.print_json(found if several else found[0])
+    elif several:
+        _print_table(outcomes)
+    else:
+        _print(outcomes[0])
+
+
+@runtime_checkable
+class _Budgeted(Protocol):
+    budget: int | float
+
+
+def _print_table(outcomes: "Sequence[Outcome]") -> None:
+    columns = ["Policy", "Budget", outcomes[0].metric, "Cache", "Of full", "Tokens/s"]
+    rows = [
+        [
+            found.policy,
+            str(found.settings["budget"]) if found.budget_applies else "does not apply",
+            f"{found.value:.4f}",
+            console.size(round(found.cache_bytes)),
+            f"{100 * found.cache_bytes / found.full_cache_bytes:.1f} %",
+            "" if found.tokens_per_second is None else f"{found.tokens_per_second:.1f}",
+        ]
+        for found in outcomes
+    ]
+    console.print_table(columns, rows, right=columns[1:])
 
 
 def _print(outcome: "Outcome") -> None:
@@ -131,6 +180,8 @@ def _print(outcome: "Outcome") -> None:
     ]
     if outcome.tokens_per_second is not None:
         rows.append(["speed", f"{outcome.tokens_per_second:.1f} tokens/s"])
+    if not outcome.budget_applies:
+        rows.append(["budget", "does not apply"])
     if outcome.query_aware is not None:
         rows.append(["question", "known when compressed" if outcome.query_aware else "not known when compressed"])
     for label, found in outcome.details.items():
@@ -142,9 +193,7 @@ def _print(outcome: "Outcome") -> None:
 
 
 def _draw(out: Path, plot: Path, task: str) -> None:
-    import json
+    from kvjax.evals.report import read_rows
+    from kvjax.plots import needle_map, save
 
-    from kvjax.plots import needle_map
-
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()[1:]]
-    needle_map(rows, task).savefig(plot, dpi=150)
+    save(needle_map(read_rows(out), task), plot)

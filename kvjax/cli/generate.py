@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from . import console
+from . import checks, console
 from .hyperparameters import read_policy
 from .options import (
     BudgetOption,
@@ -23,6 +23,7 @@ from .options import (
     read_model,
     read_prompt,
 )
+from .progress import waiting
 
 if TYPE_CHECKING:
     from kvjax.generation import Generation
@@ -37,9 +38,13 @@ def generate(
     policy: PolicyOption = "full",
     budget: BudgetOption = None,
     settings: SetOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens to write.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", max=checks.MOST, help="Most tokens to write.")
+    ] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.", show_default=False)] = None,
+    top_k: Annotated[
+        int | None, typer.Option(max=checks.MOST, help="Draw from this many likeliest tokens.", show_default=False)
+    ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest tokens of this much probability.", show_default=False)
     ] = None,
@@ -47,7 +52,7 @@ def generate(
         float | None,
         typer.Option(help="Draw from tokens at least this likely, relative to the likeliest.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed draws the same text.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this string; repeatable.", show_default=False)
     ] = None,
@@ -69,7 +74,16 @@ def generate(
 
     The KV cache is kept by a policy, within a budget. Text goes to standard output as it comes.
     """
+    from kvjax.sampling import make_sampler
+
     chosen = read_policy(policy, budget, settings)  # before the model is loaded: mistakes show at once
+    if not 0 <= temperature <= 1e38:  # of more float32 makes infinity
+        raise ValueError(f"temperature={temperature}; give 0 (greedy) or more")
+    make_sampler(temperature, top_k, top_p, min_p)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; give a whole number, 1 or more")
+    if not all(stop or ()):
+        raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file)
     params = read_model(model, dtype, compilation_cache)
     request: Any = text
@@ -99,7 +113,7 @@ def _print_result(
 ) -> None:
     import kvjax
 
-    with console.waiting("Generating"):
+    with waiting("Generating"):
         result: Generation = kvjax.generate(params, request, **options)
     stats = result.stats
     console.print_json(
@@ -125,7 +139,7 @@ def _print_text(params: "Params", text: str, request: Any, options: dict[str, An
     pieces = _Pieces(kvjax.stream(params, request, **options))
     written = iter(pieces)
     # Both programs are compiled by the time of the second piece; a spinner must not draw into a line of text.
-    with console.waiting("Compiling"):
+    with waiting("Compiling"):
         opening = list(itertools.islice(written, 2))
     if console.on_terminal():
         console.output().print(

@@ -5,9 +5,15 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import typer
+
+from kvjax.nearest import hint
+from kvjax.texts import read_text
+
+from . import checks
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy
@@ -21,14 +27,14 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
     Raises:
         PolicyError: it does not exist, or does not take these values.
     """
-    from kvjax.policies import PolicyError, get_policy, policies
+    from kvjax.policies import PolicyError, get_policy, policy_class
 
     given: dict[str, str] = {} if budget is None else {"budget": budget}
     for setting in settings or ():
         given[setting_name(setting)] = setting.partition("=")[2].strip()
-    cls = policies().get(name)
-    hints = typing.get_type_hints(cls) if cls else {}
-    fields = {field.name for field in dataclasses.fields(cls)} if cls else set()
+    cls = policy_class(name)
+    hints = {"budget": int | float} | typing.get_type_hints(cls)  # which every policy takes, if only to ignore it
+    fields = {field.name for field in dataclasses.fields(cls)} | {"budget"}
     values: dict[str, Any] = dict(given)  # unknown names go through as they are: get_policy knows what to say of them
     for key in given.keys() & fields:
         try:
@@ -37,7 +43,57 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
             raise PolicyError(f"{name}: {key}={given[key]!r}; {error}") from None
     unset = [key for key, value in values.items() if value is None]  # which get_policy would take for "not given"
     policy = get_policy(name, **values)
-    return dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
+    policy = dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
+    policy.check(_LONG)
+    _check_profile(policy)
+    return policy
+
+
+_LONG = 1 << 30
+"""Tokens of a text so long that a budget which is too small for it is too small for any."""
+
+
+def _check_profile(policy: "Policy") -> None:
+    from kvjax.calibration.making import METHODS
+    from kvjax.policies.profile import load
+
+    profile = getattr(policy, "profile", None)
+    if isinstance(profile, str) and profile not in METHODS:
+        read_text(Path(profile))
+        load(profile, METHODS[policy.name].profile)
+
+
+def read_policies(names: str, budgets: str | None, settings: Sequence[str], option: str) -> "list[Policy]":
+    """Every policy at every budget, both separated by commas.
+
+    A policy without a budget is there once. Settings go to those policies that have them; one of them at least must.
+
+    Args:
+        option: which names the policies.
+
+    Raises:
+        PolicyError: a policy does not exist, does not take these values, or a setting is none's.
+    """
+    from kvjax.policies import PolicyError, policy_class
+
+    classes = [policy_class(name) for name in checks.listed(names, option)]
+    checks.once([cls.name for cls in classes], option)
+    wanted = [None] if budgets is None else checks.listed(budgets, "--budget")
+    chosen, taken = [], set()
+    for cls in classes:
+        fields = {field.name for field in dataclasses.fields(cls)}
+        own = [setting for setting in settings if setting_name(setting) in fields]
+        taken.update(own)
+        for budget in wanted if "budget" in fields else wanted[:1]:
+            chosen.append(read_policy(cls.name, budget, own))
+    for setting in settings:
+        if setting not in taken:
+            known = {field.name for cls in classes for field in dataclasses.fields(cls)}
+            names = ", ".join(cls.name for cls in classes)
+            raise PolicyError(
+                f"{setting}: none of {names} has this hyperparameter.{hint(setting_name(setting), known)}"
+            )
+    return chosen
 
 
 def read_settings(cls: type[T], settings: Sequence[str]) -> T:
@@ -51,7 +107,9 @@ def read_settings(cls: type[T], settings: Sequence[str]) -> T:
     for setting in settings:
         name, text = setting_name(setting), setting.partition("=")[2].strip()
         if name not in hints:
-            raise ValueError(f"there is no setting {name!r}; there are {', '.join(hints) or 'none'}")
+            raise ValueError(
+                f"there is no setting {name!r}; there are {', '.join(hints) or 'none'}.{hint(name, hints)}"
+            )
         try:
             values[name] = parse_value(text, hints[name])
         except ValueError as error:
@@ -97,13 +155,19 @@ def _parse(text: str, kind: Any) -> Any:
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if kind in (int, float, str):
-        return kind(text)
+        return _in_range(kind(text))
     if get_origin(kind) is Literal:
         return {str(value): value for value in get_args(kind)}[text] if text in map(str, get_args(kind)) else _refuse()
     if get_origin(kind) is tuple:
         value = ast.literal_eval(text if text.startswith("(") else f"({text},)")
-        return value if isinstance(value, tuple) else _refuse()
+        return tuple(map(_in_range, value)) if isinstance(value, tuple) else _refuse()
     return _refuse()
+
+
+def _in_range(value: Any) -> Any:
+    """A number that 32 bits hold, or anything else."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _refuse() if number and not abs(value) <= (checks.MOST if isinstance(value, int) else 3e38) else value
 
 
 def _refuse() -> typing.NoReturn:

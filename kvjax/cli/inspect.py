@@ -1,12 +1,14 @@
 """`kvjax inspect`: what a model is, and what its cache costs."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import console
+from . import checks, console
 from .options import DType, JsonOption
+from .progress import bar
 
 if TYPE_CHECKING:
     from kvjax.conversion import Description
@@ -32,9 +34,14 @@ def inspect(
         ),
     ] = None,
     prompt_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of prompt. [default: the trained window]", show_default=False)
+        int | None,
+        typer.Option(
+            min=0, max=checks.MOST, help="Tokens of prompt. [default: the trained window]", show_default=False
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Tokens to write.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=0, max=checks.MOST, help="Tokens to write.")
+    ] = 128,
     as_json: JsonOption = False,
 ) -> None:
     """Describe a model, and what its cache costs.
@@ -47,7 +54,9 @@ def inspect(
     from kvjax.memory import parse_bytes
 
     available = None if memory is None else parse_bytes(memory)
-    report = _report(describe(source), dtype, prompt_len, max_new_tokens, available)
+    found = describe(source)
+    with bar() as begin:
+        report = _report(found, dtype, prompt_len, max_new_tokens, available, begin("Sizing caches"))
     if as_json:
         console.print_json(report)
     else:
@@ -55,7 +64,12 @@ def inspect(
 
 
 def _report(
-    model: "Description", dtype: str | None, prompt_len: int | None, max_new_tokens: int, memory: int | None
+    model: "Description",
+    dtype: str | None,
+    prompt_len: int | None,
+    max_new_tokens: int,
+    memory: int | None,
+    progress: Callable[[int, int], Any],
 ) -> dict[str, Any]:
     import jax.numpy as jnp
 
@@ -69,7 +83,8 @@ def _report(
     prompt_len = max(config.max_position - max_new_tokens, 0) if prompt_len is None else prompt_len
     per_token = config.cache_bytes_per_token(itemsize)
     caches = []
-    for cls in policies().values():
+    for done, cls in enumerate(policies().values()):
+        progress(done, len(policies()))
         policy = cls()
         entry: dict[str, Any] = {"policy": cls.name, **dataclasses.asdict(policy)}
         caches.append(entry)

@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvjax.texts import read_text
+
+from .interruption import start_jax
+from .progress import unwatched
+
 if TYPE_CHECKING:
     from kvjax.models import Params
 
@@ -67,9 +72,11 @@ def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -
     from kvjax.compilation_cache import keep_compiled_programs
     from kvjax.conversion import load
 
+    start_jax(devices=True)
     if compilation_cache:
         keep_compiled_programs()
-    return load(source, dtype=dtype)
+    with unwatched("Loading the model"):
+        return load(source, dtype=dtype)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -79,12 +86,12 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter(
                 "give the prompt as an argument or as a file, not both", param_hint="--prompt-file"
             )
-        try:
-            return file.read_text(encoding="utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        return read_text(file).removesuffix("\n")
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a text to continue, --prompt-file, or standard input", param_hint="PROMPT")
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input: not {error.encoding} text ({error.reason} at byte {error.start})") from None

@@ -1,18 +1,27 @@
-"""A progress bar with the time left, for those who watch."""
+"""How far something is: a bar or a spinner on a terminal, and elsewhere (logs, pipes) a plain line every few seconds."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .console import errors
+from . import console
+
+PATIENCE, EVERY = 2.0, 5.0
+"""Seconds until the first line, and from one line to the next."""
+
+Begin = Callable[[str], Callable[[int, int], Any]]
+"""Begins something with a title, which takes the place of what went on before; gives what to call with what is done, and in all."""
 
 
 @contextmanager
-def bar() -> Iterator[Callable[[str], Callable[[int, int], Any] | None]]:
-    """A function that begins a bar with a title, on standard error if that is a terminal; each replaces the one before.
-
-    What it returns is called with what is done and in all; None where nobody watches.
-    """
+def bar() -> Iterator[Begin]:
+    """A bar with the time left for each thing that is begun."""
+    if not _watched():
+        with _lines() as begin:
+            yield begin
+        return
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -22,10 +31,6 @@ def bar() -> Iterator[Callable[[str], Callable[[int, int], Any] | None]]:
         TimeRemainingColumn,
     )
 
-    console = errors()
-    if not console.is_terminal:
-        yield lambda title: None
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -33,7 +38,8 @@ def bar() -> Iterator[Callable[[str], Callable[[int, int], Any] | None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as shown:
+    # What is printed meanwhile appears above the bar; where it goes to a file or a pipe, rich is not to catch it.
+    with Progress(*columns, console=console.errors(), transient=True, redirect_stdout=console.on_terminal()) as shown:
 
         def begin(title: str) -> Callable[[int, int], Any]:
             for task in shown.task_ids:
@@ -42,3 +48,59 @@ def bar() -> Iterator[Callable[[str], Callable[[int, int], Any] | None]]:
             return lambda done, total: shown.update(task, completed=done, total=total)
 
         yield begin
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner for as long as the block runs."""
+    if _watched():
+        from rich.text import Text
+
+        with console.errors().status(Text(what)):
+            yield
+        return
+    with unwatched(what):
+        yield
+
+
+@contextmanager
+def unwatched(what: str) -> Iterator[None]:
+    """Lines, but where there is no terminal alone: on one, what the block runs draws a bar of its own."""
+    if _watched():
+        yield
+        return
+    with _lines() as begin:
+        begin(what)
+        yield
+
+
+def _watched() -> bool:
+    errors = console.errors()
+    return errors.is_terminal and not errors.is_dumb_terminal
+
+
+@contextmanager
+def _lines() -> Iterator[Begin]:
+    """Lines from a thread of their own: what is told may be compiling for minutes."""
+    said: dict[str, Any] = {}
+    over, as_json = threading.Event(), console.as_json()
+
+    def begin(title: str) -> Callable[[int, int], Any]:
+        said.update(title=title, since=time.monotonic(), count="")
+        return lambda done, total: said.update(count=f"{done} of {total}, ")
+
+    def tell() -> None:
+        pause = PATIENCE
+        while not over.wait(pause):
+            pause = EVERY
+            if said:
+                seconds = time.monotonic() - said["since"]
+                console.say("progress", f"{said['title']}: {said['count']}{seconds:.0f} s", as_json)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield begin
+    finally:
+        over.set()
+        teller.join()

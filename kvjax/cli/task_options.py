@@ -1,15 +1,14 @@
 """Options that say what a task is made from, shared by `kvjax eval` and `kvjax compare`."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import checks
+
 if TYPE_CHECKING:
     from kvjax.evals.naming import Inputs
-
-T = TypeVar("T")
 
 LengthOption = Annotated[
     str | None,
@@ -24,7 +23,10 @@ LengthOption = Annotated[
 SamplesOption = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Examples. [default: 20 of RULER, 1 a needle's length and depth, else all]", show_default=False
+        min=1,
+        max=checks.MOST,
+        help="Examples. [default: 20 of RULER, 1 a needle's length and depth, else all]",
+        show_default=False,
     ),
 ]
 SeedOption = Annotated[int, typer.Option(help="Of what is drawn.")]
@@ -45,7 +47,7 @@ DataOption = Annotated[
 ExamplesOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="GSM8K's solved examples.", show_default=False)
 ]
-ShotsOption = Annotated[int, typer.Option(min=1, help="How many of them; many-shot is 50.")]
+ShotsOption = Annotated[int, typer.Option(min=1, max=checks.MOST, help="How many of them; many-shot is 50.")]
 QueryAwareOption = Annotated[
     bool,
     typer.Option(
@@ -56,7 +58,7 @@ ChatOption = Annotated[
     bool | None,
     typer.Option("--chat/--no-chat", help="Use the chat template. [default: if the model has one]", show_default=False),
 ]
-BatchOption = Annotated[int, typer.Option(min=1, help="Examples that run together.")]
+BatchOption = Annotated[int, typer.Option(min=1, max=checks.MOST, help="Examples that run together.")]
 
 
 def read_inputs(
@@ -79,16 +81,17 @@ def read_inputs(
     for path in (text, data, examples):
         if path is not None and not path.exists():
             raise FileNotFoundError(f"{path}: no such file")
-    lengths = None if length is None else numbers(length, int, "--length")
+    lengths, most = None, checks.MOST
+    if length is not None:
+        lengths = checks.numbers(length, int, "--length", f"1 to {most}", lambda value: 1 <= value <= most)
     given = {name: value for name, value in more.items() if value is not None}
     return Inputs(
-        lengths=lengths, samples=samples, seed=seed, text=text, data=data, examples=examples, shots=shots, **given
+        lengths=lengths,
+        samples=samples,
+        seed=seed,
+        text=text,
+        data=data,
+        examples=examples,
+        shots=shots,
+        **given,
     )
-
-
-def numbers(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
-    """Numbers separated by commas."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: give numbers separated by commas", param_hint=option) from None

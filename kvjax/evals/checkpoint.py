@@ -2,12 +2,14 @@
 
 import json
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
+
+from kvjax import files
 
 
 class Checkpoint:
@@ -23,27 +25,31 @@ class Checkpoint:
         self._path, self._run, self._seconds = path, json.dumps(run, sort_keys=True, default=str), seconds
         self._written = time.monotonic()
 
-    def load(self, like: Any) -> tuple[Any, int, np.ndarray] | None:
-        """Caches of the shapes, types and places of `like`, the position reached, and the scores; None if there is no file.
+    def load(self, like: Any) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
+        """Caches of the shapes, types and places of `like`, the position T reached, and the scores; None if there is no file.
 
         Raises:
             ValueError: the file is of another run, or no checkpoint.
         """
         if not self._path.exists():
             return None
+        leaves, tree = jax.tree.flatten(like)
         try:
-            with np.load(self._path) as file:
+            with self._path.open("rb") as stream, np.load(stream) as file:
                 run, reached, scores = str(file["run"]), int(file["position"]), file["scores"]
-                stored = [file[f"leaf{i}"] for i in range(len(jax.tree.leaves(like)))]
-        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+                stored = [file[f"leaf{i}"] for i in range(len(leaves))]
+            if scores.shape != (1, reached) or scores.dtype != np.float32:
+                raise ValueError(f"scores of shape {scores.shape} for {reached} tokens")
+        except Exception as error:  # whatever NumPy makes of damaged bytes
             raise ValueError(
-                f"{self._path} is no checkpoint that can be read ({error}); remove it to start anew"
+                f"{self._path} is no checkpoint that can be read ({error or type(error).__name__}); remove it to start anew"
             ) from None
         if run != self._run:
             raise ValueError(
                 f"{self._path} is of another run: {run} there, {self._run} now; remove it, or give another path"
             )
-        leaves, tree = jax.tree.flatten(like)
+        if any(raw.dtype != np.uint8 or raw.size != leaf.nbytes for raw, leaf in zip(stored, leaves, strict=True)):
+            raise ValueError(f"{self._path} has caches of other sizes than this run's; remove it to start anew")
         restored = [
             jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
             for raw, leaf in zip(stored, leaves, strict=True)
@@ -62,11 +68,8 @@ class Checkpoint:
             f"leaf{i}": np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for i, leaf in enumerate(jax.device_get(jax.tree.leaves(caches)))
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with temporary.open("wb") as file:
+        with files.writing(self._path) as file:
             np.savez(file, run=np.asarray(self._run), position=position, scores=scores, **leaves)
-        temporary.replace(self._path)
         self._written = time.monotonic()
 
     def remove(self) -> None:

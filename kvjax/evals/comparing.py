@@ -3,11 +3,11 @@
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax import strict_json
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
 
@@ -37,6 +37,7 @@ class Cell:
             "policy": found.policy,
             "target": self.target,
             "budget": found.settings.get("budget"),
+            "budget_applies": found.budget_applies,
             "bytes": round(found.cache_bytes),
             "share": found.cache_bytes / found.full_cache_bytes,
             found.metric: found.value,
@@ -62,6 +63,7 @@ def compare(
 
     For each task and target the policy's budget is the largest at which it holds no more than that share of the full cache's
     bytes, for the longest prompt. Policies without a budget run once; one that holds more whatever its budget says so in its row.
+    The full cache is the reference: it comes first where `policies` does not have it.
 
     Args:
         targets: shares of the full cache's bytes, above 0 and up to 1.
@@ -78,14 +80,15 @@ def compare(
         raise ValueError(
             f"targets={list(targets)}; give shares of the full cache's bytes above 0, up to 1, and tasks and policies"
         )
+    if Full() not in policies:
+        policies = [Full(), *policies]
     cells: list[Cell] = []
     for task in tasks:
         given = inputs[task] if isinstance(inputs, Mapping) else inputs
         shape = sizes(params, task, given, query_aware, chat)
         whole = held(Full(), params.config, *shape, params.dtype)
         for policy in policies:
-            has_budget = hasattr(policy, "budget")
-            for target in targets if has_budget else [None]:
+            for target in targets if hasattr(policy, "budget") else [None]:
                 fitted = policy
                 if target is not None:
                     fitted = matched(policy, round(target * whole), params.config, *shape, params.dtype)
@@ -123,7 +126,9 @@ def markdown(cells: Sequence[Cell]) -> str:
         lines += ["| --- |" + " ---: |" * len(targets)]
         for policy in dict.fromkeys(cell.outcome.policy for cell in mine):
             found = [entries.get((policy, target), entries.get((policy, None))) for target in targets]
-            lines += [f"| `{policy}` | " + " | ".join("" if cell is None else entry(cell) for cell in found) + " |"]
+            applies = any(cell.outcome.budget_applies for cell in found if cell is not None)
+            named = f"`{policy}`" + ("" if applies else " (no budget)")
+            lines += [f"| {named} | " + " | ".join("" if cell is None else entry(cell) for cell in found) + " |"]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
@@ -149,7 +154,7 @@ def _write(out: Path, params: Params, cells: Sequence[Cell]) -> None:
     """The table so far, in all forms."""
     rows = [{"target": cell.target, **dataclasses.asdict(cell.outcome)} for cell in cells]
     content = {"header": header(model=model_fingerprint(params)), "rows": rows}
-    write(out / "table.json", json.dumps(content, indent=1, default=str) + "\n")
+    write(out / "table.json", strict_json.dumps(content, indent=1) + "\n")
     write(out / "table.md", markdown(cells))
     write(out / "table.csv", comma_separated(cells))
 

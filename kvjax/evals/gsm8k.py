@@ -1,12 +1,15 @@
 """GSM8K (Cobbe et al. 2021): word problems after solved examples; eight of them, or fifty (many-shot, ChunkKV section 4.1)."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, field_validator
+
+from kvjax import json_lines
 
 from .haystack import seeded
 from .task import Example, Format
@@ -40,6 +43,11 @@ class GSM8K:
         if self.shots < 1 or (self.samples is not None and self.samples < 1):
             raise ValueError(f"shots={self.shots}, samples={self.samples}; give 1 or more (samples may be None)")
 
+    def check(self) -> None:
+        """Read the files, and raise what `examples` would."""
+        _read(self.file)
+        self._solved()
+
     @property
     def name(self) -> str:
         """gsm8k-SHOTS."""
@@ -49,12 +57,9 @@ class GSM8K:
         """One for each problem.
 
         Raises:
-            ValueError: a file is not of GSM8K's form, or has fewer solved examples than are asked for.
+            ValueError: a line of a file is not of GSM8K's form (JSON with a question, and an answer that ends in #### NUMBER), or it has fewer solved examples than are asked for.
         """
-        solved = _read(self.examples_file)
-        if self.shots > len(solved):
-            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
-        shown = seeded(self.name, self.seed).sample(solved, self.shots)
+        shown = seeded(self.name, self.seed).sample(self._solved(), self.shots)
         context = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shown)
         return [
             Example(
@@ -67,6 +72,12 @@ class GSM8K:
             )
             for question, answer in _read(self.file)[: self.samples]
         ]
+
+    def _solved(self) -> list[tuple[str, str]]:
+        solved = _read(self.examples_file)
+        if self.shots > len(solved):
+            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
+        return solved
 
     def score(self, answer: str, example: Example) -> float:
         """Whether the answer's number is the right one."""
@@ -81,15 +92,18 @@ def _final(answer: str, extract: str) -> str | None:
     return re.sub(r"[$,]", "", numbers[-1]) if numbers else None
 
 
+class _Problem(BaseModel):
+    question: str
+    answer: str
+
+    @field_validator("answer")
+    @classmethod
+    def _has_a_result(cls, answer: str) -> str:
+        if _final(answer, "strict") is None:
+            raise ValueError("does not end in #### NUMBER")
+        return answer
+
+
 @cache
 def _read(file: str) -> list[tuple[str, str]]:
-    lines = [line for line in Path(file).read_text(encoding="utf-8").split("\n") if line.strip()]
-    try:
-        rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError):
-        rows = []
-    if not rows or any(_final(answer, "strict") is None for _, answer in rows):
-        raise ValueError(
-            f"{file}: not of GSM8K's form: lines of JSON with a question, and an answer that ends in #### NUMBER"
-        )
-    return rows
+    return [(row.question, row.answer) for row in json_lines.read(Path(file), _Problem)]

@@ -15,12 +15,12 @@ import numpy as np
 
 from kvjax.cache import bucket
 from kvjax.conversion import load
+from kvjax.extras import optional
 from kvjax.generation import generate
 from kvjax.models import Params, transformer
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.program import Program
 
-from .extras import optional
 from .following import following
 
 _token_logprobs = Program(transformer.token_logprobs, static=0)
@@ -70,14 +70,17 @@ def register() -> type[Any]:
             **settings: Any,
         ) -> None:
             super().__init__()
+            if not str(batch_size).isdecimal() or int(batch_size) < 1:
+                raise ValueError(f"batch_size={batch_size!r}; give a number, 1 or more")
+            for name, value, least in (("max_length", max_length, 2), ("max_gen_toks", max_gen_toks, 1)):
+                if value is not None and (not isinstance(value, int) or value < least):
+                    raise ValueError(f"{name}={value!r}; give a whole number, {least} or more")
+            self.policy = get_policy(policy, budget=budget, **settings)
             self.params = pretrained if isinstance(pretrained, Params) else load(pretrained, dtype=dtype)
             if self.params.tokenizer is None:
                 raise ValueError(
                     "this model has no tokenizer, so it cannot be given the harness's tasks; load one that has"
                 )
-            if not str(batch_size).isdecimal():
-                raise ValueError(f"batch_size={batch_size!r}; give a number")
-            self.policy = get_policy(policy, budget=budget, **settings)
             self.batch_size = int(batch_size)
             self.max_length = self.params.config.max_position if max_length is None else max_length
             self.max_gen_toks = max_gen_toks

@@ -1,19 +1,21 @@
 """One number for one task and policy, with the bytes and the time it took: what comparisons are made of."""
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator, TypeAdapter
 
 from kvjax.cache import bucket
 from kvjax.models import Params
-from kvjax.policies import Full, Policy
+from kvjax.policies import Full, Policy, takes_budget
 
 from . import fidelity
-from .naming import MEASURES, Inputs, make_task
+from .naming import MEASURES, Inputs, make_task, task_name
 from .perplexity import Perplexity, stream, streaming, windowed
 from .report import ResultFile, header, model_fingerprint
 from .running import described, evaluate
@@ -29,11 +31,13 @@ class Outcome:
     Attributes:
         task, policy: their names.
         metric: what `value` is: "score" (0 to 1), "perplexity", or "output error" of attention.
+        value: as measured; in files, where there is no NaN, that is null.
         higher_is_better: whether more of it is better.
         cache_bytes, full_cache_bytes: bytes held a row under the policy and by the full cache, on average.
         tokens_per_second: decoded, without compilation; None where nothing was timed.
         query_aware: whether the policy knew the question when it compressed; None where there is no question.
         count: examples, or predicted tokens.
+        budget_applies: whether the policy has a budget; of `full` or `kivi`, say, any that was given had no effect.
         settings: all hyperparameters of the policy.
         details: more measures, by name.
     """
@@ -41,7 +45,7 @@ class Outcome:
     task: str
     policy: str
     metric: str
-    value: float
+    value: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
     higher_is_better: bool
     cache_bytes: float
     full_cache_bytes: float
@@ -50,6 +54,7 @@ class Outcome:
     count: int
     settings: dict[str, Any]
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    budget_applies: bool = True
 
 
 def measure(
@@ -78,6 +83,7 @@ def measure(
     """
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so it cannot be given a task; load one that has")
+    name = task_name(name)
     if name in MEASURES:
         return _on_text(params, name, inputs, policy, out, progress)
     task = make_task(name, inputs, params.config.max_position)
@@ -95,8 +101,53 @@ def measure(
         query_aware=query_aware,
         count=len(found.rows),
         settings=described(policy),
+        budget_applies=takes_budget(policy),
         details={label: found.by(label) for label in sorted(labels)},
     )
+
+
+def check(name: str, inputs: Inputs, policies: Sequence[Policy] = ()) -> None:
+    """Raise what `measure` would raise of its arguments, as far as that can be told before a model is loaded.
+
+    Raises:
+        ValueError: the task is unknown, or something that it needs is missing, damaged or out of range.
+        PolicyError: a policy cannot work with its budget, or not in a text of the length that is asked for.
+        ImportError: a package that the task needs is not installed.
+        OSError: a file cannot be read.
+    """
+    name = task_name(name)
+    for policy in policies:
+        policy.check(max(inputs.lengths or (1 << 30,)))  # a budget too small for any text, or for this one
+    if name not in MEASURES:
+        make_task(name, inputs, window=1 << 30).check()
+        return
+    if inputs.read_text() is None:
+        raise ValueError(_NO_TEXT)
+    length = inputs.length(1 << 30)
+    if name == "fidelity" and length <= inputs.queries:
+        raise ValueError(
+            f"length={length}; fidelity compares the last {inputs.queries} tokens, and needs some before them"
+        )
+    if length < 2:
+        raise ValueError(f"length={length}: a text of so few tokens has nothing to predict; give 2 or more")
+    if name == "perplexity" and inputs.window is not None:
+        for policy in policies:
+            _check_windows(policy)
+        if not (inputs.stride or inputs.window) <= inputs.window <= length:
+            raise ValueError(
+                f"window={inputs.window}, stride={inputs.stride}, length={length}; give a window of up to the length, and a "
+                "stride of up to the window"
+            )
+    elif inputs.stride is not None:
+        raise ValueError(f"stride={inputs.stride} without a window; give both, or neither to stream")
+
+
+_NO_TEXT = "no text to read; give it as --text FILE"
+
+
+def _check_windows(policy: Policy) -> None:
+    if not isinstance(policy, Full):
+        raise ValueError(f"windows are read with the full cache, not {policy.name}; leave out the window to stream")
 
 
 def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bool | None) -> tuple[int, int]:
@@ -120,7 +171,7 @@ def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bo
 def _tokens(params: Params, inputs: Inputs, default: int | None) -> list[int]:
     text, length = inputs.read_text(), inputs.length(default or 0)
     if text is None:
-        raise ValueError("no text to read; give it as --text FILE")
+        raise ValueError(_NO_TEXT)
     tokens = params.tokenizer.encode(text)
     if length > len(tokens):
         raise ValueError(f"{inputs.text} has {len(tokens)} tokens, fewer than the length {length}; give a longer text")
@@ -136,18 +187,25 @@ def _on_text(
         "model": model_fingerprint(params),
         "policy": {"name": policy.name, **described(policy)},
     }
-    results = ResultFile(out, header(**settings))
+    there: list[dict[str, Any]] = []
+
+    def wrong(row: dict[str, Any]) -> str | None:
+        there.append(row)
+        asked = {"task": name, "policy": policy.name}
+        other = [f"{field} {row[field]!r}, not {value!r}" for field, value in asked.items() if row[field] != value]
+        return other[0] if other else "the result is there twice" if len(there) > 1 else None
+
+    results = ResultFile(out, header(**settings), Outcome, wrong)
     if not results.rows:
         find = _perplexity if name == "perplexity" else _fidelity
         results.append([dataclasses.asdict(find(params, inputs, policy, out, progress))])
-    return Outcome(**results.rows[0])
+    return TypeAdapter(Outcome).validate_python(results.rows[0])
 
 
 def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None) -> Outcome:
     tokens, start = _tokens(params, inputs, None), time.perf_counter() - stream.compile_seconds
     if inputs.window is not None:
-        if not isinstance(policy, Full):
-            raise ValueError(f"windows are read with the full cache, not {policy.name}; leave out the window to stream")
+        _check_windows(policy)
         found = windowed(params, tokens, inputs.window, progress=progress, stride=inputs.stride)
         held = policy.nbytes(params.config, 1, 0, inputs.window, params.dtype)
         found, seconds = Perplexity(found.logprobs, held), None
@@ -169,6 +227,7 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
         query_aware=None,
         count=len(found.logprobs),
         settings=described(policy),
+        budget_applies=takes_budget(policy),
         details={"nll": found.nll},
     )
 
@@ -192,5 +251,6 @@ def _fidelity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, 
         query_aware=None,
         count=inputs.queries,
         settings=described(policy),
+        budget_applies=takes_budget(policy),
         details={"means": found.means(), "by_layer": tables},
     )

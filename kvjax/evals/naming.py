@@ -4,10 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import cast, get_args
 
+from kvjax.nearest import hint, letters
+from kvjax.texts import read_text
+
 from . import longbench, ruler
 from .gsm8k import GSM8K
 from .needle import Kind, NeedleInAHaystack
-from .task import Task
 
 MEASURES = ("perplexity", "fidelity")
 """What is measured on a text, with no answers to score."""
@@ -54,7 +56,7 @@ class Inputs:
 
     def read_text(self) -> str | None:
         """The text, if one is given."""
-        return None if self.text is None else self.text.read_text(encoding="utf-8")
+        return None if self.text is None else read_text(self.text)
 
     def file(self, field: str, what: str) -> str:
         """The path that `field` holds.
@@ -74,7 +76,21 @@ def task_names() -> tuple[str, ...]:
     return (*MEASURES, *needles, *ruler.TASKS, *(f"longbench-{name}" for name in longbench.tasks()), "gsm8k")
 
 
-def make_task(name: str, inputs: Inputs, window: int) -> Task:
+def task_name(asked: str) -> str:
+    """The one of `task_names` that is asked for, of which only letters and digits matter, and not their case.
+
+    Raises:
+        ValueError: there is none such; the message names all, and the nearest.
+    """
+    known = {letters(name): name for name in task_names()}
+    if letters(asked) not in known:
+        raise ValueError(f"unknown task {asked!r}; there are {', '.join(task_names())}.{hint(asked, task_names())}")
+    return known[letters(asked)]
+
+
+def make_task(
+    name: str, inputs: Inputs, window: int
+) -> NeedleInAHaystack | ruler.RulerTask | longbench.LongBench | GSM8K:
     """The task of that name.
 
     Args:
@@ -83,6 +99,7 @@ def make_task(name: str, inputs: Inputs, window: int) -> Task:
     Raises:
         ValueError: the name is unknown, or something that the task needs is not given.
     """
+    name = task_name(name)
     if name.startswith("needle-") and name.removeprefix("needle-") in get_args(Kind):
         return NeedleInAHaystack(
             lengths=inputs.lengths or (1024, 2048, 4096),
@@ -108,4 +125,4 @@ def make_task(name: str, inputs: Inputs, window: int) -> Task:
     if name == "gsm8k":
         files = inputs.file("data", "file of problems"), inputs.file("examples", "file of solved examples")
         return GSM8K(*files, shots=inputs.shots, samples=inputs.samples, seed=inputs.seed)
-    raise ValueError(f"unknown task {name!r}; there are {', '.join(task_names())}")
+    raise ValueError(f"{name} is measured on a text; it has no examples")

@@ -58,6 +58,10 @@ class NeedleInAHaystack:
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths={self.depths}; give shares from 0 to 1")
 
+    def check(self) -> None:
+        """Raise ValueError if the haystack is empty."""
+        self._hay()
+
     @property
     def name(self) -> str:
         """needle-KIND."""
@@ -76,10 +80,13 @@ class NeedleInAHaystack:
         """Share of the needle's facts that the answer has, letter case aside."""
         return sum(fact.lower() in answer.lower() for fact in example.answers) / len(example.answers)
 
+    def _hay(self) -> tuple[str, ...]:
+        return haystack.sentences(haystack.NOISE if self.text is None else self.text)
+
     def _example(self, form: Format, length: int, depth: float, sample: int) -> Example:
         rng = haystack.seeded(self.name, self.seed, length, depth, sample)
         needle = make_needle(self.kind, rng)
-        hay = haystack.sentences(haystack.NOISE if self.text is None else self.text)
+        hay = self._hay()
         start = 0 if self.text is None else rng.randrange(len(hay))
         hay = hay[start:] + hay[:start]
 

@@ -2,8 +2,9 @@
 
 import datetime
 import hashlib
-import json
 import platform
+import warnings
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax import json_lines, strict_json
 from kvjax._version import __version__
+from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.policies.profile import fingerprint
 
@@ -42,62 +45,105 @@ def model_fingerprint(params: Params) -> str:
     return f"{fingerprint(params.config)} {params.dtype.name} {digest.hexdigest()[:16]}"
 
 
-def write(path: Path, content: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)
-
-
 class ResultFile:
     """JSON lines: a header, then one row for every finished part of a run. What is there already is not run again.
+
+    A line that was cut short while it was written, which can only be the last, is left out with a warning. Anything else that is
+    wrong with a file is an error, and leaves the file as it is.
 
     Args:
         path: the file; None keeps rows in memory alone.
         header: as `header` makes it. A file that is there must have been begun with the same settings and versions.
+        kind: what a row is: a pydantic model, a dataclass, or anything that pydantic has an adapter for.
+        check: given each row that is there, in order, says what is wrong with it, or None.
 
     Attributes:
         header: of the file, as it was begun.
         rows: all rows so far.
 
     Raises:
-        ValueError: the file is not a result file, or of another run; the message says what differs.
+        ValueError: the file is not a result file, or of another run, or a row is not what it should be; the message says what
+            differs, or which line it is.
     """
 
-    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        header: dict[str, Any],
+        kind: Any = dict[str, Any],
+        check: Callable[[dict[str, Any]], str | None] = lambda row: None,
+    ) -> None:
         self.path = path
-        self.header: dict[str, Any] = json.loads(json.dumps(header, default=str))
+        self.header: dict[str, Any] = strict_json.loads(strict_json.dumps(header))
         self.rows: list[dict[str, Any]] = []
         if path is not None and path.exists() and path.stat().st_size:
-            self._resume(path)
+            self._resume(path, kind, check)
         elif path is not None:
-            write(path, json.dumps({"header": self.header}, ensure_ascii=False) + "\n")
+            write(path, strict_json.dumps({"header": self.header}) + "\n")
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Add rows, and have them on disk."""
         self.rows += rows
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.writelines(strict_json.dumps(row) + "\n" for row in rows)
 
-    def _resume(self, path: Path) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # an interrupted write may have left half a line
-        try:
-            first, *rows = map(json.loads, whole)
-            begun = first["header"]
-            known = {name: begun[name] for name in ("settings", "versions")}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path") from None
+    def _resume(self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]) -> None:
+        content = path.read_bytes()
+        lines = json_lines.numbered(content)
+        begun = _begun(path, lines[0][1] if lines else b"")
         different = [
-            f"{group} {name}: {known[group].get(name)!r} there, {self.header[group].get(name)!r} now"
-            for group in known
-            for name in {**known[group], **self.header[group]}
-            if known[group].get(name) != self.header[group].get(name)
+            f"{group} {name}: {begun[group].get(name)!r} there, {self.header[group].get(name)!r} now"
+            for group in ("settings", "versions")
+            for name in {**begun[group], **self.header[group]}
+            if begun[group].get(name) != self.header[group].get(name)
         ]
         if different:
             raise ValueError(f"{path} holds results of another run ({'; '.join(different)}); give another path")
-        if whole != lines:
-            write(path, "".join(whole))
+        if cut := len(lines) > 1 and not _is_json(lines[-1][1]):
+            number, _ = lines.pop()
+            warnings.warn(
+                f"{path}, line {number}: cut short as it was written; it is left out, and its part run again",
+                stacklevel=4,
+            )
+        rows = []
+        for number, line in lines[1:]:
+            json_lines.parsed(path, number, line, kind)
+            rows.append(strict_json.loads(line))
+            if (wrong := check(rows[-1])) is not None:
+                raise ValueError(
+                    f"{path}, line {number}: {wrong}; remove the line to have it run again, or give another path"
+                )
+        if cut or not content.endswith(b"\n"):
+            write(path, b"".join(line + b"\n" for _, line in lines))
         self.header, self.rows = begun, rows
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result file that is complete.
+
+    Raises:
+        ValueError: it is no result file, or a line is not JSON.
+    """
+    (_, first), *rest = json_lines.numbered(path.read_bytes()) or [(1, b"")]
+    _begun(path, first)
+    return [json_lines.parsed(path, number, line, dict[str, Any]) for number, line in rest]
+
+
+def _begun(path: Path, line: bytes) -> dict[str, Any]:
+    """The header of a result file, from its first line."""
+    try:
+        begun = strict_json.loads(line)["header"]
+        if all(isinstance(begun[group], dict) for group in ("settings", "versions")):
+            return begun
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        strict_json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
+from kvjax import strict_json
 from kvjax.cache import bucket
 from kvjax.generation import generate
 from kvjax.models import Params
@@ -17,14 +19,31 @@ from .report import ResultFile, header, model_fingerprint
 from .task import Example, Format, Task
 
 
+class Row(BaseModel):
+    """What a result file has of one example: its score, answer and labels, and its share of what its batch took."""
+
+    example: NonNegativeInt
+    score: float = Field(ge=0, le=1)
+    answer: str
+    answers: list[str]
+    labels: dict[str, Any]
+    context_tokens: NonNegativeInt
+    question_tokens: NonNegativeInt
+    new_tokens: NonNegativeInt
+    cache_bytes: NonNegativeFloat
+    host_cache_bytes: NonNegativeFloat
+    full_cache_bytes: NonNegativeFloat
+    prefill_seconds: NonNegativeFloat
+    decode_seconds: NonNegativeFloat
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """A task's results.
 
     Attributes:
         header: versions, device, model and all settings of the run.
-        rows: one an example: its `score`, `answer`, reference `answers` and `labels`, tokens read and drawn, and its share of
-            the bytes held and the seconds taken by its batch.
+        rows: one an example, each with the fields of `Row`.
     """
 
     header: dict[str, Any]
@@ -84,7 +103,7 @@ def evaluate(
         progress: called with examples done and in all.
 
     Raises:
-        ValueError: the model has no tokenizer, or `out` holds results of another run.
+        ValueError: the model has no tokenizer, or `out` holds results of another run, or rows that are not of this task.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     if params.tokenizer is None:
@@ -101,8 +120,8 @@ def evaluate(
         "chat": form.chat,
         "batch": batch,
     }
-    results = ResultFile(out, header(**settings))
     examples = task.examples(form)
+    results = ResultFile(out, header(**settings), Row, _belongs(examples))
     done = {row["example"] for row in results.rows}
     if progress is not None:
         progress(len(done), len(examples))
@@ -114,6 +133,26 @@ def evaluate(
             if progress is not None:
                 progress(len(done), len(examples))
     return Evaluation(results.header, sorted(results.rows, key=lambda row: row["example"]))
+
+
+def _belongs(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | None]:
+    """What says why a row is none of these examples', or is there twice."""
+    there: set[int] = set()
+
+    def wrong(row: dict[str, Any]) -> str | None:
+        i = row["example"]
+        if i >= len(examples):
+            return f"example {i}, but there are {len(examples)}, counted from 0"
+        if i in there:
+            return f"example {i} is there twice"
+        there.add(i)
+        own = {"answers": list(examples[i].answers), "labels": dict(examples[i].labels)}
+        for name, value in strict_json.loads(strict_json.dumps(own)).items():
+            if row[name] != value:
+                return f"{name} of example {i} are {row[name]!r}, but should be {value!r}"
+        return None
+
+    return wrong
 
 
 def described(settings: Any) -> dict[str, Any]:

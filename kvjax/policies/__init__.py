@@ -34,7 +34,9 @@ from .random_eviction import Random as Random
 from .recalling import Recalling as Recalling
 from .registry import get_policy as get_policy
 from .registry import policies as policies
+from .registry import policy_class as policy_class
 from .registry import register as register
+from .registry import takes_budget as takes_budget
 from .shadowkv import ShadowKV as ShadowKV
 from .skewing import SkewProfile as SkewProfile
 from .snapkv import SnapKV as SnapKV

@@ -17,6 +17,7 @@ reassigns positions rotates when it attends. `spec.rope` does either. The state'
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
+from kvjax.arguments import plain
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 
@@ -272,22 +274,36 @@ def check_budget(name: str, budget: Any) -> None:
 def check_fields(policy: Policy, **least: int | float) -> None:
     """Raise `PolicyError` if a hyperparameter of `policy` is out of range.
 
-    A `budget` is checked as in `check_budget`, and a field declared as a `Literal` against its values.
+    A `budget` is checked as in `check_budget`, a field declared as a `Literal` against its values, and one declared as a number for
+    being one. Numbers of NumPy and JAX become Python's.
 
     Args:
         least: by field, the least it may be; None, where a field has it, is no number and passes.
     """
+    for field in dataclasses.fields(policy):  # numbers of NumPy and JAX make the same policy as Python's
+        object.__setattr__(policy, field.name, plain(getattr(policy, field.name)))
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     if "budget" in values:
         check_budget(policy.name, values["budget"])
-    for field, bound in least.items():
-        if values[field] is not None and values[field] < bound:
-            raise PolicyError(f"{policy.name}: {field}={values[field]}; give {bound} or more")
     for field, hint in get_type_hints(type(policy)).items():
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-        if field in values and allowed and values[field] not in allowed + [None] * (type(None) in kinds):
+        if field not in values or (values[field] is None and type(None) in kinds):
+            continue
+        if allowed and values[field] not in allowed:
             raise PolicyError(f"{policy.name}: {field}={values[field]!r}; give one of {', '.join(map(repr, allowed))}")
+        if {int, float, type(None)}.issuperset(kinds) and not _is_number(values[field], whole=float not in kinds):
+            raise PolicyError(
+                f"{policy.name}: {field}={values[field]!r}; give a {'number' if float in kinds else 'whole number'}"
+            )
+    for field, bound in least.items():
+        if values[field] is not None and values[field] < bound:
+            raise PolicyError(f"{policy.name}: {field}={values[field]}; give {bound} or more")
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    """Whether it is a finite number; True and False are none."""
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _ratio(fraction: float) -> Fraction:

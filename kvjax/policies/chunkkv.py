@@ -1,7 +1,7 @@
 """ChunkKV: a prompt is kept in whole chunks of neighbouring tokens, so that what is kept still reads as text."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -44,8 +44,10 @@ class ChunkKV(Policy):
         strict: Algorithm 3 to the letter: the window's tokens are in chunks too and compete, so that a chosen chunk may add
             little to the window that is kept anyway, and part of the budget stays unused.
         rule: how many chunks are kept. "paper": as fit into the budget beside the window. "kvpress": of all chunks, counted
-            with the window's, the share budget / prompt, rounded down, and one at least (less than a chunk more than the budget);
-            the window is kept by scoring as high as the highest token before it.
+            with the window's, the budget's share of the prompt, rounded down, and one at least (less than a chunk more than the
+            budget); the window is kept by scoring one more than the highest token before it. A fraction is then of the prompt alone:
+            1 less kvpress' compression ratio. A prompt shorter than a chunk is kept by the token, each head its own, and one no
+            longer than the window, which kvpress refuses, whole.
     """
 
     name: ClassVar[str] = "chunkkv"
@@ -86,7 +88,9 @@ class ChunkKV(Policy):
             )
 
     def capacity(self, spec: LayerSpec) -> int:
-        most = budget_tokens(self.budget, spec.max_tokens) + (self.chunk if self.rule == "kvpress" else 0)
+        most = budget_tokens(self.budget, self._tokens(spec, spec.prompt_len))
+        if self.rule == "kvpress":
+            most = max(most + self.chunk, self.window)
         return cache.round_slots(min(most, spec.prompt_len) + spec.new_tokens)
 
     def prefill(
@@ -111,9 +115,13 @@ class ChunkKV(Policy):
                 sliding_window=spec.window,
                 kind="softmax" if self.score == "softmax" else "logits",
             )
-            keep = self._keep(scores, lengths, budget_rows(self.budget, lengths + spec.new_tokens))
+            keep = self._keep(scores, lengths, budget_rows(self.budget, self._tokens(spec, lengths)))
         slots, _ = cache.select(spec, self.capacity(spec), keys, v, keep, lengths)
         return slots, carry if self.reuse == 1 else (group, keep)
+
+    def _tokens(self, spec: LayerSpec, prompt: Any) -> Any:
+        """What a fractional budget is a share of, for prompts of so many tokens, one or an array of them."""
+        return prompt if self.rule == "kvpress" else prompt + spec.new_tokens
 
     def _keep(
         self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
@@ -125,12 +133,16 @@ class ChunkKV(Policy):
         scored = lengths if self.strict else jnp.maximum(before, 0)
         candidates = lengths if self.rule == "kvpress" else scored
         scores = self._token_scores(scores, cache.in_prompt(scored, size)[:, None])
-        chunks = self._chunk_scores(scores, cache.in_prompt(candidates, size)[:, None])
+        chunks = self._chunk_scores(self._shared(scores), cache.in_prompt(candidates, size)[:, None])
         chosen = top_k(chunks, self._count(lengths, candidates, budget)[:, None])
         keep = jnp.repeat(chosen, self.chunk, axis=-1)[..., :size] & (pos < candidates[:, None])[:, None]
         if self.rule == "paper":
             keep |= (pos >= before[:, None])[:, None]
-        return keep | (lengths <= budget)[:, None, None]
+        else:
+            tokens = jnp.where((pos < lengths[:, None])[:, None], scores, -jnp.inf)
+            single = top_k(tokens, jnp.maximum(budget, 1)[:, None])
+            keep = jnp.where((lengths < self.chunk)[:, None, None], single, keep)
+        return keep | (lengths <= jnp.maximum(budget, self.window))[:, None, None]
 
     def _count(
         self, lengths: Int[Array, " B"], candidates: Int[Array, " B"], budget: Int[Array, " B"]
@@ -139,17 +151,22 @@ class ChunkKV(Policy):
         chunks = -(-candidates // self.chunk)
         if self.rule == "paper":
             return (budget - self.window) // self.chunk
+        if isinstance(self.budget, float):
+            return jnp.maximum(budget_rows(self.budget, chunks), 1)
         # ⌊chunks · budget / length⌋ in numbers no larger than the length: budget = whole · c + rest, length = chunks · c - short.
         whole, rest, short = budget // self.chunk, budget % self.chunk, chunks * self.chunk - lengths
         return jnp.maximum(whole + ((whole + 1) * short >= chunks * (self.chunk - rest)).astype(jnp.int32), 1)
 
     def _token_scores(self, scores: Float[Array, "B K T"], scored: Bool[Array, "B 1 T"]) -> Float[Array, "B K T"]:
-        """Scores by which tokens compete, given attention; what is not scored has none, or under kvpress the most."""
+        """Scores by which tokens compete, given attention; what is not scored has none, or under kvpress more than any."""
         scores = jnp.where(scored, scores, 0.0)
         if self.pool is not None:
             scores = pool(scores, self.pool, "avg")
         top = jnp.max(jnp.where(scored, scores, -jnp.inf), axis=(1, 2), keepdims=True)
-        scores = jnp.where(scored, scores, top if self.rule == "kvpress" else 0.0)
+        return jnp.where(scored, scores, top + 1 if self.rule == "kvpress" else 0.0)
+
+    def _shared(self, scores: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Scores by which chunks compete: each head's own, or the sum of all heads'."""
         return jnp.broadcast_to(jnp.sum(scores, axis=1, keepdims=True), scores.shape) if self.shared_heads else scores
 
     def _chunk_scores(self, scores: Float[Array, "B K T"], candidates: Bool[Array, "B 1 T"]) -> Float[Array, "B K M"]:

@@ -7,14 +7,13 @@ from fractions import Fraction
 from typing import ClassVar
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import Turned, heads_of
+from kvjax.pallas_kernels import Turned, heads_of, top_k
 
 from .base import Carry, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import best_pages
@@ -26,6 +25,9 @@ from .skewing import SkewProfile
 PROMPT = "prompt"
 """What to say for directions of the prompt's own queries, instead of a profile."""
 
+NOISE = 1e-5
+"""Of the largest squared singular value, what is no more than rounding."""
+
 
 @flax.struct.dataclass
 class Speculation:
@@ -34,7 +36,7 @@ class Speculation:
     Attributes:
         slots: rotated keys, and values.
         skew: the directions of rotated queries and keys that scores are told by.
-        partial: keys in these directions.
+        partial: keys in these directions; zeros in places for directions that queries and keys did not choose apart.
         budget: tokens that a query reads at most, the newest included.
     """
 
@@ -52,20 +54,23 @@ class InfiniGen(Recalling):
     While a layer computes, the next one's queries are told from this one's attention input, which changes little from layer to
     layer, with the next one's weights. Their scores are taken in a few directions: each head's queries and keys are turned so
     that most of their size is in few channels (by the singular vectors of a sample text's queries, which `kvjax calibrate
-    infinigen` finds once for a model), and the `share` of channels in which the prompt's queries and keys have the largest sums
-    of absolute values is used. A layer's heads read as many tokens as on average have a score within `alpha` of their
+    infinigen` finds once for a model), and those channels are used in which the prompt's queries have the largest sums of absolute
+    values, and those in which its keys have: of either a `share` of the head dim, rounded down, so up to twice that in all. A layer's heads read as many tokens as on average have a score within `alpha` of their
     head's highest, and each takes its best. So what is selected is known before the layer begins, which is what
     moving it from the host takes: `offloaded(InfiniGen())`.
 
-    Differences: the paper keeps the part of the query weights that the directions need; here the whole query projection is computed
+    Which channels these are follows the authors' accuracy code. (Their speed code takes the queries' alone; the paper adds both sums up
+    and takes the largest.) Differences: the paper keeps the part of the query weights that the directions need; here the whole query projection is computed
     ahead. Query heads that share keys share their directions, and are averaged. A cache that begins without a prompt takes a
     profile's first directions. (The published code for Llama takes the first head's highest score
     for all heads; here each has its own, as in the paper.)
 
     Attributes:
         budget: tokens that a query reads at most: a number, or a fraction of prompt + new tokens (the paper caps at 0.2).
-        alpha: how far below its head's highest score, scaled as in attention, a token's may be to count (4 for OPT, 5 for Llama-2).
-        share: of the channels that scores are told by (the published scripts have 0.2, the default of the published code is 0.1).
+        alpha: how far below its head's highest score, scaled as in attention, a token's may be to count. 5 is published for Llama-2, 4
+            for OPT.
+        share: of the channels, that queries choose and that keys choose, one at least (the published scripts have 0.2, the default of
+            the published code is 0.1).
         exempt: first layers, which read everything.
         profile: the directions: a `SkewProfile` or a file of one; "prompt" for those of the prompt's own queries; None for the profile
             that comes with kvjax for the model, and "prompt" for models that none comes for.
@@ -79,7 +84,7 @@ class InfiniGen(Recalling):
     stage: ClassVar[Stage] = "decoding"
 
     budget: int | float = 0.2
-    alpha: float = 4.0
+    alpha: float = 5.0
     share: float = 0.2
     exempt: int = 2
     profile: SkewProfile | str | None = None
@@ -210,14 +215,18 @@ class InfiniGen(Recalling):
         grouped = q.reshape(*k.shape[:3], -1, spec.head_dim)
         vectors = self._offline(spec)
         if vectors is None:  # the right singular vectors of all the prompt's queries
-            vectors = jnp.linalg.eigh(jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest"))[1]
+            sizes, vectors = jnp.linalg.eigh(jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest"))
+            if self._channels(spec) < spec.head_dim:
+                # Those that no query has are any that are at right angles to the others: rounding would choose them.
+                vectors = jnp.where((sizes > NOISE * sizes[..., -1:])[..., None, :], vectors, 0.0)
         vectors = jnp.broadcast_to(vectors, (spec.batch, *vectors.shape[-3:]))
-        sizes = sum(
+        of_queries, of_keys = (
             jnp.sum(jnp.abs(jnp.einsum(f"{axes},bkhi->{axes[:-1]}i", x, vectors, precision="highest")), axis=summed)
             for x, axes, summed in ((grouped, "btkgh", (1, 3)), (k, "btkh", 1))
         )
-        best = jax.lax.top_k(sizes, self._channels(spec))[1]
-        return jnp.take_along_axis(vectors, best[:, :, None], axis=-1)
+        count = jnp.asarray(self._largest(spec), jnp.int32)
+        index, live = cache.compact(top_k(of_queries, count) | top_k(of_keys, count), self._channels(spec))
+        return jnp.where(live[:, :, None], jnp.take_along_axis(vectors, index[:, :, None], axis=-1), 0.0)
 
     def _offline(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
         """The profile's directions for this layer's heads, if there is a profile."""
@@ -226,5 +235,10 @@ class InfiniGen(Recalling):
         matrices = self.profile.layer(spec.layer, spec.head_dim)
         return jnp.asarray(matrices if spec.kv_heads is None else matrices[list(spec.kv_heads)])
 
+    def _largest(self, spec: LayerSpec) -> int:
+        """Channels that queries choose, and as many that keys choose."""
+        return max(math.floor(Fraction(self.share).limit_denominator(10_000) * spec.head_dim), 1)
+
     def _channels(self, spec: LayerSpec) -> int:
-        return math.ceil(Fraction(self.share).limit_denominator(10_000) * spec.head_dim)
+        """The most that both can have chosen."""
+        return min(2 * self._largest(spec), spec.head_dim)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from jaxtyping import Float
 
+from kvjax import files
 from kvjax.models.config import ModelConfig
 
 from .base import PolicyError
@@ -88,7 +89,7 @@ class Profile:
         for name in self.tables:
             rows = ",\n".join(f"    {json.dumps(row)}" for row in getattr(self, name))
             lines.append(f'  "{name}": [\n{rows}\n  ]')
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        files.write(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +197,11 @@ def _parse(text: str, name: str, kind: type[P]) -> P:
     if not isinstance(found, dict) or set(found) != fields:
         got = sorted(found) if isinstance(found, dict) else type(found).__name__
         raise PolicyError(f"{name} is not a {kind.noun}: it has {got}, but should have {sorted(fields)}")
-    if found["version"] != VERSION:
-        raise PolicyError(f"{name} is a {kind.noun} of version {found['version']}, but this kvjax reads {VERSION}")
+    if found["version"] != kind.version:
+        raise PolicyError(
+            f"{name} is a {kind.noun} of version {found['version']}, but this kvjax reads {kind.version}; "
+            + _remedy(str(found["method"]))
+        )
     texts_are_right = all(isinstance(found[field], str) for field in ("method", "model", "data"))
     if not texts_are_right or not isinstance(found["settings"], dict):
         raise PolicyError(f"{name} is not a {kind.noun}: method, model and data should be texts, settings an object")

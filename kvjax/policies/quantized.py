@@ -26,13 +26,15 @@ BLOCK = 512
 
 @flax.struct.dataclass
 class PackedSlots:
-    """A cache in a few bits, but for its latest tokens. B rows, K KV heads, C slots, R residual tokens, H head dim.
+    """A cache in a few bits, but for its latest tokens. B rows, K KV heads, C slots, R residual tokens, E = R + 1, H head dim.
 
-    The token in slot s has its key and value exact at place s mod R as long as they are residual; slots below `next` are filled.
+    It is as the latest query reads it, which has its own token and the R before it exact: what is to be packed then is packed when
+    the next token comes. The token in slot s has its key exact at place s mod R, and its value at s mod (R + 1), as long as they are
+    residual; slots below `next` are filled.
 
     Attributes:
-        k: rotated keys; those up to the last multiple of R count.
-        v: values; those but for the last R count.
+        k: rotated keys; those up to the last multiple of R before the newest token count.
+        v: values; those but for the newest one and the R before it count.
         k_recent, v_recent: exact keys and values of the latest slots.
         pos, next, seen: as in `Slots`.
     """
@@ -40,7 +42,7 @@ class PackedSlots:
     k: Packed
     v: Packed
     k_recent: Float[Array, "B K R H"]
-    v_recent: Float[Array, "B K R H"]
+    v_recent: Float[Array, "B K E H"]
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
@@ -54,14 +56,14 @@ class PackedSlots:
     def k_packed(self) -> Int[Array, "B K"]:
         """How many slots have their keys packed."""
         residual = self.k_recent.shape[2]
-        return self.next // residual * residual
+        return jnp.maximum(self.next - 1, 0) // residual * residual
 
     @property
-    def v_recent_slots(self) -> Int[Array, "B K R"]:
+    def v_recent_slots(self) -> Int[Array, "B K E"]:
         """Slots of the values at each place of `v_recent`, negative where there is none."""
-        residual = self.v_recent.shape[2]
+        places = self.v_recent.shape[2]
         last = self.next[..., None] - 1
-        return last - (last - jnp.arange(residual, dtype=jnp.int32)) % residual
+        return last - (last - jnp.arange(places, dtype=jnp.int32)) % places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,26 +126,28 @@ class Quantized(Wrapper):
         v: Float[Array, "B K H"],
         pos: Int[Array, " B"],
     ) -> PackedSlots:
-        """A new token takes the place of the residual one that is R older, whose value is packed; R keys are packed together."""
+        """A new token takes the places of residual ones that have been read for the last time, and are packed: R keys together."""
         size, slot = state.pos.shape[-1], state.next
         residual = state.k_recent.shape[2]
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         at = rows[:, None], heads[None, :]
-        place = slot % residual
+        k_place, v_place = slot % residual, slot % (residual + 1)
 
-        where = jnp.where(slot >= residual, slot - residual, size)  # past the last, hence dropped, where there is none
-        old = state.v_recent[*at, place]
+        where = jnp.where(
+            slot > residual, slot - residual - 1, size
+        )  # past the last, hence dropped, where there is none
+        old = state.v_recent[*at, v_place]
         values = packing.put(state.v, old, where, self.bits, self._channels(spec), spec.dtype)
 
-        k_recent = state.k_recent.at[*at, place].set(spec.rope.rotate(k, pos[:, None]).astype(spec.dtype))
-        v_recent = state.v_recent.at[*at, place].set(v.astype(spec.dtype))
         # Not inside `cond`, through whose branches the packed keys would be copied.
-        new = packing.pack(k_recent, self.bits, self.group, "slots", spec.dtype)
-        due = (place == residual - 1)[..., None]
+        new = packing.pack(state.k_recent, self.bits, self.group, "slots", spec.dtype)
+        due = ((k_place == 0) & (slot > 0))[..., None]
+        k_recent = state.k_recent.at[*at, k_place].set(spec.rope.rotate(k, pos[:, None]).astype(spec.dtype))
+        v_recent = state.v_recent.at[*at, v_place].set(v.astype(spec.dtype))
 
         def filled(x: Array, new: Array) -> Array:
             count = new.shape[2]
-            where = (slot // residual * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
+            where = ((slot // residual - 1) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
             return x.at[rows[:, None, None], heads[:, None], jnp.where(due, where, x.shape[2])].set(new, mode="drop")
 
         return PackedSlots(
@@ -168,16 +172,16 @@ class Quantized(Wrapper):
     def slots(self, spec: LayerSpec, state: PackedSlots) -> Slots:
         """All slots unpacked."""
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
-        residual = state.k_recent.shape[2]
         packed_k, packed_v = (packing.unpack(x, self.bits).astype(spec.dtype) for x in (state.k, state.v))
         live = state.live[..., None]
 
         def joined(packed: Array, recent: Array, exact: Bool[Array, "B K C"]) -> Array:
-            return jnp.where(live, jnp.where(exact[..., None], recent[:, :, places % residual], packed), 0)
+            latest = recent[:, :, places % recent.shape[2]]
+            return jnp.where(live, jnp.where(exact[..., None], latest, packed), 0)
 
         return Slots(
             k=joined(packed_k, state.k_recent, places >= state.k_packed[..., None]),
-            v=joined(packed_v, state.v_recent, places >= state.next[..., None] - residual),
+            v=joined(packed_v, state.v_recent, places >= state.next[..., None] - state.v_recent.shape[2]),
             pos=state.pos,
             weight=state.live.astype(jnp.float32),
             next=state.next,
@@ -194,14 +198,14 @@ class Quantized(Wrapper):
             k=packing.pack(k, self.bits, self.group, "slots", spec.dtype),
             v=packing.pack(v, self.bits, self._channels(spec), "channels", spec.dtype),
             k_recent=jnp.zeros((*slots.next.shape, residual, spec.head_dim), spec.dtype),
-            v_recent=jnp.zeros((*slots.next.shape, residual, spec.head_dim), spec.dtype),
+            v_recent=jnp.zeros((*slots.next.shape, residual + 1, spec.head_dim), spec.dtype),
             pos=jnp.pad(slots.pos, room, constant_values=-1),
             next=slots.next,
             seen=slots.seen,
         )
         latest = state.k_packed[..., None] + jnp.arange(residual, dtype=jnp.int32)
 
-        def taken(x: Float[Array, "B K C H"], slot: Int[Array, "B K R"]) -> Float[Array, "B K R H"]:
+        def taken(x: Float[Array, "B K C H"], slot: Int[Array, "B K P"]) -> Float[Array, "B K P H"]:
             return jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip")
 
         return dataclasses.replace(
@@ -225,8 +229,9 @@ class KIVI(Policy):
 
     Keys, some of whose channels are far larger than others, are quantised by the channel: `group` neighbouring tokens of one
     channel share a scale and a zero. Values are quantised by the token: `group` channels share them. The latest tokens stay
-    exact: of values the last `residual`; of keys those since the last multiple of it, where so many are packed together. The prompt
-    is read exactly. What attention reads is unpacked block by block.
+    exact: of values the last `residual`; of keys those since the last multiple of it, where so many are packed together. As in the
+    published code, a query attends before its step packs: to its own token, and to what it pushes out of the residual, exactly. The
+    prompt is read exactly. What attention reads is unpacked block by block.
 
     For another policy's cache in few bits see `quantized`.
 
@@ -311,7 +316,7 @@ def packed_attention(
     """
     batch, heads, dim = q.shape
     _, kv_heads, size = visible.shape
-    residual = state.k_recent.shape[2]
+    recent = state.v_recent.shape[2]
     grouped = q.reshape(batch, kv_heads, -1, dim).astype(jnp.float32)
     blocks, block = _blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
 
@@ -324,18 +329,17 @@ def packed_attention(
 
     logits = jax.lax.fori_loop(0, blocks, write, jnp.zeros((*grouped.shape[:3], size), jnp.float32))
 
-    # The latest R slots apart: their values are exact, and the keys of those that are not packed yet.
-    start = jnp.maximum(state.next - residual, 0)[..., None]
-    latest = start + jnp.arange(residual, dtype=jnp.int32)
-    place = latest % residual
+    # The latest R + 1 slots apart: their values are exact, and the keys of those that are not packed yet.
+    start = jnp.maximum(state.next - recent, 0)[..., None]
+    latest = start + jnp.arange(recent, dtype=jnp.int32)
 
     def among_latest(x: Array) -> Array:
         """Of a [B, K, X, C], the latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
         rows, heads, others = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in x.shape[:3]))
         return x.at[rows[..., None], heads[..., None], others[..., None], latest[:, :, None]].get(mode="clip")
 
-    def at_places(recent: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-        return jnp.take_along_axis(recent, place[..., None], axis=2)
+    def at_places(recent: Float[Array, "B K P H"]) -> Float[Array, "B K E H"]:
+        return jnp.take_along_axis(recent, latest[..., None] % recent.shape[2], axis=2)
 
     exact = (latest >= state.k_packed[..., None])[:, :, None]
     late_logits = jnp.where(exact, products(at_places(state.k_recent)), among_latest(logits))

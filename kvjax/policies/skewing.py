@@ -13,49 +13,90 @@ from kvjax.models.config import ModelConfig
 from .base import PolicyError
 from .profile import Profile
 
-_TYPE = np.dtype("<f2")
+_SCALE, _STEPS = np.dtype("<f2"), 127
+"""Type of the scales, and how many steps of its scale an entry may be."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SkewProfile(Profile):
     """A model's skewing matrices, as InfiniGen makes them of a sample text (Lee et al. 2024, section 4.2).
 
+    A matrix is orthogonal, so it is the product of Householder reflections and a sign for each column: half as many numbers, which
+    give an orthogonal matrix however they are rounded. With eight bits each, 98 to 99 % of the tokens that InfiniGen selects of two
+    books for SmolLM2 stay those of exact matrices, about as many as where the matrices are rounded to bfloat16, and they have the
+    same attention to three digits (0.611 and 0.623 of all).
+
     Attributes:
-        matrices: [L], the matrices [K, H, H] of each layer in float16, as base64 text. A matrix has orthogonal unit vectors as
-            its columns, those in which the sample's queries are largest first.
+        matrices: [L], the matrices [K, H, H] of each layer as base85 text. A matrix has orthogonal unit vectors as its columns,
+            those in which the sample's queries are largest first.
     """
 
     noun: ClassVar[str] = "skew profile"
     tables: ClassVar[tuple[str, ...]] = ("matrices",)
 
     matrices: tuple[str, ...] = dataclasses.field(repr=False)
+    version: int = dataclasses.field(default=2, kw_only=True)
 
     @classmethod
     def of(cls, found: Float[np.ndarray, "L K H H"], **about: Any) -> Self:
-        return cls(matrices=tuple(base64.b64encode(layer.astype(_TYPE).tobytes()).decode() for layer in found), **about)
+        return cls(matrices=tuple(base64.b85encode(_packed(layer)).decode() for layer in found), **about)
 
     @classmethod
     def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
         matrices = found["matrices"]
         try:
-            texts = isinstance(matrices, list) and all(base64.b64decode(text, validate=True) for text in matrices)
+            texts = isinstance(matrices, list) and all(base64.b85decode(text) for text in matrices)
         except (TypeError, ValueError):
             texts = False
         if not texts:
-            raise ValueError("matrices should be one base64 text a layer")
+            raise ValueError("matrices should be one base85 text a layer")
         return {"matrices": tuple(matrices)}
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)
-        shape = config.num_kv_heads, config.head_dim, config.head_dim
-        sizes = {len(base64.b64decode(text)) for text in self.matrices}
-        if len(self.matrices) != config.num_layers or sizes != {int(np.prod(shape)) * _TYPE.itemsize}:
+        sizes = {len(base64.b85decode(text)) for text in self.matrices}
+        if len(self.matrices) != config.num_layers or sizes != {config.num_kv_heads * _nbytes(config.head_dim)}:
+            shape = config.num_kv_heads, config.head_dim, config.head_dim
             raise PolicyError(
                 f"{methods[0]}: the profile has {len(self.matrices)} layers of {sorted(sizes)} bytes, but should have "
-                f"{config.num_layers} of matrices {list(shape)} in float16; was its file cut short?"
+                f"{config.num_layers} of matrices {list(shape)} in {config.num_kv_heads * _nbytes(config.head_dim)} bytes; "
+                "was its file cut short?"
             )
 
     def layer(self, layer: int, head_dim: int) -> Float[np.ndarray, "K H H"]:
         """The matrices of one layer, in float32."""
-        flat = np.frombuffer(base64.b64decode(self.matrices[layer]), _TYPE)
-        return flat.reshape(-1, head_dim, head_dim).astype(np.float32)
+        return _unpacked(base64.b85decode(self.matrices[layer]), head_dim)
+
+
+def _nbytes(head_dim: int) -> int:
+    """Bytes of one matrix: a signed scale for each column, and what is below the diagonal."""
+    return head_dim * _SCALE.itemsize + head_dim * (head_dim - 1) // 2
+
+
+def _packed(matrices: Float[np.ndarray, "K H H"]) -> bytes:
+    # [K, column, row]: reflections below, ±1 on the diagonal.
+    columns, factors = np.linalg.qr(matrices.astype(np.float64), mode="raw")
+    signs = np.where(np.diagonal(columns, axis1=1, axis2=2) < 0, -1, 1)
+    signs[:, :-1] *= np.where(factors[:, :-1] == 0, -1, 1)  # there was nothing to reflect, but unpacking will
+    below = np.triu(columns, 1)
+    scales = np.abs(below).max(axis=2).clip(np.finfo(_SCALE).tiny).astype(_SCALE)  # never 0, which has no sign
+    steps = np.rint(below / scales[..., None].astype(np.float64) * _STEPS).clip(-_STEPS, _STEPS).astype(np.int8)
+    places = np.triu_indices(columns.shape[-1], 1)
+    heads = zip((signs * scales).astype(_SCALE), steps, strict=True)
+    return b"".join(scale.tobytes() + step[places].tobytes() for scale, step in heads)
+
+
+def _unpacked(packed: bytes, head_dim: int) -> Float[np.ndarray, "K H H"]:
+    heads = np.frombuffer(packed, np.uint8).reshape(-1, _nbytes(head_dim))
+    scales = heads[:, : head_dim * _SCALE.itemsize].copy().view(_SCALE).astype(np.float64)
+    reflections = np.broadcast_to(np.eye(head_dim), (len(heads), head_dim, head_dim)).copy()  # [K, column, row]
+    places = np.triu_indices(head_dim, 1)
+    steps = heads[:, head_dim * _SCALE.itemsize :].view(np.int8)
+    reflections[:, *places] = steps * np.abs(scales)[:, places[0]] / _STEPS
+    found = np.broadcast_to(np.eye(head_dim), reflections.shape).copy()
+    for i in reversed(range(head_dim - 1)):
+        v = reflections[:, i]
+        found -= np.einsum(
+            "kh,ki->khi", v * 2 / np.sum(v * v, axis=1, keepdims=True), np.einsum("kh,khi->ki", v, found)
+        )
+    return (found * np.sign(scales)[:, None]).astype(np.float32)

@@ -71,7 +71,7 @@ def test_nothing_to_draw(monkeypatch):
         key_similarity.draw_maps({})
     with pytest.raises(ValueError, match="at least one"):
         key_similarity.draw_by_distance({})
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install"):
         key_similarity.draw_by_distance({"a": np.ones(3)})
 

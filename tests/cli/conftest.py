@@ -8,7 +8,7 @@ import pytest
 from checkpoints import write_hf
 from typer.testing import CliRunner
 
-from kvjax.cli import app
+from kvjax.cli import app, progress
 from kvjax.conversion import load
 from kvjax.models import Params
 
@@ -31,6 +31,7 @@ def params(checkpoint: Path) -> Params:
 def kvjax_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`kvjax ARGUMENTS…` in this process; its result has exit_code, stdout and stderr."""
     monkeypatch.setenv("KVJAX_COMPILATION_CACHE", "0")
+    monkeypatch.setattr(progress, "PATIENCE", 1e6)  # what a slow machine makes of a test is not its subject
 
     def run(*arguments: object, stdin: str | None = None) -> Any:
         return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)

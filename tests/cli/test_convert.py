@@ -14,6 +14,17 @@ def test_a_converted_model_writes_the_same_text(kvjax_command, checkpoint: Path,
     assert texts[0] == texts[1] != ""
 
 
+def test_progress_shows_without_a_terminal(
+    kvjax_command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line every few seconds; here at once."""
+    monkeypatch.setattr("kvjax.conversion.progress._EVERY", 0.0)
+    result = kvjax_command("convert", checkpoint, tmp_path / "there")
+    first, *_, last = result.stderr.splitlines()
+    assert first.startswith("Writing there: ")
+    assert last.endswith("100%")
+
+
 def test_an_existing_destination_is_replaced_only_on_request(kvjax_command, checkpoint: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     assert kvjax_command("convert", checkpoint, there).exit_code == 0

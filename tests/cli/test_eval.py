@@ -41,7 +41,7 @@ def test_perplexity(kvjax_command, checkpoint, book, tmp_path):
 
 def test_a_comparison_is_matched_by_bytes_and_resumes(kvjax_command, checkpoint, book, tmp_path, params):
     out, plot = tmp_path / "results", tmp_path / "tradeoff.svg"
-    arguments = ("compare", "--model", checkpoint, "--policies", "full,streaming_llm", "--tasks", "fidelity,perplexity")
+    arguments = ("compare", "--model", checkpoint, "--policies", "streaming_llm", "--tasks", "fidelity,perplexity")
     arguments += ("--text", book, "--length", 120, "--budgets", "0.5", "--out", out, "--plot", plot, "--json")
     rows = run(kvjax_command, *arguments)
     assert [(row["task"], row["policy"], row["target"]) for row in rows] == [
@@ -49,6 +49,7 @@ def test_a_comparison_is_matched_by_bytes_and_resumes(kvjax_command, checkpoint,
         for task in ("fidelity", "perplexity")
         for policy, target in (("full", None), ("streaming_llm", 0.5))
     ]
+    assert [row["budget_applies"] for row in rows] == [False, True] * 2
     for row in rows:
         assert row["share"] <= (1 if row["target"] is None else 0.5)
     table = json.loads((out / "table.json").read_text())
@@ -59,6 +60,7 @@ def test_a_comparison_is_matched_by_bytes_and_resumes(kvjax_command, checkpoint,
     ]
     markdown = (out / "table.md").read_text()
     assert "| policy | 50 % |" in markdown
+    assert "| `full` (no budget) | " in markdown
     assert f"| `streaming_llm` | {rows[1]['output error']:.3f} (" in markdown
     assert "streaming_llm" in plot.read_text()
     before = {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
@@ -123,3 +125,31 @@ def test_what_cannot_be_matched_runs_as_small_as_it_can(params):
     found = matched(ClusterKV(), held(Full(), *shape) // 4, *shape)
     assert held(found, *shape) > held(Full(), *shape) // 4
     assert matched(Full(), 1, *shape) == Full()
+
+
+def test_a_sweep_needs_no_special_case(kvjax_command, checkpoint, book, tmp_path):
+    """Of policies without a budget there is one result, which says that a budget does not apply; a second run goes on."""
+    out = tmp_path / "results"
+    arguments = ("eval", "perplexity", "--model", checkpoint, "--text", book, "--length", 40, "--out", out)
+    arguments += (
+        "--policies",
+        "FULL,kivi,streaming_llm",
+        "--budgets",
+        "0.5,16",
+        "--set",
+        "group=8",
+        "--set",
+        "residual=8",
+    )
+    found = run(kvjax_command, *arguments, "--json")
+    assert [(row["policy"], row["budget_applies"], row["settings"].get("budget")) for row in found] == [
+        ("full", False, None),
+        ("kivi", False, None),
+        ("streaming_llm", True, 0.5),
+        ("streaming_llm", True, 16),
+    ]
+    names = ["perplexity-full", "perplexity-kivi", "perplexity-streaming_llm-0.5", "perplexity-streaming_llm-16"]
+    assert sorted(file.stem for file in out.iterdir()) == names
+    table = kvjax_command(*arguments).stdout.split("\n")[:-1]
+    assert table[0].split() == ["Policy", "Budget", "perplexity", "Cache", "Of", "full", "Tokens/s"]
+    assert ["does not apply" in line for line in table[1:]] == [True, True, False, False]

@@ -1,8 +1,11 @@
 """The command line as a process of its own: start-up, terminals and pipes."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,61 @@ def test_a_terminal_shows_prompt_text_and_summary(
     assert f"\x1b[2mhello\x1b[0m{kvjax.generate(params, 'hello', max_new_tokens=12).text}\n" in shown
     assert "2 + 12 tokens" in shown
     assert "Compiling" in shown
+
+
+@pytest.mark.parametrize("arguments", [["policies", "--json"], ["--help"]])
+def test_head_takes_the_first_line(environment: dict[str, str], arguments: list[str]) -> None:
+    """`| head -1`, of outputs that a pipe takes whole and of those that it does not."""
+    command = " ".join([sys.executable, "-m", "kvjax", *arguments])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 1 if "--help" in arguments else 141)
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("default:positions up to")
+def test_ctrl_c_leaves_results_that_a_next_run_goes_on_with(
+    environment: dict[str, str], checkpoint: Path, tmp_path: Path, kvjax_command
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["eval", "needle-passkey", "--model", str(checkpoint), "--no-chat", "--length", "230", "--depths", "0"]
+    arguments += ["--batch", "1", "--out", str(out), "--json", "--samples"]
+
+    def rows() -> list[str]:
+        return out.read_text().split("\n")[1:-1] if out.exists() else []
+
+    command = [*KVJAX, *arguments, "200"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(rows()) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "")
+    assert {next(iter(json.loads(line))) for line in stderr.split("\n")[:-1]} <= {"warning", "progress"}
+    kept = rows()
+    assert 3 <= len(kept) < 200
+    header, *lines = out.read_text().split("\n")
+    asked = json.loads(header)
+    asked["header"]["settings"]["task"]["samples"] = len(kept) + 1
+    out.write_text("\n".join([json.dumps(asked), *lines]))
+    done = kvjax_command(*arguments, len(kept) + 1)
+    assert done.exit_code == 0, done.stderr
+    assert rows()[:-1] == kept
+    assert json.loads(done.stdout)["count"] == len(kept) + 1
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5])
+def test_ctrl_c_while_libraries_start_up(environment: dict[str, str], tmp_path: Path, seconds: float) -> None:
+    """JAX and its compiled parts are in the middle of being imported; or, on a fast machine, the prompt is waited for."""
+    command, pipe = [*KVJAX, "generate", "--model", str(tmp_path)], subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode in (130, -signal.SIGINT)  # the latter before Python itself has started

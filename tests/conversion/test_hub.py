@@ -13,18 +13,21 @@ from pathlib import Path
 import pytest
 from checkpoints import write_hf
 
+from kvjax.conversion import default_model, load
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 # A process of its own: the hub client reads its settings when it is imported.
 LOADER = """
 import json, sys
 from kvjax.conversion import CheckpointError, describe, load
+options = json.loads(sys.argv[3])
 try:
     if sys.argv[2] == "describe":
-        found = describe(sys.argv[1], progress=False)
+        found = describe(sys.argv[1], progress=False, **options)
         print(json.dumps({"parameters": found.parameters, "dtypes": found.dtypes, "vocab": found.tokenizer.vocab_size}))
         sys.exit()
-    params = load(sys.argv[1], progress=False)
+    params = load(sys.argv[1], progress=False, **options)
     found = {"layers": params.config.num_layers, "sum": float(params.embed.sum())}
     print(json.dumps(found | {"chat": params.tokenizer.chat_template}))
 except CheckpointError as error:
@@ -33,10 +36,15 @@ except CheckpointError as error:
 
 
 class Hub:
-    """Serves the folders below `root` as repositories ``owner/name``; `asked` lists the files that were downloaded."""
+    """Serves the folders below `root` as repositories ``owner/name``, to those with the `token` if there is one.
+
+    `asked` lists the files that were downloaded, `revisions` what of.
+    """
 
     def __init__(self, root: Path) -> None:
         self.asked: list[str] = []
+        self.revisions: set[str] = set()
+        self.token: str | None = None
         self._root = root
         hub = self
 
@@ -51,7 +59,9 @@ class Hub:
                 """Say nothing."""
 
             def _answer(self, body: bool) -> None:
-                content = hub.content(self.path.split("?")[0].strip("/"), download=body)
+                content = None
+                if hub.token is None or self.headers.get("Authorization") == f"Bearer {hub.token}":
+                    content = hub.content(self.path.split("?")[0].strip("/"), download=body)
                 if content is None:
                     self.send_response(404)
                     self.send_header("X-Error-Code", "RepoNotFound" if "/api/" in self.path else "EntryNotFound")
@@ -73,7 +83,10 @@ class Hub:
     def content(self, path: str, download: bool) -> bytes | None:
         """What is at a path: the state of a repository, the list of its files, or a file; None is not found."""
         match path.split("/"):
-            case ["api", "models", owner, name, "revision" | "tree" as what, _] if (self._root / owner / name).is_dir():
+            case ["api", "models", owner, name, "revision" | "tree" as what, at] if (
+                self._root / owner / name
+            ).is_dir():
+                self.revisions.add(at)
                 folder = self._root / owner / name
                 files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
                 if what == "tree":
@@ -88,7 +101,8 @@ class Hub:
                         "siblings": [{"rfilename": path} for path in files],
                     }
                 return json.dumps(found).encode()
-            case [owner, name, "resolve", _, *parts] if (self._root / owner / name).joinpath(*parts).is_file():
+            case [owner, name, "resolve", at, *parts] if (self._root / owner / name).joinpath(*parts).is_file():
+                self.revisions.add(at)
                 if download:
                     self.asked.append("/".join(parts))
                 return (self._root / owner / name).joinpath(*parts).read_bytes()
@@ -107,11 +121,16 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     served.close()
 
 
-def loaded(model: str, home: Path, url: str, what: str = "load", **more: str) -> dict:
-    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | more
+def loaded(model: str, home: Path, url: str, what: str = "load", offline: bool = False, **options: str) -> dict:
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    environment["HF_HUB_OFFLINE"] = str(int(offline))
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", LOADER, model, what], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", LOADER, model, what, json.dumps(options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "%|" not in done.stderr, "no progress bars where nobody watches"
@@ -138,7 +157,7 @@ def test_downloads_what_it_needs_and_no_more(tmp_path: Path, hub: Hub) -> None:
     ]
     # Once here, it loads without a connection.
     hub.asked.clear()
-    assert loaded("some-org/some.model", tmp_path / "home", hub.url, HF_HUB_OFFLINE="1") == found
+    assert loaded("some-org/some.model", tmp_path / "home", hub.url, offline=True) == found
     assert hub.asked == []
 
 
@@ -162,5 +181,24 @@ def test_says_why_not(tmp_path: Path, hub: Hub) -> None:
     error = loaded("some-org/absent", home, hub.url)["error"]
     assert error.startswith("some-org/absent: not available from the Hugging Face hub")
     assert "\n" not in error
-    error = loaded("some-org/other", home, hub.url, HF_HUB_OFFLINE="1")["error"]
+    error = loaded("some-org/other", home, hub.url, offline=True)["error"]
     assert error.startswith("some-org/other: not available from the Hugging Face hub")
+
+
+def test_revisions_and_tokens_reach_the_hub(tmp_path: Path, hub: Hub) -> None:
+    write_hf(tmp_path / "hub/some-org/some.model", tokenizer=True)
+    hub.token, home = "hf_secret", tmp_path / "home"
+    assert "not available" in loaded("some-org/some.model", home, hub.url)["error"]
+    for what in ("load", "describe"):
+        hub.revisions.clear()
+        found = loaded("some-org/some.model", home / what, hub.url, what, revision="v1.5", token="hf_secret")
+        assert "error" not in found
+        assert hub.revisions == {"v1.5", COMMIT}, "the revision, and the commit that it was found to be"
+
+
+def test_revisions_of_what_is_not_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hf(tmp_path / "here")
+    monkeypatch.setattr(default_model, "locate", None)  # nothing is fetched before
+    for source in (tmp_path / "here", "nowhere", None):
+        with pytest.raises(ValueError, match=r"revision='v2' is for models on the hub, which .* is not"):
+            load(source, revision="v2")

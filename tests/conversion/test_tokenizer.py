@@ -1,4 +1,4 @@
-"""Tokenizers: encoding, streaming, chat templates, and those rebuilt from GGUF metadata."""
+"""Tokenizers: encoding, chat templates, and those rebuilt from GGUF metadata."""
 
 import copy
 import json
@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import pytest
 from checkpoints import TEMPLATE, byte_tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvjax.conversion import CheckpointError, Tokenizer
 from kvjax.conversion.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
@@ -283,38 +281,6 @@ def test_contradictory_gguf_tokenizers() -> None:
         byte_level("smollm", model="llama", scores=[0.0])
 
 
-@pytest.mark.parametrize("make", [small, sentencepiece])
-def test_streaming_gives_the_whole_text(make: Any) -> None:
-    tokenizer = make()
-
-    @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
-    def any_ids(ids: list[int]) -> None:
-        stream = tokenizer.stream_decoder()
-        assert "".join(stream.push(i) for i in ids) + stream.flush() == tokenizer.decode(ids)
-
-    @given(st.text(max_size=12))
-    def any_text(text: str) -> None:
-        stream = tokenizer.stream_decoder()
-        pieces = [stream.push(i) for i in tokenizer.encode(text)]
-        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces), "no character is ever split"
-        assert "".join(pieces) + stream.flush() == tokenizer.decode(tokenizer.encode(text))
-
-    any_ids()
-    any_text()
-
-
-def test_streaming_is_prompt() -> None:
-    tokenizer = small()
-    stream = tokenizer.stream_decoder()
-    assert [stream.push(i) for i in tokenizer.encode("a é!")] == ["a", " ", "", "é", "!"]
-
-
-def test_streaming_special_tokens() -> None:
-    tokenizer = small()
-    stream = tokenizer.stream_decoder(skip_special=False)
-    assert "".join(stream.push(i) for i in (0, 260, 1)) == "<s>hell</s>"
-
-
 def test_default_model_splits_every_digit(smollm2: Params) -> None:
     tokenizer = smollm2.tokenizer
     ids = tokenizer.encode("Call 5551234 at 10:45, 2024.")
@@ -325,3 +291,17 @@ def test_default_model_splits_every_digit(smollm2: Params) -> None:
     assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.chat([{"role": "user", "content": "Hi"}])[0] == 1
+
+
+def test_ids_far_apart_are_refused(tmp_path: Path) -> None:
+    small().save(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["hell"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: token 'hell' has id 2147483648; it should be below"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_text_that_is_none() -> None:
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
+        small().encode("half of a pair: \ud83d")

@@ -1,7 +1,11 @@
 """`convert`: what is written loads again, here and in transformers; failures leave nothing behind."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,9 @@ import pytest
 from checkpoints import HF_CONFIG, byte_tokenizer, write_gguf, write_hf
 from safetensors import safe_open
 
+import kvjax
 from kvjax.conversion import CheckpointError, convert, describe, from_hf, load, writing
-from kvjax.models import Params
+from kvjax.models import Params, abstract
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -140,6 +145,127 @@ def test_overwriting(tmp_path: Path) -> None:
         convert(tmp_path / "hf", tmp_path / "letters", overwrite=True)
 
 
+def writes_while(monkeypatch: pytest.MonkeyPatch, format: str, meanwhile: Callable[[], object]) -> None:
+    """Something happens as soon as the weights have been written."""
+    write = writing._WRITERS[format]
+
+    def writer(*args: Any) -> None:
+        write(*args)
+        meanwhile()
+
+    monkeypatch.setitem(writing._WRITERS, format, writer)
+
+
+@pytest.mark.parametrize("comes", ["file", "empty folder", "folder"])
+def test_what_has_come_while_it_ran_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    write_hf(tmp_path / "hf")
+    out = tmp_path / "out"
+    if comes == "file":
+        writes_while(monkeypatch, "safetensors", lambda: out.write_text("theirs"))
+    else:
+        inside = out / "letters" if comes == "folder" else out
+        writes_while(monkeypatch, "safetensors", lambda: inside.mkdir(parents=True))
+    with pytest.raises(CheckpointError, match="out: there is something now, which is left as it is"):
+        convert(tmp_path / "hf", out, format="safetensors")
+    if comes == "file":
+        assert out.read_text() == "theirs"
+    else:
+        assert [path.name for path in out.iterdir()] == ["letters"] * (comes == "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_overwriting_deletes_nothing_but_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what was put beside the model, before or while the new one was written."""
+    write_hf(tmp_path / "hf")
+    out = convert(tmp_path / "hf", tmp_path / "out")
+    says = r"out holds more than a model, so it is not overwritten: notes.txt; move that away"
+    writes_while(monkeypatch, "orbax", lambda: (out / "notes.txt").write_text("mine"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=says):
+            convert(tmp_path / "hf", out, overwrite=True)
+        assert (out / "notes.txt").read_text() == "mine"
+        assert_equal(load(out), load(tmp_path / "hf"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.parametrize("link", ["model", "elsewhere/model"])
+def test_a_link_is_followed(tmp_path: Path, link: str) -> None:
+    write_hf(tmp_path / "hf")
+    target = tmp_path / link
+    (tmp_path / "out").symlink_to(target)
+    convert(tmp_path / "hf", tmp_path / "out")
+    convert(tmp_path / "hf", tmp_path / "out", format="safetensors", overwrite=True)
+    assert (tmp_path / "out").is_symlink()
+    assert describe(target).format == "safetensors"
+
+
+KILLED = """
+import os, signal, sys
+from kvjax import files
+from kvjax.conversion import convert
+files._claim = lambda *places: os.kill(os.getpid(), signal.SIGKILL)
+convert(sys.argv[1], sys.argv[2], format="safetensors", overwrite=True)
+"""
+
+
+def test_loading_what_a_killed_run_was_replacing(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf")
+    out = convert(tmp_path / "hf", tmp_path / "out")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "hf"), str(out)], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists(), "killed between the two renames"
+    assert describe(out).format == "orbax"
+    assert_equal(load(out), load(tmp_path / "hf"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_damage_found_while_writing_leaves_nothing(tmp_path: Path, format: str) -> None:
+    """Orbax is given tensors while it writes: an error there ends it, as itself."""
+    write_hf(tmp_path / "hf")
+    out = convert(tmp_path / "hf", tmp_path / "orbax")
+    _no_data(out)
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        convert(out, tmp_path / "out", format=format)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "orbax"]
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_parameters_in_memory(tmp_path: Path, name: str, format: str) -> None:
+    write_hf(tmp_path / "hf", HF_CONFIG | FAMILIES[name], tokenizer=True)
+    trained = jax.tree.map(lambda leaf: leaf * 2, kvjax.load(tmp_path / "hf"))
+    assert kvjax.save(trained, tmp_path / "out", format=format) == tmp_path / "out"
+    assert describe(tmp_path / "out").format == format
+    assert_equal(kvjax.load(tmp_path / "out"), trained)
+    with pytest.raises(CheckpointError, match="out exists; give another destination"):
+        kvjax.save(trained, tmp_path / "out")
+    kvjax.save(trained, tmp_path / "out", format=format, dtype="bfloat16", overwrite=True)
+    assert describe(tmp_path / "out").own_dtype == "bfloat16"
+    half = kvjax.load(tmp_path / "out", dtype="bfloat16")
+    kvjax.save(half, tmp_path / "half", format=format)
+    assert describe(tmp_path / "half").own_dtype == "bfloat16", "their own type by default"
+    assert_equal(kvjax.load(tmp_path / "half", dtype="bfloat16"), half)
+
+
+def test_what_cannot_be_saved(tmp_path: Path, tiny: Params) -> None:
+    for params, message in (
+        ({"embed": 1}, "params is of type dict; give what kvjax.load returns"),
+        (abstract(tiny.config), "parameter embed is of type ShapeDtypeStruct, which holds no numbers"),
+        (tiny.replace(tokenizer="gpt2"), "the tokenizer is of type str; give a kvjax.conversion.Tokenizer, or None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            kvjax.save(params, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"norm has shape \[3\], the configuration asks for \[48\]"):
+        kvjax.save(tiny.replace(norm=jnp.ones(3)), tmp_path / "out")
+    with pytest.raises(ValueError, match="format='gguf' is not one of orbax, safetensors"):
+        kvjax.save(tiny, tmp_path / "out", format="gguf")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_may_replace_itself(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", tokenizer=True)
     original = load(tmp_path / "hf", dtype="bfloat16")
@@ -220,7 +346,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
     from kvjax.models.transformer import forward
 
     write_hf(tmp_path / "hf", HF_CONFIG | FAMILIES[name], tokenizer=True)
-    out = convert(convert(tmp_path / "hf", tmp_path / "orbax"), tmp_path / "out", format="safetensors")
+    out = kvjax.save(load(convert(tmp_path / "hf", tmp_path / "orbax")), tmp_path / "out", format="safetensors")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report
     tokens = np.arange(40, dtype=np.int32).reshape(2, 20)

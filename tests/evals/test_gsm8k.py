@@ -49,7 +49,7 @@ def test_the_number_that_counts(answer, flexible, strict):
 def test_what_is_no_gsm8k(talker, files, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"question": "?", "answer": "no number"}\n')
-    with pytest.raises(ValueError, match="not of GSM8K's form"):
+    with pytest.raises(ValueError, match="line 1: answer: does not end in #### NUMBER"):
         GSM8K(**files | {"file": str(bad)}).examples(Format(talker.tokenizer))
     with pytest.raises(ValueError, match="has 600 solved examples"):
         GSM8K(**files, shots=601).examples(Format(talker.tokenizer))

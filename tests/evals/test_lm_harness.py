@@ -64,8 +64,15 @@ def test_generation(talker, model):
 
 
 def test_what_it_refuses(talker, tiny):
-    with pytest.raises(ValueError, match="batch_size='auto'"):
-        lm_harness.register()(talker, batch_size="auto")
+    for arguments, says in (
+        ({"batch_size": "auto"}, "batch_size='auto'"),
+        ({"batch_size": 0}, "batch_size=0; give a number, 1 or more"),
+        ({"max_length": 1}, "max_length=1; give a whole number, 2 or more"),
+        ({"max_gen_toks": -1}, "max_gen_toks=-1; give a whole number, 1 or more"),
+        ({"policy": "treekv", "budget": float("nan")}, "budget=nan"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lm_harness.register()("nowhere", **arguments)  # before a model is looked for
     with pytest.raises(ValueError, match="no tokenizer"):
         lm_harness.register()(tiny)
     with pytest.raises(kvjax.PolicyError, match="no hyperparameter"):

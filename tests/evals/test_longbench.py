@@ -179,7 +179,11 @@ def test_a_question_too_long_is_cut_itself(talker):
 def test_what_is_no_longbench(tmp_path, talker):
     with pytest.raises(ValueError, match="there are narrativeqa"):
         LongBench("nope", "file")
-    for content, says in (("nothing", "not JSON lines"), ("", "no rows"), ('{"context": ""}', "without one of")):
+    for content, says in (
+        ("nothing", "line 1: not JSON"),
+        ("", "no rows"),
+        ('{"context": ""}', "input: field required"),
+    ):
         (tmp_path / "bad.jsonl").write_text(content)
         with pytest.raises(ValueError, match=says):
             LongBench("trec", str(tmp_path / "bad.jsonl")).examples(Format(talker.tokenizer))

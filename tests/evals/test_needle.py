@@ -95,7 +95,8 @@ def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     with out.open("a") as file:
         file.write('{"example": 5, "sco')
     seen = []
-    resumed = evaluate(talker, SMALL, policy, chat=False, out=out, progress=lambda *done: seen.append(done))
+    with pytest.warns(UserWarning, match="cut short"):
+        resumed = evaluate(talker, SMALL, policy, chat=False, out=out, progress=lambda *done: seen.append(done))
     assert seen[0] == (len(calls[0]), 6)
     assert sorted(calls[0] + calls[2]) == list(range(6))
     assert [row["answer"] for row in resumed.rows] == [row["answer"] for row in blind.rows]

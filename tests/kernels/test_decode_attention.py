@@ -103,6 +103,16 @@ class TestDecodeAttention:
         np.testing.assert_allclose(got.logsumexp, lse, atol=TOLERANCE[dtype])
         np.testing.assert_allclose(got.probs, probs, atol=TOLERANCE[dtype])
 
+    def test_clusters_of_hundreds_and_thousands(self, attend):
+        """Each counts as often as the tokens that it stands for, whatever their number."""
+        q, k, v, _, _ = draw(7, 2, 1, 2, 64, 16, "float32", False)
+        sizes = np.random.default_rng(7).choice([0, 1, 65, 700, 4000, 30_000], size=(2, 1, 64))
+        k, v = (jnp.nan_to_num(x) for x in (k, v))
+        given = q, k, v, jnp.asarray(sizes, jnp.float32), None
+        got = attend(*given, probs=True)
+        for one, other in zip(got, expected(*given, scale=0.2), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
     def test_probabilities_are_given_only_when_asked_for(self, attend):
         given = draw(5, 1, 1, 2, 32, 16, "float32", False)
         with_probs, without = attend(*given, probs=True), attend(*given)

@@ -23,7 +23,7 @@ def draw(division, dtype):
     caches = []
     for heads, slots in division:
         shape = ROWS, len(heads), slots
-        weight = random.integers(0, 3, shape)
+        weight = random.choice([0, 1, 80, 0, 1, 2000], shape)
         held = [np.where(weight[..., None] > 0, random.normal(size=(*shape, DIM)), np.nan) for _ in "kv"]
         caches.append(Held(*(jnp.asarray(x, dtype) for x in held), jnp.asarray(weight, jnp.float32), heads))
     count = GROUP * sum(len(heads) for heads, _ in division)

@@ -136,6 +136,17 @@ def test_heavy_clusters(implementation, most):
     assert (off[:, :, :left] != 0).mean() < 0.01  # ties that float32 breaks
 
 
+@pytest.mark.parametrize(("implementation", "chunk"), [("gpu", 256), ("xla", 256), ("xla", 2400)])
+def test_large_stars(implementation, chunk):
+    """One cluster of more than a hundred tokens, or a thousand, itself of clusters: none is left out."""
+    tokens, target, first, count, _ = draw(11, [2], [2 * chunk], 0.0, chunk=chunk)
+    target = target.at[:, :, 0].set(3).at[:, 0, 1, ::2].set(1)
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    out = merge_clusters(tokens, target, first, count, chunk, **options)
+    check(out, (tokens, target, first, count, chunk))
+    assert np.nanmax(out.weight) > 64 + chunk // 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_copies(dtype):
     """What is a row's, and nothing else of what is written to."""

@@ -70,6 +70,22 @@ def test_leaves_are_named_by_their_path(tiny: Params) -> None:
     assert {"embed", "head", "norm", "layers.1.attn.q", "layers.0.mlp.down"} <= set(names)
 
 
+def test_what_they_look_like(tiny: Params) -> None:
+    assert repr(tiny).splitlines() == [
+        f"Params(llama, {count(tiny):,} parameters, float32, {4 * count(tiny) / 1000:.1f} kB",
+        "  2 layers of width 48, 4 query heads on 2 KV heads of 16, vocabulary of 64, window of 256 tokens",
+        "  tokenizer=None)",
+    ]
+    assert f"bfloat16, {2 * count(tiny) / 1000:.1f} kB" in repr(abstract(tiny.config, jnp.bfloat16))
+    # Whatever JAX and its users make of a pytree can be printed.
+    leaves, tree = jax.tree.flatten(tiny)
+    assert "bool" in repr(jax.tree.map(lambda leaf: leaf.ndim == 2, tiny))
+    assert "object" in repr(jax.tree.unflatten(tree, [object() for _ in leaves]))
+    traced: list[str] = []
+    jax.eval_shape(lambda params: traced.append(repr(params)), tiny)
+    assert traced == [repr(tiny)]
+
+
 def test_params_are_a_pytree_with_static_configuration(tiny: Params) -> None:
     doubled = jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p))(tiny)
     assert doubled.config == tiny.config

@@ -1,6 +1,7 @@
 """Rotary embeddings: what every rotation promises, and the frequencies of each context extension."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rope_oracle
 
 from kvjax.conversion import from_hf
 from kvjax.models.rope import NO_ROPE, Linear, Llama3, LongRope, Rope, RopeConfig, Yarn
@@ -111,6 +113,30 @@ def test_longrope_changes_beyond_the_original_window() -> None:
 def test_resolved_ropes_compare_and_hash_by_value() -> None:
     assert PLAIN.resolve(8) == RopeConfig(theta=1e4, dim=12).resolve(99)
     assert len({PLAIN.resolve(8), PLAIN.resolve(9), Rope(())}) == 2
+
+
+GOLDENS = json.loads(rope_oracle.GOLDENS.read_text())["cases"]
+
+
+@pytest.mark.parametrize("name", rope_oracle.CASES)
+def test_every_kind_equals_what_transformers_gave(name: str) -> None:
+    """Frequencies to 2 units in the last place, the factor on cosine and sine, and a vector turned to the last position."""
+    case, golden = rope_oracle.CASES[name], GOLDENS[name]
+    rope = from_hf(rope_oracle.fields(case)).rope.resolve(case["length"])
+    ours, theirs = (np.array(x, np.float32) for x in (rope.inv_freq, golden["inv_freq"]))
+    np.testing.assert_array_max_ulp(ours, theirs, maxulp=2)
+    assert rope.amplitude == pytest.approx(golden["amplitude"], rel=1e-12)
+    turned = rope.rotate(jnp.asarray(rope_oracle.VECTOR), jnp.int32(case["length"] - 1))
+    np.testing.assert_allclose(turned, golden["turned"], atol=5e-4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", rope_oracle.CASES)
+def test_transformers_still_gives_that(name: str) -> None:
+    pytest.importorskip("transformers")
+    theirs, golden = rope_oracle.theirs(rope_oracle.CASES[name]), GOLDENS[name]
+    for field in ("inv_freq", "amplitude", "turned"):
+        np.testing.assert_allclose(theirs[field], golden[field], rtol=1e-6, atol=1e-6)
 
 
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,8 @@ from policies.driver import ROPE, rotate, softmax
 class InfiniLayer:
     """All KV heads of a layer: rotated keys, values, and the directions that scores are told by.
 
-    Directions are chosen among the columns of `matrices` [K, H, H], or else among the prompt's own singular vectors.
+    `channels` that queries, and as many that keys are largest in are chosen among the columns of `matrices` [K, H, H], or
+    else among the prompt's own singular vectors.
     """
 
     def __init__(
@@ -35,13 +36,16 @@ class InfiniLayer:
                 for pos in range(len(queries))
                 for n in range(head * group, (head + 1) * group)
             ]
-            a = (
-                np.linalg.svd(np.stack(turned))[2].T
-                if self.matrices is None
-                else self.matrices[head].astype(np.float64)
-            )
-            size = np.abs(np.stack(turned) @ a).sum(axis=0) + np.abs(np.stack(held) @ a).sum(axis=0)
-            self.skew.append(a[:, np.argsort(-size, kind="stable")[: self.channels]])
+            if self.matrices is not None:
+                a = self.matrices[head].astype(np.float64)
+            elif 2 * self.channels >= queries.shape[2]:
+                a = np.eye(queries.shape[2])  # all directions, whichever
+            else:
+                _, singular, vectors = np.linalg.svd(np.stack(turned), full_matrices=False)
+                a = vectors[singular > 0.003 * singular[0]].T
+            sizes = (np.abs(np.stack(x) @ a).sum(axis=0) for x in (turned, held))
+            best = {i for size in sizes for i in np.argsort(-size, kind="stable")[: self.channels].tolist()}
+            self.skew.append(a[:, sorted(best)])
 
     def selected(self, turned: np.ndarray) -> list[set[int]]:
         """Of each KV head, what it reads besides the newest token, for rotated queries [N, H]."""

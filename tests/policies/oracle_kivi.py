@@ -25,29 +25,31 @@ def value_back(value: np.ndarray, bits: int, group: int) -> np.ndarray:
 
 
 class KiviHead:
-    """One KV head: exact keys and values of all tokens held, and their positions."""
+    """One KV head: keys and values of all tokens held, exact until they are packed, in the order of the published code."""
 
     def __init__(self, bits: int, group: int, channels: int, residual: int) -> None:
         self.bits, self.group, self.channels, self.residual = bits, group, channels, residual
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
+        self.packed_keys = self.packed_values = 0
 
     def append(self, k: np.ndarray, v: np.ndarray, pos: int) -> None:
         """One more token."""
         self.keys.append(rotate(ROPE, k, pos))
         self.values.append(v.astype(np.float64))
 
-    def held(self) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values as attention reads them."""
-        n = len(self.keys)
-        packed = n - n % self.residual
-        keys, values = np.stack(self.keys), np.stack(self.values)
-        keys[:packed] = keys_back(keys[:packed], self.bits, self.group)
-        for i in range(max(n - self.residual, 0)):
-            values[i] = value_back(values[i], self.bits, self.channels)
-        return keys, values
+    def pack(self) -> None:
+        """After the prompt, and after every step's attention: whole residuals of keys, and values but for the residual."""
+        whole = len(self.keys) // self.residual * self.residual
+        if whole > self.packed_keys:
+            new = np.stack(self.keys[self.packed_keys : whole])
+            self.keys[self.packed_keys : whole] = keys_back(new, self.bits, self.group)
+            self.packed_keys = whole
+        for i in range(self.packed_values, len(self.values) - self.residual):
+            self.values[i] = value_back(self.values[i], self.bits, self.channels)
+            self.packed_values = i + 1
 
     def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
         """Attention of a group's queries [G, H]."""
-        keys, values = self.held()
+        keys, values = np.stack(self.keys), np.stack(self.values)
         return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])

@@ -14,7 +14,7 @@ from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import CateKV, Full, HeadProfile, Policy, PolicyError, StreamingLLM
-from kvjax.policies.catekv import Adaptive, Consistent, chunk_scores, top_chunks
+from kvjax.policies.catekv import Adaptive, Consistent, Layout, chunk_scores, top_chunks
 from kvjax.policies.profile import fingerprint, load
 
 SMALL = {"budget": 24, "sinks": 2, "recent": 4, "chunk": 4, "window": 6}
@@ -145,6 +145,12 @@ def test_capacity_suffices(eta, budget):
     chunks = np.floor(eta * (middle // 8) + 1e-9).astype(int)
     held = np.where(tokens <= rows, tokens, sinks + recent + middle % 8 + 8 * chunks)
     assert held.max() + 10 <= policy.capacity(spec) <= max(held.max(), rows.max()) + 10 + 8 + 31
+
+
+def test_capacity_by_hand():
+    """Of 58 tokens between 2 sinks and 4 recent ones, half, and half of a tail of 8; then 25 new ones: no slot more than 64."""
+    spec = dataclasses.replace(make_case(0, [64], 25).spec, prompt_len=64)
+    assert Adaptive(Layout(16, 2, 4, 9, 4, "max_then_sum"), 0.5).capacity(spec) == 2 + 4 + 29 + 4 + 25 == 64
 
 
 # The policy and its profile.

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_chunkkv as oracle
-from policies.driver import kept, make_case, run
+from policies.driver import kept, make_case, run, softmax
 
 import kvjax
 from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import transformer
-from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv
+from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv, rotated
+from kvjax.policies.base import budget_rows
 
 HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
 """Attention that the 25 tokens of a prompt get, of which the last 4 are the window."""
@@ -71,7 +72,7 @@ def test_a_whole_budget_of_window():
 
 
 def test_kvpress_by_hand():
-    """Of three chunks ⌊3 · 17 / 25⌋ = 2 are kept; the window scores 0.3 as the best token, so 20 to 24 are 0.3 on average."""
+    """Of three chunks ⌊3 · 17 / 25⌋ = 2 are kept; the window scores 1.3, one more than the best token, so 20 to 24 are 1.1 on average."""
     policy = ChunkKV(budget=17, window=4, agg="mean", rule="kvpress")
     assert keep(policy, HAND) == [[*range(10), *range(20, 25)]]
     assert oracle.survivors([HAND], 17, 10, 4, agg="mean", rule="kvpress") == keep(policy, HAND)
@@ -90,9 +91,63 @@ def test_kvpress_counts_in_whole_numbers(chunk):
     assert policy._count(*million).tolist() == [-(-1_000_003 // chunk) * 900_001 // 1_000_003]
 
 
-# Random cases against the oracle.
+@pytest.mark.parametrize(("fraction", "chunks"), [(0.5, 13), (0.25, 6), (0.01, 1)])
+def test_kvpress_takes_a_share_of_the_chunks(fraction, chunks):
+    """517 tokens are 26 chunks of 20, whatever number of tokens the share is of them, and however many tokens follow."""
+    policy, length = ChunkKV(budget=fraction, chunk=20, rule="kvpress"), jnp.asarray([517], jnp.int32)
+    assert policy._count(length, length, budget_rows(fraction, length)).tolist() == [chunks]
+
 
 KVPRESS = {"agg": "mean", "pool": 5, "shared_heads": True, "rule": "kvpress"}
+
+
+def observed_and_kept(length: int, ratio: float, window: int, chunk: int) -> tuple[np.ndarray, list[list[int]]]:
+    """Random attention of a window [K, G, w, n - w] as kvpress has it, and what the policy keeps of the same prompt."""
+    policy = ChunkKV(budget=1 - ratio, chunk=chunk, window=window, **KVPRESS)
+    case = make_case(length, [length], steps=3)
+    held = kept(policy, case, run(policy, case)[2][0])[0]
+    turned_q, turned_k = (np.asarray(rotated(case.spec, jnp.asarray(x))) for x in (case.q, case.k))
+    attention = np.zeros((2, 2, window, length - window))
+    for head, n, i in np.ndindex(2, 2, window):
+        pos = length - window + i
+        logits = turned_k[0, : pos + 1, head] @ turned_q[0, pos, 2 * head + n] / np.sqrt(8)
+        attention[head, n, i] = softmax(logits)[: length - window]
+    return attention, [sorted(tokens) for tokens in held]
+
+
+RATIOS = pytest.mark.parametrize(
+    ("length", "ratio"), [(n, ratio) for n in (23, 96, 117, 135, 260) for ratio in (0.5, 0.75)]
+)
+
+
+@RATIOS
+def test_kvpress_keeps_the_same(length, ratio):
+    """Whole and partial last chunks, one with a single token of the window, and a prompt shorter than a chunk."""
+    attention, held = observed_and_kept(length, ratio, window=16, chunk=24)
+    assert held == oracle.kvpress(attention, ratio, chunk=24, pool=5)
+
+
+@pytest.mark.oracle
+@RATIOS
+def test_kvpress_in_torch_keeps_the_same(length, ratio):
+    """Its tensor operations in torch: average pooling, padding by the highest score and one, chunks of summed heads."""
+    torch = pytest.importorskip("torch", reason="the `oracle` extra is not installed")
+    attention, held = observed_and_kept(length, ratio, window=16, chunk=24)
+    scores = torch.tensor(attention).mean(dim=2).reshape(1, 4, -1)
+    scores = torch.nn.functional.avg_pool1d(scores, kernel_size=5, padding=2, stride=1).reshape(1, 2, 2, -1).mean(2)
+    scores = torch.nn.functional.pad(scores, (0, 16), value=scores.max().item() + 1)
+    if length < 24:
+        tokens = scores.topk(max(1, int(length * (1 - ratio))), dim=-1).values.amin(-1)
+        assert [len(head) for head in held] == [max(1, int(length * (1 - ratio)))] * 2
+        assert all((scores[0, i, head] >= tokens[0, i]).all() for i, head in enumerate(held))
+        return
+    chunks = scores.sum(dim=1)[0].split(24)
+    best = torch.stack([chunk.mean() for chunk in chunks]).topk(max(1, int(len(chunks) * (1 - ratio)))).indices
+    assert held == [sorted(pos for i in best.tolist() for pos in range(length)[24 * i : 24 * (i + 1)])] * 2
+
+
+# Random cases against the oracle.
+
 CONFIGURATIONS = {
     "gqa": ({"budget": 24, "chunk": 4, "window": 4}, 4, 2),
     "mha, budget not of whole chunks": ({"budget": 21, "chunk": 5, "window": 3}, 2, 2),
@@ -108,6 +163,7 @@ CONFIGURATIONS = {
         2,
     ),
     "kvpress": (KVPRESS | {"budget": 27, "chunk": 7, "window": 5}, 4, 2),
+    "kvpress, a share": (KVPRESS | {"budget": 0.4, "chunk": 7, "window": 5}, 4, 2),
     "fraction": ({"budget": 0.5, "chunk": 4, "window": 4}, 4, 2),
 }
 STEPS = 6
@@ -127,7 +183,9 @@ def test_equals_the_literal_algorithm(name):
             oracle.observed(queries[:length, head], case.k[row, :length, head], policy.window, policy.score)
             for head in range(kv_heads)
         ]
-        budget = policy.budget if isinstance(policy.budget, int) else (length + STEPS) // 2
+        budget = policy.budget
+        if isinstance(budget, float) and policy.rule == "paper":
+            budget = int((length + STEPS) * budget)
         held = oracle.survivors(
             observed,
             budget,
@@ -236,6 +294,8 @@ def test_hybrid_of_chunks_and_tokens(deep):
     held = prefilled(chunk_token_hybrid(4, SMALL), deep, PROMPT)
     assert held == prefilled(SMALL, deep, PROMPT)[:2] + prefilled(tokens, deep, PROMPT)[2:]
     assert chunk_token_hybrid(4, SMALL, lower=1) == ByLayer((SMALL,) + (tokens,) * 3)
+    assert chunk_token_hybrid(4, SMALL, lower=0) == ByLayer((tokens,) * 4)
+    assert chunk_token_hybrid(4, SMALL, lower=4) == ByLayer((SMALL,) * 4)
     assert chunk_token_hybrid(2) == by_layer([ChunkKV(), ChunkKV(chunk=1)])
     assert chunk_token_hybrid(2, SMALL, StreamingLLM()) == by_layer([SMALL, StreamingLLM()])
     with pytest.raises(PolicyError, match="lower=5; give 0 to 4"):

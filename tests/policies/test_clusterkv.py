@@ -11,7 +11,7 @@ from policies.driver import Case, compiled, make_case, rotate, run
 from policies.oracle_clusterkv import ClusterHead, select
 
 from kvjax.pallas_kernels import kmeans
-from kvjax.policies import ClusterKV, Full, PolicyError
+from kvjax.policies import ClusterKV, Full, InfiniGen, PolicyError, Quest
 from kvjax.policies.clusterkv import Clusters, _index
 
 SMALL = {"budget": 24, "sinks": 4, "exempt": 0, "n_clusters": 5, "window": 8, "new_clusters": 3}
@@ -285,6 +285,25 @@ def test_papers_defaults():
     assert (policy.sinks, policy.exempt, policy.iterations, policy.window, policy.new_clusters) == (16, 2, 20, 320, 4)
     lengths = jnp.asarray([32_000, 100, 79, 16, 17, 5], jnp.int32)
     assert policy._prompt_clusters(lengths).tolist() == [400, 1, 1, 0, 1, 0]
+
+
+def test_room_for_clusters():
+    """A cluster for every 80 tokens of a prompt, though at least one of them all, and three for each window that new tokens fill."""
+    case = make_case(0, [20], steps=33)
+    policy = ClusterKV(**SMALL | {"n_clusters": None})
+    for prompt_len, clusters in ((64, 1 + 4 * 3), (160, 2 + 4 * 3), (0, 4 * 3)):
+        spec = dataclasses.replace(case.spec, prompt_len=prompt_len)
+        assert policy.init(spec).sizes.shape == (1, 2, clusters)
+    assert dataclasses.replace(policy, cluster_decode=False).init(case.spec).sizes.shape == (1, 2, 1)
+
+
+@pytest.mark.parametrize("policy", [ClusterKV(exempt=1), Quest(exempt=1), InfiniGen(exempt=1)], ids=lambda p: p.name)
+def test_what_is_recalled(policy):
+    """Where a budget has room for all tokens, or a layer is exempt, everything is read; with one token less it is not."""
+    spec = make_case(0, [2000], steps=48).spec
+    for layer, budget, recalls in ((1, 2096, False), (1, 2095, True), (0, 2095, False)):
+        where = dataclasses.replace(spec, layer=layer)
+        assert dataclasses.replace(policy, budget=budget).recalls(where) == recalls
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def skew_profile(layers: int, heads: int, dim: int, model: str = "") -> SkewProf
 
 
 CONFIGURATIONS = {
-    "gqa": ({"budget": 12, "alpha": 2.0, "share": 0.375}, 4, 2),
+    "gqa": ({"budget": 12, "alpha": 2.0, "share": 0.3}, 4, 2),
     "a sample's directions": ({"budget": 12, "alpha": 2.0, "share": 0.375, "profile": skew_profile(1, 2, 8)}, 4, 2),
     "mha, all channels": ({"budget": 20, "alpha": 1.0, "share": 1.0}, 2, 2),
     "the budget decides": ({"budget": 5, "alpha": 50.0, "share": 0.25}, 4, 1),
@@ -53,7 +53,8 @@ def test_equals_the_literal_algorithm(name):
         picks.append(jax.device_get(select(states[i + 1], jnp.asarray(case.q[np.arange(ROWS), pos]), jnp.asarray(pos))))
     matrices = options["profile"].layer(0, 8) if "profile" in options else None
     for row, length in enumerate(case.lengths.tolist()):
-        literal = InfiniLayer(options["budget"], options["alpha"], states[0].skew.shape[-1], kv_heads, matrices)
+        channels = int(options["share"] * 8)  # rounded down, as the published code has it
+        literal = InfiniLayer(options["budget"], options["alpha"], channels, kv_heads, matrices)
         literal.prefill(case.q[row, :length], case.k[row, :length], case.v[row, :length])
         for i in range(STEPS):
             pos = length + i
@@ -105,7 +106,7 @@ def test_the_default_model_has_directions():
 def test_without_a_prompt_the_first_directions_are_taken():
     spec = layer_specs(TINY, 3, 0, 8, jnp.float32)[1]
     state = InfiniGen(budget=4, exempt=0, share=0.25, profile=PROFILE).init(spec)
-    np.testing.assert_array_equal(state.skew, np.stack([PROFILE.layer(1, 16)[..., :4]] * 3))
+    np.testing.assert_array_equal(state.skew, np.stack([PROFILE.layer(1, 16)[..., :8]] * 3))
 
 
 def test_parts_have_the_directions_of_their_heads():
@@ -123,11 +124,12 @@ def test_profiles_that_do_not_fit(tmp_path):
         PolicyError, match=f"{fingerprint(TINY)}, but .* {fingerprint(other)}; .*kvjax calibrate infinigen"
     ):
         InfiniGen(profile=PROFILE).bind(other)
-    with pytest.raises(PolicyError, match=r"2 layers of \[512\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
+    with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
         InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
     file = tmp_path / "skew.json"
     for damage, says in (
-        ((PROFILE.matrices[0], "not base64"), "one base64 text a layer"),
+        ((PROFILE.matrices[0], "not base85"), "one base85 text a layer"),
+        (('"version": 2', '"version": 1'), "skew profile of version 1, but this kvjax reads 2; make one with"),
         (('"matrices"', '"scores"'), "is not a skew profile: it has"),
     ):
         PROFILE.save(file)
@@ -208,12 +210,32 @@ def test_it_selects_by_what_it_foresaw(tiny):
     assert far[0].stats.host_cache_bytes > 0
 
 
-def test_partial_keys_are_a_fifth():
+def test_queries_and_keys_choose_directions_apart():
+    """By hand: queries are large in channel 0 alone, and keys in channel 3, though a fifth of 8 is 1; their sum is largest in 5."""
+    sizes = np.zeros((2, 8))
+    sizes[0, [0, 5]], sizes[1, [3, 5]] = (5, 4), (5, 4)
+    profile = SkewProfile.of(np.eye(8)[None, None], method="infinigen", model="", data="nothing", settings=())
+    policy, spec = InfiniGen(profile=profile, exempt=0), dataclasses.replace(make_case(0, [9], 1, 1, 1).spec, layer=0)
+    q, k = (jnp.asarray(np.tile(x, (1, 9, 1, 1)), jnp.float32) for x in sizes)
+    skew = np.asarray(policy._skew(spec, q, k, jnp.asarray([9], jnp.int32)))[0, 0]
+    np.testing.assert_array_equal(skew, np.eye(8)[:, [0, 3]])
+    same = np.asarray(policy._skew(spec, q, q, jnp.asarray([9], jnp.int32)))[0, 0]
+    np.testing.assert_array_equal(same, np.stack([np.eye(8)[:, 0], np.zeros(8)], axis=1))
+
+
+def test_the_threshold_is_the_one_for_this_family():
+    assert InfiniGen().alpha == 5
+
+
+def test_partial_keys_are_two_fifths_at_most():
     policy = InfiniGen(exempt=0)
     spec = layer_specs(TINY, 1, 6144, 64, jnp.bfloat16)[0]
     state = policy.init(spec)
-    assert state.partial.shape == (1, 2, 6272, 4)  # of 16 channels
-    assert policy.bytes_read(TINY, 1, 6144, 64) < 0.4 * Full().bytes_read(TINY, 1, 6144, 64)
+    assert state.partial.shape == (1, 2, 6272, 6)  # of 16 channels, 3 by queries and 3 by keys
+    # In 2 layers, 3 rows and 2 heads: partial keys and the directions they are in; keys and values of a fifth of the tokens.
+    fifth = 1248  # of 6208 tokens, rounded up to a multiple of 32
+    assert policy.bytes_read(TINY, 3, 6144, 64) == 2 * 3 * 2 * (6272 * 6 + 16 * 6 + fifth * 2 * 16) * 2
+    assert policy.bytes_read(TINY, 1, 6144, 64) < 0.5 * Full().bytes_read(TINY, 1, 6144, 64)
 
 
 @pytest.mark.parametrize(

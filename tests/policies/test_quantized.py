@@ -53,15 +53,26 @@ def test_equals_the_literal_algorithm(name):
     group = heads // kv_heads
     for row, head in np.ndindex(16, kv_heads):
         literal = KiviHead(policy.bits, policy.group, np.gcd(policy.group, 8), policy.residual)
-        for pos in range(lengths[row] + STEPS):
+        for pos in range(lengths[row]):
             literal.append(case.k[row, pos, head], case.v[row, pos, head], pos)
-            i = pos - lengths[row]
-            if i >= 0:
-                out = literal.attend(case.q[row, pos, head * group : (head + 1) * group], pos)
-                np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=1e-4)
-        for got, want in zip((last.k, last.v), literal.held(), strict=True):
+        for i in range(STEPS):
+            literal.pack()
+            pos = lengths[row] + i
+            literal.append(case.k[row, pos, head], case.v[row, pos, head], pos)
+            out = literal.attend(case.q[row, pos, head * group : (head + 1) * group], pos)
+            np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=1e-4)
+        for got, want in ((last.k, literal.keys), (last.v, literal.values)):
             np.testing.assert_allclose(got[row, head, : len(want)], want, atol=1e-4)
             assert not np.asarray(got[row, head, len(want) :]).any()
+
+
+@pytest.mark.parametrize("policy", [KIVI(residual=128), quantized(SnapKV(budget=500))], ids=lambda p: p.name)
+def test_nothing_is_lost_within_the_residual(policy):
+    """A step attends before it packs, so the token that fills the residual is read exactly, with all before it."""
+    residual = policy.residual
+    case = make_case(9, [residual - 3, residual - 10, 1], 3)
+    exact, packed = (run(p.bind(TINY), case)[1] for p in (Full(), policy))
+    np.testing.assert_allclose(packed, exact, atol=1e-5)
 
 
 # Packed numbers.
@@ -145,9 +156,10 @@ def test_bytes_are_those_of_packed_numbers(bits, share):
     policy = KIVI(bits=bits)
     spec = layer_specs(TINY, 1, 6000, 144, jnp.bfloat16)[0]
     slots = policy.capacity(spec)
+    assert slots == Full().capacity(spec)  # whole groups already
     numbers = slots * 16
     keys, values = numbers * bits // 8 + 4 * numbers // 32, numbers * bits // 8 + 4 * numbers // 16
-    head = keys + values + 4 * slots + 2 * 32 * 16 * 2 + 4
+    head = keys + values + 4 * slots + (32 + 33) * 16 * 2 + 4
     held = policy.nbytes(TINY, 1, 6000, 144)
     assert held == 2 * (2 * head + 4)
     assert held < (share + 0.05) * Full().nbytes(TINY, 1, 6000, 144)

@@ -109,6 +109,9 @@ def test_bytes():
     far = offloaded(policy)
     assert far.host_nbytes(TINY, 1, 6144, 64) == 2 * values
     assert far.nbytes(TINY, 1, 6144, 64) < 0.5 * full
+    # In 3 rows, of either head and layer: exact slots, 1024 tokens' coefficients and values, landmarks, the basis.
+    read = slots * 2 * 16 + 1024 * (8 + 16) + 768 * 16 + 8 * 16
+    assert policy.bytes_read(TINY, 3, 6144, 64) == 2 * 3 * 2 * read * 2
     assert policy.bytes_read(TINY, 1, 6144, 64) < 0.4 * full
 
 

@@ -15,10 +15,14 @@ from kvjax.policies import (
     H2O,
     AdaKV,
     CaM,
+    ClusterKV,
     Full,
+    InfiniGen,
     KNorm,
     PolicyError,
     PyramidKV,
+    Quest,
+    ShadowKV,
     SnapKV,
     TreeKV,
     get_policy,
@@ -123,10 +127,20 @@ class Windowed(Case):
         return dataclasses.replace(super().spec, window=10)
 
 
-@by_name("policy", [Full(), AdaKV(), H2O(), CaM()], ids=lambda policy: policy.name)
+ALL_OF_THEM = [
+    ClusterKV(budget=64, sinks=2, exempt=0, n_clusters=5, cluster_decode=False),
+    InfiniGen(budget=64, exempt=0, alpha=1e9, share=1.0, profile="prompt"),
+    Quest(budget=64, page=4, exempt=0),
+    ShadowKV(budget=48, rank=16, chunk=4, outlier_chunks=0, local_chunks=1),
+]
+"""Policies that select, and have a budget for all that there is."""
+
+
+@by_name("policy", [Full(), AdaKV(), H2O(), CaM(), *ALL_OF_THEM], ids=lambda policy: policy.name)
 def test_a_sliding_window_ends_the_view(policy):
     """A query sees its own token and the nine before, whatever the policy keeps besides."""
     case = Windowed(**vars(make_case(45, LENGTHS, 4)))
+    assert policy not in ALL_OF_THEM or policy.recalls(case.spec)
     _, outputs, _ = run(policy, case)
     for row, length in enumerate(LENGTHS):
         pos = length + 3

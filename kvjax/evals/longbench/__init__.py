@@ -12,6 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
+from kvjax import json_lines
 from kvjax.evals.task import Example, Format
 
 from . import metrics as metrics
@@ -50,6 +53,16 @@ class LongBench:
                 f"max_length={self.max_length}, samples={self.samples}; give 2 or more, and 1 or more or None"
             )
 
+    def check(self) -> None:
+        """Read the file, and raise what `examples` or the task's metric would.
+
+        Raises:
+            ValueError: as `examples`.
+            ImportError: a package that the metric needs is not installed.
+        """
+        self._rows()
+        metrics.check(tasks()[self.task]["metric"])
+
     @property
     def name(self) -> str:
         """longbench-TASK."""
@@ -59,23 +72,23 @@ class LongBench:
         """The rows of the file; what the prompt has after the context is the question.
 
         Raises:
-            ValueError: the file is not of LongBench's form.
+            ValueError: a line of the file is not of LongBench's form.
         """
         task, found = tasks()[self.task], []
         before, after = task["prompt"].split("{context}")
         for row in self._rows():
             context, question = truncated(
-                form, before + row["context"], after.replace("{input}", row["input"]), self.max_length
+                form, before + row.context, after.replace("{input}", row.input), self.max_length
             )
             found.append(
                 Example(
                     context=context,
                     question=question,
-                    answers=tuple(row["answers"]),
+                    answers=tuple(row.answers),
                     max_new_tokens=task["max_new_tokens"],
                     chat=task["chat"],
-                    labels={"length": row["length"]},
-                    choices=tuple(row["all_classes"] or ()),
+                    labels={"length": row.length},
+                    choices=tuple(row.all_classes or ()),
                 )
             )
         return found
@@ -88,17 +101,16 @@ class LongBench:
         metric, extra = getattr(metrics, task["metric"]), (example.choices,) if example.choices else ()
         return max(metric(answer, reference, *extra) for reference in example.answers)
 
-    def _rows(self) -> list[dict[str, Any]]:
-        lines = [line for line in Path(self.file).read_text(encoding="utf-8").split("\n") if line.strip()]
-        needed = ("context", "input", "answers", "all_classes", "length")
-        try:
-            rows = [json.loads(line) for line in lines[: self.samples]]
-            complete = rows and all(name in row for row in rows for name in needed)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.file}: not JSON lines ({error})") from None
-        if not complete:
-            raise ValueError(f"{self.file}: not of LongBench's form: no rows, or without one of {', '.join(needed)}")
-        return rows
+    def _rows(self) -> list["_Row"]:
+        return json_lines.read(Path(self.file), _Row, most=self.samples)
+
+
+class _Row(BaseModel):
+    context: str
+    input: str
+    answers: list[str] = Field(min_length=1)
+    all_classes: list[str] | None
+    length: int
 
 
 def truncated(form: Format, context: str, question: str, max_length: int) -> tuple[str, str]:

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kvjax.evals.extras import optional
+from kvjax.extras import optional
 
 _CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+
+
+def check(metric: str) -> None:
+    """Raise ImportError if a package that a metric needs is not installed."""
+    if metric.startswith("rouge"):
+        _rouge()
+    if metric in ("f1_zh", "rouge_l_zh"):
+        _jieba()
 
 
 def f1(answer: str, reference: str) -> float:

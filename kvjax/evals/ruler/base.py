@@ -28,6 +28,9 @@ class RulerTask:
     samples: int = 500
     seed: int = 0
 
+    def check(self) -> None:
+        """Raise ImportError if a package that the task needs is not installed."""
+
     @property
     def name(self) -> str:
         """RULER's name of the task."""

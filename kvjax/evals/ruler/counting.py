@@ -31,6 +31,10 @@ class CommonWords(RulerTask):
     often: int | None = None
     seldom: int | None = None
 
+    def check(self) -> None:
+        """Raise ImportError if there is no vocabulary."""
+        all_words()
+
     def example(self, form: Format, index: int, seed: int) -> Example:
         """A list as long as fits."""
         short = self.length < 4096

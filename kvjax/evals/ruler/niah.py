@@ -86,6 +86,13 @@ class Niah(RulerTask):
         if SETTINGS[self.task].hay == "text" and self.text is None:
             raise ValueError(f"{self.task} hides its needles in a text; give one as text (--text FILE)")
 
+    def check(self) -> None:
+        """Raise ImportError if keys or values are words, and there is no vocabulary."""
+        if "words" in (SETTINGS[self.task].key, SETTINGS[self.task].value):
+            category("noun")
+        if self.text is not None:
+            haystack.sentences(self.text)
+
     @property
     def name(self) -> str:
         """RULER's name of the task."""

@@ -1,14 +1,17 @@
 """RULER's question answering (Hsieh et al. 2024, section 3.4): documents that answer a question among many that do not."""
 
 import dataclasses
-import json
 import random
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
+
+from kvjax import strict_json
 from kvjax.evals.sizing import largest
 from kvjax.evals.task import Example, Format
+from kvjax.json_lines import complaint
 
 from .base import RulerTask
 from .scoring import match_part
@@ -87,35 +90,72 @@ def read(file: str) -> tuple[str, list[Question], list[str]]:
     """
     if not file:
         raise ValueError("RULER's QA tasks need a file of questions: SQuAD 2 or HotpotQA as JSON (--data FILE)")
-    content: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+    content = Path(file).read_bytes()
     try:
-        if isinstance(content, dict):
-            return "qa_1", *_squad(content["data"])
-        return "qa_2", *_hotpot(content)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: neither of SQuAD's form nor of HotpotQA's ({error!r})") from None
+        kind: Any = _Squad if isinstance(strict_json.loads(content), dict) else list[_Entry]
+        found = TypeAdapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{file}: neither of SQuAD's form nor of HotpotQA's ({complaint(error)})") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return ("qa_1", *_squad(found)) if kind is _Squad else ("qa_2", *_hotpot(found))
 
 
-def _squad(articles: list[Any]) -> tuple[list[Question], list[str]]:
-    documents = sorted({paragraph["context"] for article in articles for paragraph in article["paragraphs"]})
+class _Answer(BaseModel):
+    text: str
+
+
+class _Asked(BaseModel):
+    question: str
+    answers: list[_Answer]
+    is_impossible: bool = False
+
+    @model_validator(mode="after")
+    def _has_an_answer(self) -> Self:
+        if not self.is_impossible and not self.answers:
+            raise ValueError("has no answer, and does not say is_impossible")
+        return self
+
+
+class _Paragraph(BaseModel):
+    context: str
+    qas: list[_Asked]
+
+
+class _Article(BaseModel):
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(BaseModel):
+    data: list[_Article]
+
+
+class _Entry(BaseModel):
+    question: str
+    answer: str
+    context: list[tuple[str, list[str]]]
+
+
+def _squad(file: _Squad) -> tuple[list[Question], list[str]]:
+    documents = sorted({paragraph.context for article in file.data for paragraph in article.paragraphs})
     at = {document: i for i, document in enumerate(documents)}
     questions = []
-    for article in articles:
-        places = [at[paragraph["context"]] for paragraph in article["paragraphs"]]
-        for paragraph, place in zip(article["paragraphs"], places, strict=True):
+    for article in file.data:
+        places = [at[paragraph.context] for paragraph in article.paragraphs]
+        for paragraph, place in zip(article.paragraphs, places, strict=True):
             related = tuple(dict.fromkeys(other for other in places if other != place))
-            for asked in paragraph["qas"]:
-                if not asked.get("is_impossible", False):
-                    answers = tuple(answer["text"] for answer in asked["answers"])
-                    questions.append(Question(asked["question"], answers, (place,), related))
+            for asked in paragraph.qas:
+                if not asked.is_impossible:
+                    answers = tuple(answer.text for answer in asked.answers)
+                    questions.append(Question(asked.question, answers, (place,), related))
     return questions, documents
 
 
-def _hotpot(entries: list[Any]) -> tuple[list[Question], list[str]]:
-    texts = [[f"{title}\n{''.join(lines)}" for title, lines in entry["context"]] for entry in entries]
+def _hotpot(entries: list[_Entry]) -> tuple[list[Question], list[str]]:
+    texts = [[f"{title}\n{''.join(lines)}" for title, lines in entry.context] for entry in entries]
     documents = sorted({text for group in texts for text in group})
     at = {document: i for i, document in enumerate(documents)}
     return [
-        Question(entry["question"], (entry["answer"],), tuple(dict.fromkeys(at[text] for text in group)), ())
+        Question(entry.question, (entry.answer,), tuple(dict.fromkeys(at[text] for text in group)), ())
         for entry, group in zip(entries, texts, strict=True)
     ], documents

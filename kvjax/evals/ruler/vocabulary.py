@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from kvjax.evals.extras import optional
+from kvjax.extras import optional
 
 
 @cache

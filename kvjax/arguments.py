@@ -1,0 +1,54 @@
+"""Arguments as people pass them: numbers of Python, NumPy or JAX made plain, and values shown in errors."""
+
+import reprlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def plain(value: Any) -> Any:
+    """Python's number for a scalar of NumPy or JAX, or for an array of no dimensions; anything else as it is."""
+    scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
+    return value.item() if scalar else value
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """A whole number, `least` or more.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
+        raise ValueError(f"{name}={short(found)}; give a whole number{'' if least is None else f', {least} or more'}")
+    return found
+
+
+def number(name: str, value: Any, ok: Callable[[float], bool], allowed: str) -> float:
+    """A finite number that is `ok`.
+
+    Raises:
+        ValueError: it is none; the message says what is `allowed`.
+    """
+    found = plain(value)
+    finite = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= sys.float_info.max
+    if not finite or not ok(found):
+        raise ValueError(f"{name}={short(found)}; give {allowed}")
+    return float(found)
+
+
+def shown(value: Any) -> str:
+    """A value and its type, in a few words."""
+    if isinstance(value, np.ndarray | jax.Array) and value.ndim:
+        return f"an array of shape {value.shape} and type {value.dtype}"
+    return f"{short(value)} ({type(value).__name__})"
+
+
+def short(value: Any, most: int = 60) -> str:
+    """`repr`, of long values the beginning and the end: of lists a few items, of others `most` characters."""
+    form = reprlib.Repr()
+    form.maxstring = form.maxother = most
+    return form.repr(value)

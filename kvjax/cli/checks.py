@@ -1,0 +1,96 @@
+"""Checks of what stands on the command line, made before anything is loaded."""
+
+import math
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+T = TypeVar("T", int, float)
+
+MOST = 2**31 - 1
+"""No count of tokens or examples is larger: positions are 32-bit numbers."""
+
+
+def listed(text: str, option: str) -> list[str]:
+    """Names separated by commas."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise typer.BadParameter(f"{text!r}: give names separated by commas, none of them empty", param_hint=option)
+    once(names, option)
+    return names
+
+
+def numbers(text: str, kind: Callable[[str], T], option: str, allowed: str, test: Callable[[T], bool]) -> tuple[T, ...]:
+    """Numbers separated by commas.
+
+    Args:
+        allowed: which numbers pass `test`, for the message.
+    """
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give numbers separated by commas", param_hint=option) from None
+    for value in found:
+        if not (math.isfinite(value) and test(value)):
+            raise typer.BadParameter(f"{value}: give {allowed}", param_hint=option)
+    once(found, option)
+    return found
+
+
+def positive(value: float | None, option: str) -> None:
+    """A number that is finite and above 0, if there is one."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"{value}: give a number above 0", param_hint=option)
+
+
+def once(values: Sequence[object], option: str) -> None:
+    """Nothing is listed twice."""
+    again = [value for i, value in enumerate(values) if value in values[:i]]
+    if again:
+        raise typer.BadParameter(f"{again[0]} is there twice", param_hint=option)
+
+
+def picture(path: Path | None) -> None:
+    """A picture can be drawn, and written to this file, if there is one.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: it knows no format of that name.
+        OSError: as `destination`.
+    """
+    if path is None:
+        return
+    from kvjax.plots import check_format
+
+    check_format(path)
+    destination(path)
+
+
+def destination(path: Path | None, folder: bool = False) -> None:
+    """A file can be written here, or with `folder` a folder with files in it.
+
+    Raises:
+        OSError: something is in the way, or above it is no folder that can be written to.
+    """
+    if path is None:
+        return
+    if path.exists():
+        mode = path.stat().st_mode
+        if folder and not stat.S_ISDIR(mode):
+            raise NotADirectoryError(f"{path} is there, but is not a folder; give another path")
+        if not folder and stat.S_ISDIR(mode):
+            raise IsADirectoryError(f"{path} is a folder; give the path of a file")
+        if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+            raise FileExistsError(f"{path} is there, but is not a file; give another path")
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} may not be written to; give another path")
+        return
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{path} cannot be written: {above} is not a folder")
+    if not os.access(above, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: the folder {above} may not be written to")

@@ -1,0 +1,88 @@
+"""What is asked of a continuation, checked in one place for every way of asking."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.arguments import plain, short, shown, whole
+from kvjax.models import Params
+from kvjax.sampling import Greedy, Sample, make_sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How to go on from a prompt.
+
+    Attributes:
+        max_new_tokens: most tokens to draw in a row.
+        sampler: how they are drawn.
+        seed: of the first row, the next ones' follow; from 0 to 2**32 - 1.
+        stop: strings that end a text.
+        ends: token ids that end a row.
+    """
+
+    max_new_tokens: int
+    sampler: Greedy | Sample
+    seed: int
+    stop: tuple[str, ...]
+    ends: tuple[int, ...]
+
+
+def check_request(
+    params: Params,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+) -> Request:
+    """The request that arguments of `kvjax.generate` amount to; numbers may be NumPy's or JAX's.
+
+    Raises:
+        ValueError: one of them is of the wrong kind or out of range.
+    """
+    check_params(params)
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"stop={short(stop)}; give a string, or a list of strings, none of them empty")
+    if strings and params.tokenizer is None:
+        raise ValueError(
+            f"stop={short(stop)}, but this model has no tokenizer; give stop strings to a model with a tokenizer"
+        )
+    return Request(
+        max_new_tokens=whole("max_new_tokens", max_new_tokens, 1),
+        sampler=make_sampler(temperature, top_k, top_p, min_p),
+        seed=whole("seed", seed) % 2**32,
+        stop=tuple(strings),
+        ends=() if flag("ignore_eos", ignore_eos) else params.config.eos,
+    )
+
+
+def check_params(params: Any) -> None:
+    """Raise `ValueError` unless these are a model's weights."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params is {shown(params)}; give a model's weights, such as kvjax.load(...) returns")
+    if isinstance(params.embed, jax.ShapeDtypeStruct):
+        raise ValueError("params are the shapes of weights alone; give weights, such as kvjax.load(...) returns")
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(plain(value), bool):
+        raise ValueError(f"{name}={short(value)}; give True or False")
+    return bool(value)
+
+
+def row_seeds(seed: int, rows: Sequence[int]) -> np.ndarray:
+    """The seed of each row: with `seed + i`, modulo 2**32, row i draws as it would alone with that seed."""
+    return np.asarray([(seed + row) % 2**32 for row in rows], np.uint32)

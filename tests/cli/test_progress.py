@@ -1,0 +1,58 @@
+"""What takes a while says how far it is, also where there is no terminal to draw on."""
+
+import re
+import time
+
+import pytest
+
+from kvjax.cli import progress
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+
+
+def test_by_default_the_first_line_comes_after_two_seconds() -> None:
+    assert progress.PATIENCE <= 2
+    assert progress.EVERY <= 10
+
+
+def test_lines_say_what_is_done_and_how_long_it_took(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.bar() as begin:
+        report = begin("one")
+        time.sleep(0.15)
+        report(3, 20)
+        time.sleep(0.15)
+        begin("two")
+        time.sleep(0.15)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.split("\n")[:-1]
+    assert re.fullmatch(r"one: \d+ s", lines[0])
+    assert any(re.fullmatch(r"one: 3 of 20, \d+ s", line) for line in lines)
+    assert re.fullmatch(r"two: \d+ s", lines[-1])
+    assert err.replace("\n", "").isprintable()
+
+
+def test_waiting_says_so_too(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.waiting("Compiling"):
+        time.sleep(0.2)
+    assert re.match(r"Compiling: \d+ s\n", capsys.readouterr().err)
+
+
+def test_what_is_soon_done_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.bar() as begin:
+        begin("one")(1, 2)
+    with progress.waiting("Compiling"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_ends_the_lines(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), progress.waiting("Compiling"):
+        raise KeyError
+    capsys.readouterr()
+    time.sleep(0.15)
+    assert capsys.readouterr() == ("", "")

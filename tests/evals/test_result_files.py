@@ -1,0 +1,253 @@
+"""Result files that a run goes on with: every answer is read back as it was, and what is damaged costs no other row."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvjax.bench.case import Case
+from kvjax.bench.results import Results
+from kvjax.cache import layer_specs
+from kvjax.evals import NeedleInAHaystack, evaluate, running
+from kvjax.evals.checkpoint import Checkpoint
+from kvjax.evals.measuring import measure
+from kvjax.evals.naming import Inputs
+from kvjax.policies import StreamingLLM
+
+TASK = NeedleInAHaystack(lengths=(300,), depths=(0.0, 0.5, 1.0), kind="passkey")
+ODD = "12345 a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\r\nh ü 語"
+"""Everything at which `str.splitlines` cuts."""
+
+
+@pytest.fixture
+def run(talker, tmp_path, monkeypatch):
+    """`evaluate` into a file, of a model that answers at once; `run.asked` counts the examples."""
+    out = tmp_path / "needle.jsonl"
+
+    def answer(params, prompts, **options):
+        go.asked += len(prompts)
+        shares = ("cache_bytes", "host_cache_bytes", "full_cache_bytes", "prefill_seconds", "decode_seconds")
+        stats = SimpleNamespace(rows=len(prompts), **dict.fromkeys(shares, 2))
+        return [SimpleNamespace(text=ODD, tokens=[1, 2], stats=stats) for _ in prompts]
+
+    def go():
+        go.asked = 0
+        return evaluate(talker, TASK, batch=1, out=out).rows
+
+    monkeypatch.setattr(running, "generate", answer)
+    go.out = out
+    return go
+
+
+def test_answers_may_have_any_character(run):
+    rows = run()
+    assert [row["answer"] for row in rows] == [ODD] * 3
+    assert (run(), run.asked) == (rows, 0)
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n", b"\x00\x00\x00"], ids=["none", "newline", "blank", "zeros"])
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
+def test_a_last_line_that_was_cut_short_is_run_again(run, part, ending):
+    rows = run()
+    *lines, last = run.out.read_bytes().split(b"\n")[:-1]
+    run.out.write_bytes(b"\n".join(lines) + b"\n" + last[: int(part * len(last))] + ending)
+    with pytest.warns(UserWarning, match=r"needle.jsonl, line 4: cut short"):
+        assert (run(), run.asked) == (rows, 1)
+    assert run.out.read_bytes() == b"\n".join([*lines, last]) + b"\n"
+
+
+def test_a_cut_within_a_character(run):
+    rows = run()
+    content = run.out.read_bytes()
+    run.out.write_bytes(content[: content.rindex("語".encode()) + 1])
+    with pytest.warns(UserWarning, match="cut short"):
+        assert (run(), run.asked) == (rows, 1)
+
+
+def test_a_last_line_that_lacks_but_its_newline_is_whole(run):
+    rows = run()
+    content = run.out.read_bytes()
+    run.out.write_bytes(content.removesuffix(b"\n"))
+    assert (run(), run.asked) == (rows, 0)
+    assert run.out.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"score": "1"}, "score: input should be a valid number, not '1'"),
+        ({"score": 1.5}, "score: input should be less than or equal to 1, not 1.5"),
+        ({"score": None}, "score: input should be a valid number"),
+        ({"score": float("nan")}, "score: "),
+        ({"example": 3}, "example 3, but there are 3, counted from 0"),
+        ({"example": -1}, "example: input should be greater than or equal to 0, not -1"),
+        ({"example": True}, "example: input should be a valid integer"),
+        ({"example": 0}, "example 0 is there twice"),
+        ({"answer": 5}, "answer: input should be a valid string, not 5"),
+        ({"labels": {}}, "labels of example 1 are {}, but should be {'length': 300, 'depth': 0.5, 'kind': 'passkey'}"),
+        ({"labels": [1]}, "labels: input should be"),
+        ({"answers": ["00000"]}, r"answers of example 1 are \['00000'\], but should be"),
+        ({"new_tokens": -1}, "new_tokens: "),
+        ({"decode_seconds": None}, "decode_seconds: "),
+    ],
+)
+def test_rows_are_what_they_should_be(run, change, says):
+    run()
+    lines = run.out.read_text(encoding="utf-8").split("\n")
+    lines[2] = json.dumps(json.loads(lines[2]) | change)
+    refused(run, "\n".join(lines).encode(), rf"needle.jsonl, line 3: {says}")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"example": 1, "score"', r"line 3: not JSON \(Expecting ':' delimiter at column 23\)"),
+        (b"[1]", "line 3: input should be"),
+        (b"{}", "line 3: example: field required"),
+        (b'"\xff"', r"line 3: not UTF-8 text \(invalid start byte at byte 1\)"),
+        (b"[" * 100_000, "line 3: not JSON"),
+    ],
+)
+def test_damage_in_the_middle_is_told_and_left_alone(run, line, says):
+    run()
+    lines = run.out.read_bytes().split(b"\n")
+    refused(run, b"\n".join([*lines[:2], line, *lines[3:]]), says)
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"header": {}}', b'{"header": {"settings": 1, "versions": 2}}', b"\xff"]
+)
+def test_what_is_no_result_file_is_left_alone(run, content):
+    refused(run, content, "is there, but is not a result file of kvjax; give another path")
+
+
+def refused(run, content, says):
+    run.out.write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        run()
+    assert (run.asked, run.out.read_bytes()) == (0, content)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"value": "low"}, "line 2: value: input should be a valid number"),
+        ({"policy": "treekv"}, "line 2: policy 'treekv', not 'full'"),
+        ({"task": "vt"}, "line 2: task 'vt', not 'fidelity'"),
+        ({"count": None}, "line 2: count: "),
+        (None, "line 3: the result is there twice"),
+    ],
+)
+def test_a_measure_is_one_row(talker, tmp_path, change, says):
+    book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
+    book.write_text("One fish. Two fish. " * 10)
+    inputs = Inputs(lengths=(64,), text=book)
+    found = measure(talker, "fidelity", inputs, running.get_policy("full"), out=out)
+    assert measure(talker, "fidelity", inputs, running.get_policy("full"), out=out) == found
+    header, row = out.read_text().split("\n")[:2]
+    rows = [row, row] if change is None else [json.dumps(json.loads(row) | change)]
+    out.write_text("\n".join([header, *rows, ""]))
+    with pytest.raises(ValueError, match=says):
+        measure(talker, "fidelity", inputs, running.get_policy("full"), out=out)
+
+
+def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
+    """JSON has no NaN: a strict parser must take the file, and the run that goes on with it too."""
+    book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
+    book.write_text("One fish. Two fish. " * 10)
+    broken = dataclasses.replace(talker, norm=talker.norm * float("nan"))
+    found = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), running.get_policy("full"), out=out)
+    assert found.value != found.value
+
+    def strict(name):
+        raise AssertionError(name)
+
+    header, row, _ = out.read_text().split("\n")
+    assert json.loads(row, parse_constant=strict)["value"] is None
+    again = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), running.get_policy("full"), out=out)
+    assert again.value != again.value
+    assert again.count == found.count
+
+
+@pytest.fixture(scope="module")
+def state(tiny, tmp_path_factory):
+    """A checkpoint of a reading, and how to load one for it."""
+    policy, path = StreamingLLM(budget=8, sinks=2), tmp_path_factory.mktemp("state") / "state.npz"
+    caches = tuple(policy.init(spec) for spec in layer_specs(tiny.config, 1, 0, 20, tiny.dtype))
+    Checkpoint(path, {"a": 1}).save(caches, 3, np.zeros((1, 3), np.float32))
+    return path, lambda file: Checkpoint(file, {"a": 1}).load(caches)
+
+
+def test_a_damaged_checkpoint_is_told(state, tmp_path):
+    whole, load = state
+    content, file = whole.read_bytes(), tmp_path / "state.npz"
+    assert load(whole)[1] == 3
+    damaged = [content[: int(part * len(content))] for part in (0, 0.1, 0.5, 0.9, 0.999)]
+    damaged += [
+        content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+        for at in (0, *range(200, len(content) // 2, 997))
+    ]
+    for each in [*damaged, b"PK\x03\x04", b"\x93NUMPY"]:
+        file.write_bytes(each)
+        with pytest.raises(ValueError, match=r"state.npz is no checkpoint that can be read"):
+            load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"position": 4}, "scores of shape"),
+        ({"scores": np.zeros((1, 3))}, "scores of shape"),
+        ({"scores": np.zeros(3, np.float32)}, "scores of shape"),
+        ({"leaf0": np.zeros(5, np.uint8)}, "caches of other sizes"),
+        ({"run": "{}"}, "of another run"),
+    ],
+)
+def test_a_checkpoint_is_what_it_should_be(state, tmp_path, change, says):
+    whole, load = state
+    with np.load(whole) as found:
+        arrays = dict(found) | change
+    np.savez(tmp_path / "state.npz", **arrays)
+    with pytest.raises(ValueError, match=says):
+        load(tmp_path / "state.npz")
+
+
+CASE = dataclasses.asdict(Case("full", {}, 10, 1, "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([CASE, CASE | {"tpot_ms": 3.0}], "row 2: the case of row 1 again"),
+        ([CASE, CASE | {"context": "10"}], "row 2: context: input should be a valid integer, not '10'"),
+        ([CASE | {"policy": None}], "row 1: policy: "),
+        ([{"failed": "x"}], "row 1: policy: field required"),
+        ([CASE | {"tpot_ms": "fast"}], "row 1: tpot_ms: input should be a valid number"),
+        ([1], "is not a result file of kvjax"),
+        ({"a": 1}, "is not a result file of kvjax"),
+    ],
+)
+def test_rows_of_a_benchmark(tmp_path, rows, says):
+    out = tmp_path / "bench.json"
+    out.write_text(json.dumps({"header": {}, "rows": rows}))
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match=says):
+        Results(out, [], {}, said=lambda row: None)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"", b"[", b'{"header": {}, "rows": null}'])
+def test_what_is_no_benchmark(tmp_path, content):
+    out = tmp_path / "bench.json"
+    out.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bench.json is there, but is not a result file of kvjax"):
+        Results(out, [], {}, said=lambda row: None)
+
+
+def test_a_benchmark_writes_strict_json(tmp_path):
+    out, case = tmp_path / "bench.json", Case("full", {}, 10, 1, "tiny")
+    Results(out, [case], {}, said=lambda row: None).add(case, {"tpot_ms": float("nan"), "failed": "a\ud800"})
+    assert Results(out, [case], {}, said=lambda row: None).missing() == []
+    assert (json.loads(out.read_text())["rows"][0]["tpot_ms"], "NaN" in out.read_text()) == (None, False)

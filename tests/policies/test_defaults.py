@@ -1,0 +1,116 @@
+"""Hyperparameters: a policy given no more than a budget is its method as published, and the least that is allowed is allowed."""
+
+import pytest
+
+from kvjax.policies import PolicyError, get_policy, policies, pyramid
+
+# By the paper, or where that is silent, by its code.
+PUBLISHED = {
+    "adakv": {"window": 32, "pool": "max", "kernel": 7, "alpha": 0.2},
+    "cam": {"sinks": 4, "merge": 16},
+    "catekv": {"eta": 1.0, "chunk": 8, "window": 64, "budget": 2048},
+    "chelsea": {"sinks": 16, "recent": 64, "chunk": 256, "schedule": "llama-3"},
+    "chunkkv": {"chunk": 10, "window": 32, "reuse": 1, "score": "softmax", "agg": "sum", "pool": None},
+    "clusterkv": {
+        "sinks": 16,
+        "exempt": 2,
+        "tokens_per_cluster": 80,
+        "window": 320,
+        "new_clusters": 4,
+        "iterations": 20,
+    },
+    "duoattention": {"sinks": 64, "budget": 64 + 256},
+    "expected_attention": {"sinks": 4, "future": 512, "epsilon": 0.02},
+    "h2o": {"recent": None, "observers": "all"},
+    "infinigen": {"budget": 0.2, "alpha": 4.0, "share": 0.2, "exempt": 2},
+    "kivi": {"bits": 2, "group": 32, "residual": 32},
+    "knorm": {"exempt": 2},
+    "pyramidkv": {"window": 32, "pool": "max", "kernel": 7, "beta": 20},
+    "quest": {"page": 16, "exempt": 2, "recent": 0, "gqa": "query_head"},
+    "shadowkv": {"rank": 160, "chunk": 8, "outlier_chunks": 48, "local_chunks": 4},
+    "snapkv": {"window": 32, "pool": "max", "kernel": 7},
+    "streaming_llm": {"sinks": 4},
+    "tova": {"keep_newest": False},
+    "treekv": {"sinks": 4, "keep": "score"},
+}
+
+
+def test_every_method_with_hyperparameters_is_there() -> None:
+    ours = {name for name, policy in policies().items() if policy.__module__.startswith("kvjax.")}
+    assert ours - set(PUBLISHED) == {"full", "keydiff", "random"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_defaults_are_the_published_ones(name: str) -> None:
+    policy = get_policy(name)
+    assert {field: getattr(policy, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_pyramid_is_as_steep_as_pyramidkv() -> None:
+    assert pyramid(get_policy("snapkv")) == pyramid(get_policy("snapkv"), beta=20)
+
+
+LEAST = {
+    "adakv": {"alpha": 0, "window": 1, "kernel": 1},
+    "cam": {"merge": 1, "sinks": 0},
+    "catekv": {"sinks": 0, "recent": 0, "chunk": 1, "window": 1, "eta": 0},
+    "chelsea": {"sinks": 0, "recent": 0, "chunk": 2, "every": 1, "alpha": 0, "steps": 0},
+    "chunkkv": {"chunk": 1, "window": 1, "reuse": 1, "pool": 1},
+    "clusterkv": {
+        "sinks": 0,
+        "exempt": 0,
+        "tokens_per_cluster": 1,
+        "n_clusters": 1,
+        "iterations": 1,
+        "window": 1,
+        "new_clusters": 1,
+    },
+    "duoattention": {"sinks": 0, "sparsity": 0},
+    "expected_attention": {"sinks": 0, "future": 1, "epsilon": 0},
+    "h2o": {"recent": 0, "window": 1},
+    "infinigen": {"alpha": 0, "exempt": 0},
+    "knorm": {"exempt": 0},
+    "pyramidkv": {"beta": 1, "window": 1, "kernel": 1},
+    "quest": {"page": 1, "exempt": 0, "recent": 0},
+    "shadowkv": {"rank": 1, "chunk": 1, "outlier_chunks": 0, "local_chunks": 0},
+    "snapkv": {"window": 1, "kernel": 1},
+    "streaming_llm": {"sinks": 0},
+    "treekv": {"sinks": 0, "recent": 0, "block": 1},
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name in LEAST for field in LEAST[name]])
+def test_the_least_is_allowed_and_less_is_not(name: str, field: str) -> None:
+    least = LEAST[name][field]
+    assert getattr(get_policy(name, **{field: least}), field) == least
+    with pytest.raises(PolicyError, match=f"{field}={least - 1}"):
+        get_policy(name, **{field: least - 1})
+
+
+BUDGETS = [
+    ("cam", {"sinks": 4}, 5),
+    ("chunkkv", {"window": 32}, 32),
+    ("clusterkv", {"sinks": 16}, 17),
+    ("duoattention", {"sinks": 64}, 65),
+    ("h2o", {"recent": 3}, 4),
+    ("h2o", {}, 1),
+    ("infinigen", {}, 2),
+    ("quest", {"page": 16}, 16),
+    ("quest", {"page": 16, "recent": 1}, 32),
+    ("shadowkv", {"chunk": 8}, 8),
+    ("snapkv", {"window": 32}, 32),
+    ("streaming_llm", {"sinks": 4}, 5),
+    ("treekv", {"sinks": 4, "recent": 3}, 8),
+    ("treekv", {"sinks": 4}, 5),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "least"), BUDGETS)
+def test_the_least_budget(name: str, options: dict[str, int], least: int) -> None:
+    """As a number of tokens, and as a share of a text that is then so long."""
+    assert get_policy(name, budget=least, **options).budget == least
+    get_policy(name, budget=0.5, **options).check(2 * least)
+    with pytest.raises(PolicyError, match=f"budget.*{least - 1}"):
+        get_policy(name, budget=least - 1, **options)
+    with pytest.raises(PolicyError, match=r"budget of 0\.5"):
+        get_policy(name, budget=0.5, **options).check(2 * least - 1)
