@@ -125,7 +125,7 @@ def refusal(rows, dtype):
     reasons = []
 
     def ask(*given):
-        reasons.append(pallas_mosaic_gpu.refuses(*given))
+        reasons.append(pallas_mosaic_gpu.unsupported_reason(*given))
 
     abstractly(ask, draw(rows, **LLAMA, dtype=dtype))
     return reasons[0]
