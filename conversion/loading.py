@@ -43,6 +43,8 @@ def load(
             False none.
         progress: draw progress bars; None draws them if the error stream is a terminal.
 
+    Warns of weights that are NaN or infinite, and of tokens that the model does not know.
+
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
         ValueError: a dtype that parameters cannot have, or a revision of what is not on the hub.
