@@ -104,8 +104,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_longrope(128, 3),
         },
     ),
-    "glm": ("glm", {"attention_bias": True, "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
-    "glm-4-0414": ("glm4", {"attention_bias": False, "head_dim": 16, **_plain(1e4)}),
+    "glm": ("glm", {"attention_bias": True, "eos_token_id": None, "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
+    "glm-4-0414": ("glm4", {"attention_bias": False, "eos_token_id": None, "head_dim": 16, **_plain(1e4)}),
 }
 
 
