@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -20,6 +20,8 @@ Implementation = Literal["auto", "xla", "tpu", "gpu"]
 """Who is asked to compute. `"auto"` chooses; any other must serve or raise `Unsupported`."""
 
 Chosen = Literal["xla", "tpu", "gpu"]
+
+Tree = TypeVar("Tree")
 
 SPARED = "KVJAX_WITHOUT_KERNELS"
 """Environment variable: operations, parted by commas, that `"auto"` leaves to XLA, should a kernel fail on a device that it has not been
@@ -59,6 +61,26 @@ def target() -> Target:
     if isinstance(chosen, str):
         device = jax.local_devices(backend=chosen)[0]
     return Target(device.platform, device.device_kind, getattr(device, "core_count", None))
+
+
+def without_gradient(tree: Tree, error: Exception) -> Tree:
+    """The same arrays, of which what follows has no derivatives: whoever asks for one gets the error."""
+
+    @jax.custom_jvp
+    def same(tree: Tree) -> Tree:
+        return tree
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return same(tree)
+
+
+def forward_only(operation: str, tree: Tree) -> Tree:
+    """What a Pallas body that has no gradient is given."""
+    message = f"{operation}: its Pallas kernel has no gradient; have XLA compute it, which has, by {SPARED}={operation} in the environment"
+    return without_gradient(tree, Unsupported(message))
 
 
 def hopper() -> bool:

@@ -1,5 +1,6 @@
 """The public function, and the choice of who computes it."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ..dispatch import Implementation, choose
@@ -47,6 +48,7 @@ def chunk_similarity(
 
         return tpu.refuses(keys, chunk)
 
+    keys = jax.lax.stop_gradient(keys)  # which edge is best has no gradient
     chosen = choose("chunk_similarity", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
     if chosen == "gpu":
         from . import gpu as on_gpu

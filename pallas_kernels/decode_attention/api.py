@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation, choose
+from ..dispatch import Implementation, choose, forward_only
 from ..rotary import Turned, heads_of, parts_of
 from . import reference
 from .result import Attended, Rotation
@@ -51,6 +51,9 @@ def decode_attention(
         return tpu.refuses(heads, k, rotation)
 
     chosen = choose("decode_attention", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
+    if chosen != "xla":
+        q, k, v = forward_only("decode_attention", (q, k, v))
+        heads, *_ = parts_of(q)
     if chosen == "gpu":
         from .gpu import decode_attention as gpu_body
 

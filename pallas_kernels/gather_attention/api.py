@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
-from ..dispatch import Implementation, choose
+from ..dispatch import Implementation, choose, forward_only
 from ..rotary import Turned, heads_of, parts_of
 from . import reference
 
@@ -69,6 +69,8 @@ def gather_attention(
         gpu=lambda: _body("gpu").refuses(heads, k, selecting),
         interpret=interpret,
     )
+    if chosen != "xla":
+        q, k, v = forward_only("gather_attention", (q, k, v))
     if chosen == "gpu":
         body = _body("gpu").gather_attention
         return body(q, k, v, index, live, scale=scale, page=page, tokens=tokens, interpret=interpret)

@@ -16,7 +16,7 @@ def nearest(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Nearest:
-    """For each query the key with the largest inner product plus bias, of equally good ones the first.
+    """For each query the key with the largest inner product plus bias, of equally good ones (see `ties`) the first.
 
     With the bias -|key|²/2 that is the key at the least Euclidean distance. Products are accumulated in float32, and of
     float32 operands exact to it.

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..dispatch import triton
+from ..ties import exceeds
 from ..tuning import tuned
 from . import hopper
 from .result import Nearest
@@ -161,8 +162,9 @@ def _body(queries_ref: Any, keys_ref: Any, *refs: Any, rows: int, columns: int) 
         if allowed is not None:
             scores = jnp.where(allowed, scores, -jnp.inf)
         top = jnp.max(scores, axis=1)
-        at = jnp.min(jnp.where(scores == top[:, None], column, columns), axis=1)
-        return jnp.maximum(score, top), jnp.where(top > score, start + at, index)
+        at = jnp.min(jnp.where(exceeds(top[:, None], scores), columns, column), axis=1)
+        better = exceeds(top, score)
+        return jnp.where(better, top, score), jnp.where(better, start + at, index)
 
     none = jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.int32)
     score, index = jax.lax.fori_loop(0, pl.cdiv(size, columns), compare, none)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..dispatch import hopper
+from ..ties import exceeds
 from .result import Nearest
 
 SIZES = {"wgmma": 1, "queries": 128, "keys": 128, "stages": 2}
@@ -100,9 +101,10 @@ def nearest(
                 fetch(step + stages, slot)
 
             top = jnp.max(scores, axis=1)
-            equal = scores == jax.lax.broadcast_in_dim(top, (rows, columns), [0])
-            at = jnp.min(jnp.where(equal, column, columns), axis=1)
-            return jnp.maximum(score, top), jnp.where(top > score, step * columns + at, place)
+            lower = exceeds(jax.lax.broadcast_in_dim(top, (rows, columns), [0]), scores)
+            at = jnp.min(jnp.where(lower, columns, column), axis=1)
+            better = exceeds(top, score)
+            return jnp.where(better, top, score), jnp.where(better, step * columns + at, place)
 
         def along_rows(fill: Any, dtype: Any) -> Array:
             return plgpu.layout_cast(jnp.full((rows,), fill, dtype), plgpu.Layout.WGMMA.reduce(1))

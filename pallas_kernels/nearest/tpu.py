@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ..interpreter import interpreter
+from ..ties import exceeds
 from ..tuning import tuned
 from .result import Nearest
 
@@ -114,7 +115,7 @@ def _body(queries_ref: Any, keys_ref: Any, *refs: Any, size: int) -> None:
     best, group = best_ref[...], group_ref[...]
     for i in range(rows // SUBLANES):
         those = scores[i * SUBLANES : (i + 1) * SUBLANES]
-        better = those > best
+        better = exceeds(those, best)
         best, group = jnp.where(better, those, best), jnp.where(better, j * (rows // SUBLANES) + i, group)
     best_ref[...], group_ref[...] = best, group
 
@@ -123,6 +124,6 @@ def _body(queries_ref: Any, keys_ref: Any, *refs: Any, size: int) -> None:
         best, place = best_ref[...], group_ref[...] * SUBLANES
         place += jax.lax.broadcasted_iota(jnp.int32, place.shape, 0)
         top = jnp.max(best, axis=0, keepdims=True)
-        first = jnp.min(jnp.where(best == top, place, jnp.iinfo(jnp.int32).max), axis=0, keepdims=True)
+        first = jnp.min(jnp.where(exceeds(top, best), jnp.iinfo(jnp.int32).max, place), axis=0, keepdims=True)
         score_ref[...] = top
         place_ref[...] = jnp.where(top > -jnp.inf, first, 0)

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,8 +20,8 @@ def top_k(
 ) -> Bool[Array, "*B N"]:
     """Which are the `count` highest scores of each row; of equal ones the first.
 
-    Scores are compared in float32: -0.0 equals 0.0, -inf may be chosen, and NaN is lower than all. Every implementation
-    chooses the same. `kvjax.cache.compact` makes ascending indices of the mask.
+    Scores are compared in float32: what is within rounding of the last that is chosen equals it (see `ties`), -0.0 equals 0.0, -inf
+    may be chosen, and NaN is lower than all. Every implementation chooses the same. `kvjax.cache.compact` makes ascending indices of the mask.
 
     Args:
         scores: N for each row.
@@ -31,7 +32,7 @@ def top_k(
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
-    size = scores.shape[-1]
+    scores, size = jax.lax.stop_gradient(scores), scores.shape[-1]
     count = jnp.broadcast_to(count, scores.shape[:-1])
     if scores.size == 0:
         return jnp.zeros(scores.shape, bool)
@@ -56,9 +57,9 @@ def top_k_indices(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Int[Array, "*B S"], Bool[Array, "*B S"]]:
-    """Where the `count` highest scores of each row are, of equal ones the first.
+    """Where the `count` highest scores of each row are, of equal ones the first; they are compared as in `top_k`.
 
-    What is -inf or NaN is never chosen, so there may be fewer; -0.0 equals 0.0. All implementations choose the same, each in an
+    What is -inf or NaN is never chosen, so there may be fewer. All implementations choose the same, each in an
     order of its own.
 
     Args:
@@ -74,7 +75,7 @@ def top_k_indices(
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
-    length = scores.shape[-1]
+    scores, length = jax.lax.stop_gradient(scores), scores.shape[-1]
     count = jnp.broadcast_to(count, scores.shape[:-1])
     chosen = choose("top_k_indices", implementation, gpu=lambda: _body("gpu").refuses(length), interpret=interpret)
     if chosen == "xla" or scores.size == 0:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from ..dispatch import Implementation, choose
+from ..dispatch import Implementation, choose, forward_only
 from ..rotary import Turned
 from . import reference
 
@@ -82,4 +82,10 @@ def write_divided_slots(
         return [reference.write_slots(writing) for writing in writings]
     from . import gpu as body
 
+    writings = [
+        writing._replace(
+            values=[x if isinstance(x, int | float) else forward_only("write_slots", x) for x in writing.values]
+        )
+        for writing in writings
+    ]
     return body.write_slots(writings, interpret=interpret)

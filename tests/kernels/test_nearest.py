@@ -67,6 +67,12 @@ class TestNearest:
         x, y, bias = (part.reshape(2, 3, *part.shape[1:]) for part in draw(1, "float32", 6, 60, 140, 64, grid=True))
         check(compute(implementation, x, y, bias), x, y, bias, exact=True)
 
+    def test_rounding_does_not_decide(self, implementation):
+        """Keys that are there twice, the second time a little longer or shorter: the first are taken."""
+        x, y, _ = draw(2, "float32", 2, 60, 70, 64)
+        longer = 1 + 1e-6 * jnp.asarray(np.random.default_rng(0).standard_normal((2, 70, 1)), jnp.float32)
+        check(compute(implementation, x, jnp.concatenate([y, y * longer], axis=1)), x, y, exact=True)
+
     def test_what_is_forbidden_is_not_even_seen(self, implementation):
         """NaN in keys that may not be chosen: some of a group, most of them, all but the last, all."""
         x, y, bias = draw(3, "bfloat16", 4, 24, 140, 64)
