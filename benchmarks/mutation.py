@@ -63,6 +63,8 @@ OWN = {
     "conversion/orbax_directory.py": "tests/conversion/test_writing.py tests/conversion/test_loading.py",
     "conversion/state_dict.py": "tests/conversion/test_loading.py",
     "kvjax/policies/base.py": f"{POLICIES}/test_compose.py {POLICIES}/test_streaming_llm.py | {SCORED}",
+    "kvjax/policies/catekv.py": f"{POLICIES}/test_catekv.py | tests/calibration/test_head_types.py",
+    "kvjax/policies/chelsea.py": f"{POLICIES}/test_chelsea.py | tests/calibration/test_chelsea_outliers.py",
     "kvjax/policies/expected_attention.py": SCORED,
     "kvjax/policies/full.py": f"{POLICIES}/test_compose.py",
     "kvjax/policies/h2o.py": SCORED,
@@ -319,10 +321,11 @@ def runner(programs: Path, checked: bool, near: bool) -> Iterator[Any]:
             process.start()
             try:
                 process.join()
-                return process.exitcode
             finally:
-                if process.is_alive():
+                if process.is_alive() and process.pid is not None:
                     os.killpg(process.pid, signal.SIGKILL)
+            assert process.exitcode is not None
+            return process.exitcode
 
         @cache
         def check(arguments: str) -> None:
@@ -366,7 +369,8 @@ def _pytest(directory: str, arguments: str) -> None:
     sys.path[:] = [directory, *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
     os.environ["PYTHONPATH"] = directory
     sys.dont_write_bytecode = False  # what is not changed is compiled once
-    sys.modules.update(dict.fromkeys(ABSENT))
+    for name in ABSENT:
+        sys.modules[name] = None  # pyright: ignore[reportArgumentType]
     import pytest
 
     class Limited:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from .device import target
+from .gradients import without_gradient
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Op:
         name: of the operation.
         home: name of the module that makes it; the others are beside it.
         gpu, tpu: names of the modules with kernels for such devices, the one to be preferred first.
+        forward_only: whether somebody may ask for a gradient through it, which its Pallas kernels do not have: then they say so.
         prefer_xla_reason: tells why XLA is as fast in a case, None if a kernel is faster; `"auto"` heeds it.
     """
 
@@ -48,6 +50,7 @@ class Op:
     home: str
     gpu: tuple[str, ...] = ()
     tpu: tuple[str, ...] = ()
+    forward_only: bool = False
     prefer_xla_reason: Callable[..., str | None] | None = None
 
     def __call__(
@@ -59,7 +62,12 @@ class Op:
             Unsupported: an implementation was named that does not serve.
         """
         kernel = self.kernel(*args, implementation=implementation, interpret=interpret, **options)
-        return (kernel or self._function("reference"))(*args, **options)
+        if kernel is None:
+            return self._function("reference")(*args, **options)
+        if self.forward_only:
+            by_xla = f"have XLA compute it, which has, by {WITHOUT}={self.name} in the environment"
+            args = without_gradient(args, Unsupported(f"{self.name}: its Pallas kernel has no gradient; {by_xla}"))
+        return kernel(*args, **options)
 
     def kernel(
         self, *args: Any, implementation: Implementation = "auto", interpret: bool = False, **options: Any

@@ -1,5 +1,6 @@
 """The public function, and the choice of who computes it."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ..nearest import Nearest
@@ -36,4 +37,5 @@ def chunk_similarity(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
+    keys = jax.lax.stop_gradient(keys)  # which edge is best has no gradient
     return _OP(keys, first, count, chunk, implementation=implementation, interpret=interpret)

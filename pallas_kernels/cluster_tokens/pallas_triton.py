@@ -179,7 +179,7 @@ def _chosen(
 
     scores = keys.ordered(backend.load(scores_ref.at[number], mask=exists, other=-jnp.inf))
     last = keys.threshold(scores, room, lengths)
-    above, equal = jnp.where(scores > last, lengths, 0), jnp.where(scores == last, lengths, 0)
+    above, equal = (jnp.where(mask, lengths, 0) for mask in keys.compared(scores, last))
     left = room - jnp.sum(above) - (jnp.cumsum(equal) - equal)
     lengths = above + jnp.clip(left, 0, equal)
 

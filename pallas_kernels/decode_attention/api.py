@@ -6,7 +6,7 @@ from ..op import Implementation, Op
 from ..rotary import Turned
 from .types import Attended, Rotation
 
-_OP = Op("decode_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",))
+_OP = Op("decode_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
 
 
 def decode_attention(

@@ -6,7 +6,7 @@ from ..decode_attention import Attended
 from ..op import Implementation, Op
 from ..rotary import Turned, parts_of
 
-_OP = Op("gather_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",))
+_OP = Op("gather_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
 
 
 def gather_attention(

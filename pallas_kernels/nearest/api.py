@@ -32,7 +32,8 @@ def nearest(
     """For each query the key with the largest inner product plus bias, of equally good ones the first.
 
     With the bias -|key|²/2 that is the key at the least Euclidean distance. Products are accumulated in float32, and of
-    float32 operands exact to it.
+    float32 operands exact to it. In XLA, whose sums depend on the size of the batch, scores within rounding are equally good (see
+    `ties`); kernels, whose sums do not, compare them as they are.
 
     Args:
         queries, keys: of one dtype.

@@ -1,5 +1,6 @@
 """The public functions, and the choice of who computes them."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,8 +19,8 @@ def top_k(
 ) -> Bool[Array, "*B N"]:
     """Which are the `count` highest scores of each row; of equal ones the first.
 
-    Scores are compared in float32: -0.0 equals 0.0, -inf may be chosen, and NaN is lower than all. Every implementation
-    chooses the same. `kvjax.cache.compact` makes ascending indices of the mask.
+    Scores are compared in float32: what is within rounding of the last that is chosen equals it (see `ties`), -0.0 equals 0.0, -inf
+    may be chosen, and NaN is lower than all. Every implementation chooses the same. `kvjax.cache.compact` makes ascending indices of the mask.
 
     Args:
         scores: N for each row.
@@ -44,9 +45,9 @@ def top_k_indices(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Int[Array, "*B S"], Bool[Array, "*B S"]]:
-    """Where the `count` highest scores of each row are, of equal ones the first.
+    """Where the `count` highest scores of each row are, of equal ones the first; they are compared as in `top_k`.
 
-    What is -inf or NaN is never chosen, so there may be fewer; -0.0 equals 0.0. All implementations choose the same, each in an
+    What is -inf or NaN is never chosen, so there may be fewer. All implementations choose the same, each in an
     order of its own.
 
     Args:
@@ -69,5 +70,5 @@ def top_k_indices(
 
 def _rows(scores: Array, count: Array) -> tuple[Float[Array, "R N"], Int[Array, " R"]]:
     """All rows one after the other, and how many scores to choose in each, which there are."""
-    size = scores.shape[-1]
+    scores, size = jax.lax.stop_gradient(scores), scores.shape[-1]
     return scores.reshape(-1, size), jnp.clip(jnp.broadcast_to(count, scores.shape[:-1]), 0, size).reshape(-1)

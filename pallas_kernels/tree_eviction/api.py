@@ -31,7 +31,7 @@ def tree_eviction(
         budget: tokens that are kept at most; above it, the ranks of both neighbours exist.
         sinks: tokens before that region.
         stride: how far the scope moves.
-        scored: whether the one with the lower average goes, the older one on a tie; if not, the newer one always does.
+        scored: whether the one with the lower average goes, the older one on a tie (see `ties`); if not, the newer one always does.
         implementation: "auto" takes the GPU's Pallas kernel where it serves.
         interpret: run a Pallas kernel in its interpreter, on any device.
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..device import triton_unsupported
+from ..ties import exceeds
 from .types import Ranked
 
 BLOCK, WARPS = 1024, 8
@@ -85,7 +86,7 @@ def _body(*refs: Any, heads: int, slots: int, sinks: int, stride: int, scored: b
         newer_goes = jnp.bool_(True)
         if scored:
             averages = [score_ref[here, at] / jnp.maximum(steps_ref[here, at], 1.0) for at in (first, second)]
-            newer_goes = averages[0] > averages[1]
+            newer_goes = exceeds(averages[0], averages[1])
         victim, slot = older + newer_goes.astype(jnp.int32), jnp.where(newer_goes, second, first)
 
         def close(i: Any, _: None) -> None:

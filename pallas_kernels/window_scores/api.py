@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -29,7 +30,8 @@ def window_scores(
     """How much each row's last `window` queries look at each of its tokens, averaged over those queries and the group.
 
     The observation window of SnapKV (Li et al. 2024, section 3), used by ChunkKV, TreeKV and CateKV too. A row shorter than
-    the window is averaged over the queries that it has. Nothing of the size of queries × tokens is held.
+    the window is averaged over the queries that it has. Nothing of the size of queries × tokens is held. What is kept has no gradient,
+    so these scores, which tell it, have none.
 
     Args:
         q, k: rotated queries and keys of a right-padded prompt.
@@ -54,6 +56,7 @@ def window_scores(
     """
     if kind == "logits" and (middle is not None or chunk != 1):
         raise ValueError(f"window_scores: kind='logits' with chunk={chunk} or a middle; these are for 'softmax'")
+    q, k = jax.lax.stop_gradient((q, k))
     observers = Observers.of(q, lengths, window, k.shape[2])
     if kind == "logits":
         return _PRODUCTS(observers, k, lengths, scale=scale, implementation=implementation, interpret=interpret)

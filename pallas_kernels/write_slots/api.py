@@ -8,7 +8,7 @@ from ..op import Implementation, Op
 from ..rotary import Turned
 from .types import Writing
 
-_OP = Op("write_slots", __name__, gpu=("pallas_triton",))
+_OP = Op("write_slots", __name__, gpu=("pallas_triton",), forward_only=True)
 
 
 def write_slots(

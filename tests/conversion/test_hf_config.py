@@ -72,6 +72,16 @@ def test_both_spellings_of_rope_agree(name: str) -> None:
     assert from_hf(new) == from_hf(old)
 
 
+def test_windows_are_written_for_readers_old_and_new() -> None:
+    """By layer, and for those who know no `layer_types` by the first layer that has one, from which on all have."""
+    for windows, first in (((None, 16), 1), ((16, 16), 0), ((None, None), 2)):
+        config = dataclasses.replace(from_hf(HF_CONFIG | VARIANTS["qwen2"]), windows=windows)
+        fields = to_hf(config)
+        assert fields["max_window_layers"] == first
+        del fields["layer_types"]
+        assert from_hf(fields) == config
+
+
 def test_fields_land_where_they_belong() -> None:
     config = from_hf(HF_CONFIG | {"rope_theta": 5e5, "eos_token_id": [1, 7]}, {"eos_token_id": 9})
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 8)

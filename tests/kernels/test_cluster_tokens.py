@@ -57,6 +57,14 @@ def check(out, inputs, size):
         assert meant[: len(got)].all(), "those that are meant come first"
 
 
+def test_rounding_does_not_decide(compute):
+    """Between clusters that are equal but for it, the first is taken whole, and the last that fits is cut."""
+    inputs = draw(5, 40, 300, [60, 150, 0])
+    scores = jnp.asarray(np.random.default_rng(0).integers(1, 4, inputs[0].shape), jnp.float32)
+    noise = 1 + 5e-7 * np.random.default_rng(1).standard_normal(scores.shape)
+    check(compute(jnp.asarray(scores * noise, jnp.float32), *inputs[1:], size=160), (scores, *inputs[1:]), 160)
+
+
 @pytest.mark.parametrize(
     ("clusters", "tokens", "size", "room"),
     [

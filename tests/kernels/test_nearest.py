@@ -76,6 +76,13 @@ class TestNearest:
         check(compute(implementation, x, y, bias), x, y, bias)
 
 
+def test_rounding_does_not_decide_in_xla():
+    """Keys that are there twice, the second time a little longer or shorter: the first are taken. Kernels add alike in any batch."""
+    x, y, _ = draw(2, "float32", 2, 60, 70, 64)
+    longer = 1 + 1e-6 * jnp.asarray(np.random.default_rng(0).standard_normal((2, 70, 1)), jnp.float32)
+    check(nearest(x, jnp.concatenate([y, y * longer], axis=1), implementation="xla"), x, y, exact=True)
+
+
 def test_auto_is_xla_on_a_cpu():
     x, y, bias = draw(5, "float32", 2, 24, 40, 48)
     auto, xla = jax.jit(nearest)(x, y, bias), jax.jit(lambda *args: nearest(*args, implementation="xla"))(x, y, bias)

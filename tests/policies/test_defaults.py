@@ -22,7 +22,7 @@ PUBLISHED = {
     "duoattention": {"sinks": 64, "budget": 64 + 256},
     "expected_attention": {"sinks": 4, "future": 512, "epsilon": 0.02},
     "h2o": {"recent": None, "observers": "all"},
-    "infinigen": {"budget": 0.2, "alpha": 4.0, "share": 0.2, "exempt": 2},
+    "infinigen": {"budget": 0.2, "alpha": 5.0, "share": 0.2, "exempt": 2},
     "kivi": {"bits": 2, "group": 32, "residual": 32},
     "knorm": {"exempt": 2},
     "pyramidkv": {"window": 32, "pool": "max", "kernel": 7, "beta": 20},
