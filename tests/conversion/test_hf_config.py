@@ -72,6 +72,33 @@ def test_both_spellings_of_rope_agree(name: str) -> None:
     assert from_hf(new) == from_hf(old)
 
 
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [
+        ("llama", Yarn(4.0, 32, attention_factor=0.7)),
+        ("llama", LongRope((1.0,) * 4, (2.0,) * 4, 32, factor=3.0)),
+        ("llama", LongRope((1.0,) * 4, (2.0,) * 4, 32, factor=4.0, attention_factor=1.3)),
+        ("phi3", LongRope((1.0,) * 4, (2.0,) * 4, 32, factor=4.0)),
+    ],
+)
+def test_scalings_are_written_with_all_that_they_have(family: str, scaling: Any) -> None:
+    config = from_hf(HF_CONFIG | VARIANTS["phi3" if family == "phi3" else "llama"])
+    config = dataclasses.replace(config, max_position=128, rope=dataclasses.replace(config.rope, scaling=scaling))
+    fields = to_hf(config)
+    assert from_hf(fields) == config
+    assert ("factor" in fields["rope_scaling"]) == (scaling.factor != 128 / 32 or isinstance(scaling, Yarn))
+
+
+@pytest.mark.parametrize(
+    ("family", "epsilon"),
+    [("llama", 1e-6), ("mistral", 1e-6), ("qwen2", 1e-6), ("qwen3", 1e-6), ("phi3", 1e-5), ("glm", 1.5625e-7)],
+)
+def test_what_families_imply_of_norms(family: str, epsilon: float) -> None:
+    """Where config.json is silent, transformers' defaults."""
+    fields = {key: value for key, value in (HF_CONFIG | VARIANTS[family]).items() if key != "rms_norm_eps"}
+    assert from_hf(fields).norm_eps == epsilon
+
+
 def test_windows_are_written_for_readers_old_and_new() -> None:
     """By layer, and for those who know no `layer_types` by the first layer that has one, from which on all have."""
     for windows, first in (((None, 16), 1), ((16, 16), 0), ((None, None), 2)):

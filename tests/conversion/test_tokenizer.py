@@ -128,6 +128,12 @@ def test_templates_cannot_reach_python() -> None:
             small(chat_template=escape).render(MESSAGES)
 
 
+def test_blocks_of_templates_leave_no_space() -> None:
+    """A line that holds a block alone gives nothing, indented or not: templates are written for that."""
+    source = "{% for m in messages %}\n    {% if m.role == 'user' %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n"
+    assert small(chat_template=source).render([{"role": "user", "content": "hi"}]) == "hi\n"
+
+
 def test_template_helpers() -> None:
     source = "{{ messages[0] | tojson }} {% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}x{% endfor %}"
     messages = [{"role": "user", "content": "<é>"}]

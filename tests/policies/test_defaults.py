@@ -1,8 +1,9 @@
 """Hyperparameters: a policy given no more than a budget is its method as published, and the least that is allowed is allowed."""
 
+import jax.numpy as jnp
 import pytest
 
-from kvjax.policies import PolicyError, get_policy, policies, pyramid
+from kvjax.policies import H2O, PolicyError, get_policy, policies, pyramid
 
 # By the paper, or where that is silent, by its code.
 PUBLISHED = {
@@ -114,3 +115,10 @@ def test_the_least_budget(name: str, options: dict[str, int], least: int) -> Non
         get_policy(name, budget=least - 1, **options)
     with pytest.raises(PolicyError, match=r"budget of 0\.5"):
         get_policy(name, budget=0.5, **options).check(2 * least - 1)
+
+
+def test_recent_tokens_of_h2o() -> None:
+    """Half of each row's budget, or as many as are asked for."""
+    budgets = jnp.asarray([8, 21], jnp.int32)
+    assert [x.tolist() for x in H2O().ends(budgets)] == [[0, 0], [4, 10]]
+    assert [x.tolist() for x in H2O(recent=3).ends(budgets)] == [[0, 0], [3, 3]]

@@ -84,6 +84,10 @@ def test_layers_have_shapes_of_their_own_at_4k(tiny, budget):
     )
 
 
+def test_without_a_prompt_nothing_is_kept_of_it():
+    assert PyramidKV(budget=64).most(dataclasses.replace(SPEC, prompt_len=0)) == 0
+
+
 def test_a_batch_may_hold_short_rows():
     """Then each layer has room for a prompt that is kept whole."""
     policy = PyramidKV(budget=512)
