@@ -106,6 +106,14 @@ def test_attention_of_segments():
         np.testing.assert_allclose(got[row, n], expected, atol=2e-6)
 
 
+def test_tokens_seen_are_counted():
+    """Those that were dropped too, of a prompt and while decoding."""
+    case = make_case(3, [30, 2], 3)
+    policy = AdaKV(budget=8, window=4)
+    for step, state in enumerate(run(policy, case)[2]):
+        assert policy.slots(case.spec, state).seen.tolist() == [30 + step, 2 + step]
+
+
 @pytest.mark.parametrize("alpha", [-0.1, 1.5])
 def test_bad_safeguard(alpha):
     with pytest.raises(PolicyError, match=f"alpha={alpha}"):

@@ -238,6 +238,18 @@ def test_compositions_are_quantised_part_by_part():
     assert mixed.groups[0] == quantized(Full())
 
 
+def test_places_beyond_a_caches_slots_are_free():
+    """Of whole groups of 48 tokens, 64 slots are 96."""
+    policy, case = KIVI(bits=4, group=48, residual=48).bind(TINY), make_case(8, [21, 3], 2)
+    spec = dataclasses.replace(case.spec, prompt_len=60)
+    state = jax.jit(lambda q, k, v: policy.prefill(spec, q, k, v, jnp.asarray([21, 3], jnp.int32), None)[0])(
+        *(np.zeros((2, 60, *x.shape[2:]), np.float32) for x in (case.q, case.k, case.v))
+    )
+    slots = policy.slots(spec, state)
+    assert slots.pos.shape == (2, 2, 96)
+    assert (np.asarray(slots.pos)[~np.asarray(slots.live)] == -1).all()
+
+
 def test_nothing_free_is_read():
     """NaN in scales, zeros and residual places that stand for nothing changes nothing."""
     policy, case = KIVI(bits=4, group=4, residual=8).bind(TINY), make_case(8, [21, 3, 8], 2)

@@ -161,6 +161,15 @@ def test_adaptive_heads_of_catekv(tiny):
     np.testing.assert_allclose(run(far, case)[1], run(bound_policy, case)[1], atol=1e-6)
 
 
+def test_pages_for_many_more_tokens_than_the_prompts():
+    spec = make_case(0, [20], steps=300).spec
+    policy = Quest(budget=64, page=16, exempt=0)
+    inputs = [jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    state, _ = jax.eval_shape(lambda *args: policy.prefill(spec, *args, None), *inputs, lengths)
+    assert state.bounds.shape == (1, 2, (64 + 300 + 20) // 16, 2 * 8)
+
+
 def test_bytes_read_are_fewer_than_held():
     """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, and 66 pages have bounds in 2 heads."""
     policy = Quest(budget=64, exempt=1)
