@@ -43,6 +43,8 @@ def load(
             False none.
         progress: draw progress bars; None draws them if the error stream is a terminal.
 
+    Warns of weights that are NaN or infinite, and of tokens that the model does not know.
+
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
         ValueError: a dtype that parameters cannot have, or a revision of what is not on the hub.
@@ -69,17 +71,21 @@ def open_checkpoint(
     if revision is not None and (not _HUB_ID.fullmatch(str(source)) or Path(str(source)).exists()):
         raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
     path = default_model.locate(progress) if _is_default(source) else Path(str(source))
-    if not path.exists():
-        files.recover(path)  # a run that was killed while it replaced this model
-    if path.suffix in PICKLES:
-        refuse_pickle(path)
     try:
-        return _open(path, source, progress, headers_only)
+        if not path.exists():
+            files.recover(path)  # a run that was killed while it replaced this model
+        if path.suffix in PICKLES:
+            refuse_pickle(path)
+        if not path.exists() and _HUB_ID.fullmatch(str(source)):
+            if headers_only:
+                return hub.open_headers(str(source), revision=revision, token=token, progress=progress)
+            path = hub.fetch(str(source), revision=revision, token=token, progress=progress)
+        return _open(path, source)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _open(path: Path, source: str | Path | None, progress: bool | None, headers_only: bool) -> Checkpoint:
+def _open(path: Path, source: str | Path | None) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
     if present(path):
@@ -88,10 +94,6 @@ def _open(path: Path, source: str | Path | None, progress: bool | None, headers_
                 f"{path}: a safetensors file says nothing of the model; give the directory it lies in"
             )
         return open_gguf(path)
-    if _HUB_ID.fullmatch(str(source)):
-        if headers_only:
-            return hub.open_headers(str(source), revision=revision, token=token, progress=progress)
-        return open_directory(hub.fetch(str(source), revision=revision, token=token, progress=progress))
     raise CheckpointError(
         f"{source}: no such file or directory, and not a hub id, which looks like owner/name; "
         f"the default model is {default_model.NAME}"

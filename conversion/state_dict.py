@@ -68,7 +68,7 @@ def checkpoint_of(params: Params) -> Checkpoint:
         format="parameters",
         config=params.config,
         tensors={name: _held(leaf) for name, leaf in leaves.items()},
-        layout={name: (name,) for name in parameter_shapes(params.config)},
+        layout_of=lambda config: {name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
         tokenizer=lambda: params.tokenizer,
     )

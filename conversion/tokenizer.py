@@ -150,7 +150,7 @@ class Tokenizer:
             add_generation_prompt: end with the opening of the assistant's answer.
 
         Raises:
-            ValueError: the model has no template, or the template refuses the messages.
+            ValueError: the model has no template, or the template refuses the messages, fails, or takes too much time or memory.
         """
         return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt), add_special=False)
 

@@ -354,7 +354,8 @@ def attend(
         probs: whether each slot's probability is wanted.
 
     Returns:
-        The attended values, and each slot's probability averaged over its query group, if it was asked for.
+        The attended values, and each slot's probability averaged over its query group, if it was asked for: without a gradient, since
+        it tells what is kept, and that has none.
     """
     rope, weight, keys, rotation = spec.rope, _seen(spec, slots, q_pos), slots.k, None
     if place is not None and rope.turns_halves_of(spec.head_dim):
@@ -364,7 +365,7 @@ def attend(
         q = rope.rotate(q, jnp.repeat(place[1], spec.num_heads // spec.num_kv_heads, axis=1))
         keys = rope.rotate_by_table(keys, place[0], keys.shape[2])
     attended = decode_attention(q, keys, slots.v, weight, scale=spec.scale, rotation=rotation, probs=probs)
-    return attended.out, attended.probs
+    return attended.out, jax.lax.stop_gradient(attended.probs)
 
 
 def attend_divided(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.pallas_kernels.dispatch import target
+from kvjax.pallas_kernels.device import target
 
 ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"}
 """XLA options by which an NVIDIA GPU runs a loop on its own, as one CUDA graph: a step does not come back to the host."""

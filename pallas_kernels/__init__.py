@@ -28,6 +28,7 @@ from .projection import projection as projection
 from .ragged_attention import ragged_attention as ragged_attention
 from .rotary import Turned as Turned
 from .rotary import heads_of as heads_of
+from .ties import exceeds as exceeds
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .tree_eviction import Ranked as Ranked

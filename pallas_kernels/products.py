@@ -1,4 +1,4 @@
-"""The matrix product that the bodies of attention operations are made of."""
+"""The matrix product that the kernels of attention operations are made of."""
 
 import jax
 import jax.numpy as jnp

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .dispatch import target
+from .device import target
 
 
 def tuned(operation: str, case: Mapping[str, Any], default: Mapping[str, int]) -> dict[str, int]:

@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_disable_most_optimizations", True)
     if "not slow" in config.option.markexpr and importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
@@ -50,9 +51,10 @@ def optimised(request: pytest.FixtureRequest):
     of the time; and the fast ones, with the version of XLA that has a choice, without its newer emitters, which take half of the rest.
     """
     marked = any(request.node.get_closest_marker(name) for name in ("optimised", "device"))
+    usual = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", not (marked or "smollm2" in request.fixturenames))
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", usual)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,7 @@ _SIZES = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": None,
-    "eos_token_id": None,
+    "eos_token_id": [2],
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -104,8 +104,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_longrope(128, 3),
         },
     ),
-    "glm": ("glm", {"attention_bias": True, "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
-    "glm-4-0414": ("glm4", {"attention_bias": False, "head_dim": 16, **_plain(1e4)}),
+    "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
+    "glm-4-0414": ("glm4", {"attention_bias": False, "eos_token_id": [2], "head_dim": 16, **_plain(1e4)}),
 }
 
 
@@ -119,6 +119,7 @@ def transformers_model(name: str, seed: int = 0) -> Any:
     model_type, changes = ARCHITECTURES[name]
     config = transformers.AutoConfig.for_model(model_type, **_SIZES | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # it goes on as long as it is told to
     generator = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)

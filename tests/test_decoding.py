@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax import cache, decoding, program
 from kvjax.models import transformer
-from kvjax.pallas_kernels.dispatch import Target
+from kvjax.pallas_kernels.device import Target
 from kvjax.policies import Chelsea, ClusterKV, Full, Policy, StreamingLLM, by_head, by_layer
 from kvjax.program import ONE_GRAPH, SIDE_BY_SIDE
 from kvjax.sampling import Greedy

@@ -1,6 +1,6 @@
 """All that a decoding step does between one layer's attention and the next, at Llama-3.1-8B's shapes; two layers in a row.
 
-"kernels" is one kernel a product, "xla" what models do where no Pallas body serves.
+"kernels" is one kernel a product, "xla" what models do where no Pallas kernel serves.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Between, Norm, between_attentions
-from kvjax.pallas_kernels.between_attentions import hopper, plan, reference
+from kvjax.pallas_kernels.between_attentions import pallas_mosaic_gpu, plan, reference
 
 from .case import Case, relative_error
 
@@ -64,7 +64,7 @@ def _way(
             assert isinstance(found, plan.Plan)
             held = found.inputs * found.chunk // sizes[0]
             found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
-            out = hopper.between_attentions(attended, x, weights, sizes=found)
+            out = pallas_mosaic_gpu.between_attentions(attended, x, weights, sizes=found)
         elif implementation is None:
             out = reference.between_attentions(attended, x, weights)
         else:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import centroid_scores
-from kvjax.pallas_kernels.centroid_scores import gpu
+from kvjax.pallas_kernels.centroid_scores import pallas_triton
 
 from .case import Case, relative_error
 
@@ -31,7 +31,7 @@ def cases() -> Iterator[Case]:
                 "auto": centroid_scores,
                 **{
                     f"gpu centroids={count} warps={warps}": partial(
-                        gpu.centroid_scores, sizes={"centroids": count, "warps": warps}
+                        pallas_triton.centroid_scores, sizes={"centroids": count, "warps": warps}
                     )
                     for count, warps in product((8, 16, 32, 64), (1, 2, 4, 8))
                 },

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import chunk_similarity
-from kvjax.pallas_kernels.chunk_similarity import RESOLUTION, gpu
+from kvjax.pallas_kernels.chunk_similarity import RESOLUTION, pallas_triton
 
 from .case import Case, relative_error
 
@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
                 "auto": partial(chunk_similarity, chunk=chunk),
                 **{
                     "gpu " + " ".join(f"{name}={value}" for name, value in sizes.items()): partial(
-                        gpu.chunk_similarity, chunk=chunk, sizes=sizes
+                        pallas_triton.chunk_similarity, chunk=chunk, sizes=sizes
                     )
                     for sizes in _sizes(dtype, chunk // 2)
                 },

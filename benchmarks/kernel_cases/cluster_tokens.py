@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import cluster_tokens
-from kvjax.pallas_kernels.cluster_tokens import gpu
+from kvjax.pallas_kernels.cluster_tokens import pallas_triton
 
 from .case import Case
 
@@ -34,7 +34,7 @@ def cases() -> Iterator[Case]:
                 "auto": partial(cluster_tokens, size=SIZE),
                 **{
                     f"gpu places={places} warps={warps}": partial(
-                        gpu.cluster_tokens, size=SIZE, tuning={"places": places, "warps": warps}
+                        pallas_triton.cluster_tokens, size=SIZE, tuning={"places": places, "warps": warps}
                     )
                     for places, warps in product((256, 512, 1024), (1, 2, 4, 8, 16))
                 },

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Clusters, copy_clusters
-from kvjax.pallas_kernels.merge_clusters import gpu
+from kvjax.pallas_kernels.merge_clusters import pallas_triton
 
 from .case import Case
 
@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
                 "auto": partial(_copy, copy_clusters),
                 **{
                     f"gpu rows={count} warps={warps}": partial(
-                        _copy, partial(gpu.copy_clusters, sizes={"rows": count, "warps": warps})
+                        _copy, partial(pallas_triton.copy_clusters, sizes={"rows": count, "warps": warps})
                     )
                     for count, warps in product((16, 32, 64, 128), (2, 4, 8))
                 },

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
-from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention, gpu
+from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention, pallas_triton
 
 SAMPLED = 3
 """Rows × KV heads compared with float64."""
@@ -100,7 +100,7 @@ def _case(
             if 1 <= splits <= slots // block:
                 sizes = {"block": block, "splits": splits, "warps": 4, "stages": stages}
                 name = "gpu " + " ".join(f"{key}={size}" for key, size in sizes.items())
-                variants[name] = variant(gpu.decode_attention, sizes=sizes)
+                variants[name] = variant(pallas_triton.decode_attention, sizes=sizes)
     live = batch * kv_heads * slots // (2 if ragged else 1)
     words = (
         f"B{batch} K{kv_heads} G{group} C{slots} H{dim}"

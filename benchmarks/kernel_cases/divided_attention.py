@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Held, divided_attention
-from kvjax.pallas_kernels.divided_attention import gpu
+from kvjax.pallas_kernels.divided_attention import pallas_triton
 
 from .case import Case, relative_error
 
@@ -56,7 +56,7 @@ def _held(caches: Any) -> list[Held]:
 
 def _attend(q: jax.Array, *caches: Any, implementation: Any = "auto", sizes: dict[str, int] | None = None) -> jax.Array:
     if sizes is not None:
-        return gpu.divided_attention(q, _held(caches), scale=SCALE, sizes=sizes)
+        return pallas_triton.divided_attention(q, _held(caches), scale=SCALE, sizes=sizes)
     return divided_attention(q, _held(caches), scale=SCALE, implementation=implementation)
 
 

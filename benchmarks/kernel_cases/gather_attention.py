@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
 from kvjax.pallas_kernels.decode_attention import Attended
-from kvjax.pallas_kernels.gather_attention import gather_attention, gpu
+from kvjax.pallas_kernels.gather_attention import gather_attention, pallas_triton
 
 SAMPLED = 8
 """Rows × query heads compared with float64."""
@@ -73,7 +73,9 @@ def _case(
                 if splits * block <= size:
                     sizes = {"block": block, "splits": splits, "warps": warps, "stages": stages}
                     name = f"gpu block={block} splits={splits} warps={warps} stages={stages}"
-                    variants[name] = functools.partial(gpu.gather_attention, scale=scale, page=page, sizes=sizes)
+                    variants[name] = functools.partial(
+                        pallas_triton.gather_attention, scale=scale, page=page, sizes=sizes
+                    )
     read = batch * selecting * size * 2 * dim * 2
     return Case(
         operation="gather_attention",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Clusters, merge_clusters
-from kvjax.pallas_kernels.merge_clusters import gpu
+from kvjax.pallas_kernels.merge_clusters import pallas_triton
 
 from .case import Case, relative_error
 
@@ -42,7 +42,7 @@ def cases() -> Iterator[Case]:
                 "auto": partial(merge_clusters, chunk=CHUNK),
                 **{
                     f"gpu pairs={pairs} odd={odd} warps={warps}": partial(
-                        gpu.merge_clusters, chunk=CHUNK, sizes={"pairs": pairs, "odd": odd, "warps": warps}
+                        pallas_triton.merge_clusters, chunk=CHUNK, sizes={"pairs": pairs, "odd": odd, "warps": warps}
                     )
                     for pairs, odd, warps in product((16, 32, 64), (16, 32, 64), (4, 8))
                 },

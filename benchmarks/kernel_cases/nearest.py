@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import nearest
-from kvjax.pallas_kernels.nearest import gpu
+from kvjax.pallas_kernels.nearest import pallas_triton
 
 from .case import Case, relative_error
 
@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
                 "auto": nearest,
                 **{
                     "gpu " + " ".join(f"{name}={value}" for name, value in sizes.items()): partial(
-                        gpu.nearest, sizes=sizes
+                        pallas_triton.nearest, sizes=sizes
                     )
                     for sizes in _sizes(dtype, keys)
                 },

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import page_scores
-from kvjax.pallas_kernels.page_scores import gpu
+from kvjax.pallas_kernels.page_scores import pallas_triton
 
 from .case import Case, relative_error
 
@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
                 "auto": partial(page_scores, page=PAGE),
                 **{
                     f"gpu pages={block} warps={warps}": partial(
-                        gpu.page_scores, page=PAGE, sizes={"pages": block, "warps": warps}
+                        pallas_triton.page_scores, page=PAGE, sizes={"pages": block, "warps": warps}
                     )
                     for block, warps in product((16, 32, 64, 128), (1, 2, 4, 8))
                 },

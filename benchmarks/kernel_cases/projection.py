@@ -1,6 +1,6 @@
 """The matrix products of a decoding step, with the norms, gates and sums around them, at Llama-3.1-8B's shapes.
 
-Nearly all the time of a step at batch 1 goes into these. "xla" is what models do where no Pallas body serves.
+Nearly all the time of a step at batch 1 goes into these. "xla" is what models do where no Pallas kernel serves.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Norm, gated_projection, projection
-from kvjax.pallas_kernels.projection import gpu
+from kvjax.pallas_kernels.projection import pallas_triton
 
 from .case import Case, relative_error
 
@@ -73,7 +73,7 @@ def _way(
     norm = None if added else Norm(gain, 1e-5)
     rest = {"norm": norm, "residual": residual if added else None}
     if sizes is not None:
-        return gpu.projection(x, weights, **rest, dtype=x.dtype, gated=gated, sizes=sizes)
+        return pallas_triton.projection(x, weights, **rest, dtype=x.dtype, gated=gated, sizes=sizes)
     if gated:
         return [gated_projection(x, *weights, norm=norm, implementation=implementation)]
     return projection(x, *weights, **rest, implementation=implementation)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import top_k, top_k_indices
-from kvjax.pallas_kernels.top_k import gpu
+from kvjax.pallas_kernels.top_k import pallas_triton
 
 from .case import Case
 
@@ -32,7 +32,10 @@ def cases() -> Iterator[Case]:
             variants={
                 "xla": partial(top_k_indices, size=count, implementation="xla"),
                 "auto": partial(top_k_indices, size=count),
-                **{f"gpu warps={warps}": partial(gpu.top_k_indices, size=count, warps=warps) for warps in (1, 2, 4, 8)},
+                **{
+                    f"gpu warps={warps}": partial(pallas_triton.top_k_indices, size=count, warps=warps)
+                    for warps in (1, 2, 4, 8)
+                },
             },
             error=lambda inputs, out: _error(inputs, out[0]),
             tolerance=0.0,
@@ -52,7 +55,7 @@ def _masks() -> Iterator[Case]:
                 "lax.top_k": lambda scores, counts, count=count: jax.lax.top_k(scores, count)[1],
                 "xla": partial(top_k, implementation="xla"),
                 "auto": top_k,
-                **{f"gpu warps={warps}": partial(gpu.top_k, warps=warps) for warps in (4, 8, 16, 32)},
+                **{f"gpu warps={warps}": partial(pallas_triton.top_k, warps=warps) for warps in (4, 8, 16, 32)},
             },
             error=_error,
             tolerance=0.0,

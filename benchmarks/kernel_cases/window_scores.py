@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
 from kvjax.pallas_kernels import window_scores
-from kvjax.pallas_kernels.window_scores import gpu
-from kvjax.pallas_kernels.window_scores.observers import Observers
+from kvjax.pallas_kernels.window_scores import pallas_triton
+from kvjax.pallas_kernels.window_scores.types import Observers
 
 SAMPLED = 2
 """Rows × KV heads compared with float64."""
@@ -76,5 +76,7 @@ def _sized(
 ) -> jax.Array:
     observers = Observers.of(q, lengths, window, k.shape[2])
     none = jnp.zeros_like(lengths)
-    total = gpu.window_scores(observers, k, none, lengths, scale=scale, sliding_window=None, chunk=chunk, sizes=sizes)
+    total = pallas_triton.window_scores(
+        observers, k, none, lengths, scale=scale, sliding_window=None, chunk=chunk, sizes=sizes
+    )
     return total / window

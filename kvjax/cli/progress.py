@@ -19,8 +19,8 @@ Begin = Callable[[str], Callable[[int, int], Any]]
 def bar() -> Iterator[Begin]:
     """A bar with the time left for each thing that is begun."""
     if not _watched():
-        with _lines() as begin:
-            yield begin
+        with _lines() as lines:
+            yield lines
         return
     from rich.progress import (
         BarColumn,

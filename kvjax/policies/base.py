@@ -13,6 +13,10 @@ calls it once a layer for the prompt, and four times a layer for every new token
 Queries and keys arrive *unrotated*: a policy that keeps original positions rotates keys when it stores them, one that
 reassigns positions rotates when it attends. `spec.rope` does either. The state's leaves never change shape or dtype.
 `carry` travels from layer to layer within one step, for what a layer tells the next ones.
+
+Where XLA computes it, as on a CPU, all of it can be differentiated (`jax.grad`): through the keys and values that are kept, and not
+through the choice of them, which is piecewise constant. So with an ample budget gradients are the full cache's. Of quantised numbers
+only scales and zeros have gradients. Pallas kernels of attention, and a policy that cannot be differentiated (`chelsea`), say so when that is tried.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import Clusters, copy_clusters
+from kvjax.pallas_kernels.gradients import without_gradient
 
 from . import soft_matching
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
@@ -77,6 +78,9 @@ class Chelsea(Policy):
     (`kvjax.policies.soft_matching`), step after step until exactly the budget is left. A step removes a share
     r = max(r_min, r_init - alpha · min(steps, i)) of them, i counting all steps since the row began, though at least one and
     no more than the budget asks. A cluster of n tokens attends like n tokens: log n is added to its logit.
+
+    Keys' cosines are compared in whole multiples of 2^-14 (6e-5; `kvjax.pallas_kernels.chunk_similarity.RESOLUTION`): of keys as
+    similar as that the first are merged, and rounding does not decide. There is no gradient through clustering.
 
     Outlier heads, whose keys are less alike, keep everything if the model has a profile that names them, and the others' budget
     is reduced to pay for it: with a share f of such heads, from R to (R - f) / (1 - f) (appendix C.2). That is so for a budget
@@ -256,7 +260,12 @@ class Chelsea(Policy):
                 for which the host waits for the device (asked after every other step on an H200, that took 0.5 ms of the 2 ms
                 of a layer of 32768 tokens and 8 heads).
         """
-        slots = state.slots
+        endless = (
+            "clustering goes on until the budget is reached, through which there is no gradient; take it of another policy, such as "
+            "treekv or snapkv"
+        )
+        k, v = without_gradient((state.slots.k, state.slots.v), PolicyError(f"{self.name}: {endless}"))
+        slots = dataclasses.replace(state.slots, k=k, v=v)
         places = slots.pos.shape[-1]
         chunk = self._chunk(places)
         sinks, recent = self._regions(state.budget)

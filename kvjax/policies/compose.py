@@ -265,16 +265,17 @@ class ByHead(Policy):
         return Slots(join("k", 0), join("v", 0), join("pos", -1), join("weight", 0), following, parts[0].seen)
 
     def _parts(self, spec: LayerSpec) -> list[Part]:
-        """Policy, layer as it sees it, and KV heads, of each group that has heads in this layer."""
+        """Policy, layer as it sees it, and its places among the KV heads there are, of each group that has some in this layer."""
         group = spec.num_heads // spec.num_kv_heads
+        there = tuple(range(spec.num_kv_heads)) if spec.kv_heads is None else spec.kv_heads
         return [
             (
                 policy,
                 dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads), kv_heads=heads),
-                np.asarray(heads),
+                np.asarray([there.index(head) for head in heads]),
             )
             for policy, layers in zip(self.groups, self.heads, strict=True)
-            if (heads := layers[spec.layer])
+            if (heads := tuple(head for head in layers[spec.layer] if head in there))
         ]
 
 

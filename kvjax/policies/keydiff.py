@@ -50,10 +50,13 @@ class KeyDiff(Evicting):
 
 
 def difference(k: Float[Array, "B K C H"], live: Bool[Array, "B #K C"]) -> Float[Array, "B K C"]:
-    """Minus the cosine of each live key with the mean of the normalised ones; 0 for those that are not live."""
+    """2 less the cosine of each live key with the mean of the normalised ones, so that rounding is as small a share of all of them.
+
+    Of those that are not live it is 2.
+    """
     k = jnp.where(live[..., None], k.astype(jnp.float32), 0.0)
     unit = _normalised(k)
-    return -jnp.einsum("bkch,bkh->bkc", unit, _normalised(jnp.sum(unit, axis=2)))
+    return 2 - jnp.einsum("bkch,bkh->bkc", unit, _normalised(jnp.sum(unit, axis=2)))
 
 
 def _normalised(x: Float[Array, "*S H"]) -> Float[Array, "*S H"]:

@@ -74,7 +74,7 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
     else:
         raise PolicyError(f"policy={policy!r}; give a name ({', '.join(sorted(_POLICIES))}) or a Policy")
     if not budgeted and "budget" in given:
-        check_budget(make.name if isinstance(make.name, str) else policy.name, given.pop("budget"))
+        check_budget(make.name if isinstance(policy, str) else policy.name, given.pop("budget"))
     allowed = [f.name for f in dataclasses.fields(make)]
     for name in given:
         if name not in allowed:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import top_k, window_scores
+from kvjax.pallas_kernels import exceeds, top_k, window_scores
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 
@@ -191,7 +191,7 @@ class Evicting(ScoredPrompt):
         first, last = (end[:, None, None] for end in self.ends(state.budget))
         candidates = slots.live & (slots.pos >= first) & (slots.pos < slots.seen[:, None, None] - last)
         lowest = jnp.min(jnp.where(candidates, state.score, jnp.inf), axis=-1, keepdims=True)
-        latest = jnp.argmax(jnp.where(candidates & (state.score == lowest), slots.pos, -1), axis=-1)
+        latest = jnp.argmax(jnp.where(candidates & ~exceeds(state.score, lowest), slots.pos, -1), axis=-1)
         over = slots.count > state.budget[:, None]
         return dataclasses.replace(state, slots=cache.evict(slots, latest.astype(jnp.int32), over))
 

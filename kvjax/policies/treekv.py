@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Ranked, tree_eviction, window_scores
+from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction, window_scores
 
 from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
 from .registry import register
@@ -261,7 +261,7 @@ class TreeKV(Policy):
 
     def _keep_left(self, left: Array, right: Array) -> Bool[Array, "..."]:
         """Whether the older of two neighbours stays (Algorithm 1, line 11: on a tie it goes)."""
-        return left > right if self.keep == "score" else jnp.ones_like(left, bool)
+        return exceeds(left, right) if self.keep == "score" else jnp.ones_like(left, bool)
 
     def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
         """The scope after an eviction, counted from 0 (Algorithm 1, line 16)."""

@@ -1,4 +1,4 @@
-"""Steps of the Hopper body that threads take by themselves, in Mosaic's dialect."""
+"""Steps of the Hopper kernel that threads take by themselves, in Mosaic's dialect."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How the Hopper body divides its work.
+"""How the Hopper kernel divides its work.
 
 A matrix [O, I] is seen as [O · s, I / s], inputs [B, I] as [B · s, I / s]: without moving anything, 64 rows of a matrix, which is what
 the matrix units take, are then 64 / s outputs, few enough that all programs have equal shares. An output is the sum of the diagonal of

@@ -1,20 +1,17 @@
 """The same, one product after the other; each by whoever computes it best."""
 
-from typing import TYPE_CHECKING
-
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation
+from ..op import Implementation
 from ..projection import gated_projection, projection
-
-if TYPE_CHECKING:
-    from .api import Between
+from .types import Between
 
 
-def between_attentions(
-    attended: Float[Array, "B A"], x: Float[Array, "B D"], weights: "Between", by: Implementation = "auto"
+def multiply_apart(
+    attended: Float[Array, "B A"], x: Float[Array, "B D"], weights: Between, implementation: Implementation = "auto"
 ) -> list[Array]:
-    """The residual stream and the next layer's q, k and v; `by` says who multiplies."""
+    """The residual stream and the next layer's q, k and v; where XLA is asked for, by XLA."""
+    by = "xla" if implementation == "xla" else "auto"
     (x,) = projection(attended, weights.o, residual=x, implementation=by)
     wide = gated_projection(x, weights.gate, weights.up, norm=weights.mlp_norm, implementation=by)
     (x,) = projection(wide, weights.down, residual=x, implementation=by)

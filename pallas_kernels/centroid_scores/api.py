@@ -2,9 +2,10 @@
 
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation, choose
-from ..rotary import Turned, heads_of
-from . import reference
+from ..op import Implementation, Op
+from ..rotary import Turned
+
+_OP = Op("centroid_scores", __name__, gpu=("pallas_triton",))
 
 
 def centroid_scores(
@@ -21,20 +22,10 @@ def centroid_scores(
     Args:
         q: queries, rotated or `Turned`.
         centroids: means of the keys of clusters, in float32.
-        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(q, centroids)
-
-    if choose("centroid_scores", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.centroid_scores(heads_of(q), centroids)
-    from . import gpu as body
-
-    return body.centroid_scores(q, centroids, interpret=interpret)
+    return _OP(q, centroids, implementation=implementation, interpret=interpret)

@@ -1,11 +1,12 @@
 """The public function, and the choice of who computes it."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import Implementation, choose
 from ..nearest import Nearest
-from . import reference
-from .chunks import chunked
+from ..op import Implementation, Op
+
+_OP = Op("chunk_similarity", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",))
 
 
 def chunk_similarity(
@@ -26,8 +27,8 @@ def chunk_similarity(
         first: where each row's first chunk begins.
         count: how many places from there on hold a key.
         chunk: C >= 2 places of a chunk.
-        implementation: "auto" takes the device's Pallas body where it serves; it keeps no similarities in memory.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves; it keeps no similarities in memory.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Returns:
         Of each edge [B, K, N, A], for N = ⌈S / C⌉ chunks and the A = ⌈C / 2⌉ even places of each: its similarity, -inf where there is
@@ -36,25 +37,5 @@ def chunk_similarity(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(keys, chunk)
-
-    def tpu() -> str | None:
-        from . import tpu
-
-        return tpu.refuses(keys, chunk)
-
-    chosen = choose("chunk_similarity", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
-    if chosen == "gpu":
-        from . import gpu as on_gpu
-
-        return on_gpu.chunk_similarity(keys, first, count, chunk, interpret=interpret)
-    chunks, live = chunked(keys, first, count, chunk)
-    if chosen == "xla":
-        return reference.chunk_similarity(chunks, live)
-    from . import tpu as on_tpu
-
-    return on_tpu.chunk_similarity(chunks, live, interpret=interpret)
+    keys = jax.lax.stop_gradient(keys)  # which edge is best has no gradient
+    return _OP(keys, first, count, chunk, implementation=implementation, interpret=interpret)

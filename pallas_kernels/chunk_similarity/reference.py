@@ -1,9 +1,10 @@
 """Similarity inside chunks in plain XLA."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from ..nearest import Nearest
+from .chunks import chunked
 
 RESOLUTION = 2.0**-14
 """Cosines are compared in whole multiples of this.
@@ -13,8 +14,11 @@ kept must not hang on rounding errors, which differ with the size of the batch.
 """
 
 
-def chunk_similarity(keys: Float[Array, "*B C H"], live: Bool[Array, "*B C"]) -> Nearest:
+def chunk_similarity(
+    keys: Float[Array, "B K S H"], first: Int[Array, " B"], count: Int[Array, " B"], chunk: int
+) -> Nearest:
     """From each even place of a chunk, the edge to the odd place with the most similar key; see the public function."""
+    keys, live = chunked(keys, first, count, chunk)
     keys = keys.astype(jnp.float32)
     length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
     unit = keys / jnp.maximum(length, jnp.finfo(keys.dtype).tiny)

@@ -1,29 +1,11 @@
 """The public function, and the choice of who computes it."""
 
-from typing import NamedTuple
-
 from jaxtyping import Array, Bool, Float, Int
 
-from ..dispatch import Implementation, choose
-from . import reference
+from ..op import Implementation, Op
+from .types import Always
 
-
-class Always(NamedTuple):
-    """Tokens that every query takes besides, in places after those of its clusters.
-
-    Attributes:
-        first: how many of a row's first tokens.
-        latest: places for its latest ones.
-        tail: the position that these begin at.
-        seen: tokens of each row.
-        places: for all together: those of clusters, `first`, `latest`, and some that nothing is meant in.
-    """
-
-    first: int
-    latest: int
-    tail: Int[Array, " B"]
-    seen: Int[Array, " B"]
-    places: int
+_OP = Op("cluster_tokens", __name__, gpu=("pallas_triton",))
 
 
 def cluster_tokens(
@@ -51,8 +33,8 @@ def cluster_tokens(
         room: the most tokens to choose in a row of the batch, up to `size`.
         size: S, places for them.
         always: tokens that are taken besides, for which the result has P places instead of S.
-        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Returns:
         Tokens, and which are meant: in the first S places those of clusters before any that are not. All are tokens of `order`, or
@@ -61,15 +43,5 @@ def cluster_tokens(
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
-    chosen = choose("cluster_tokens", implementation, gpu=lambda: _refuses(scores.shape[-1]), interpret=interpret)
-    if chosen == "xla":
-        return reference.cluster_tokens(scores, sizes, starts, order, room, size, always)
-    from . import gpu
-
-    return gpu.cluster_tokens(scores, sizes, starts, order, room, size, always, interpret=interpret)
-
-
-def _refuses(clusters: int) -> str | None:
-    from . import gpu
-
-    return gpu.refuses(clusters)
+    given = scores, sizes, starts, order, room, size, always
+    return _OP(*given, implementation=implementation, interpret=interpret)

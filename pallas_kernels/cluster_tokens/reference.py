@@ -1,12 +1,10 @@
 """The same, readably: clusters sorted by score and laid end to end."""
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-if TYPE_CHECKING:
-    from .api import Always
+from ..top_k.keys import compared, ordered
+from .types import Always
 
 
 def cluster_tokens(
@@ -16,10 +14,16 @@ def cluster_tokens(
     order: Int[Array, "B K C"],
     room: Int[Array, " B"],
     size: int,
-    always: "Always | None" = None,
+    always: Always | None = None,
 ) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
     """Tokens in the order in which their clusters are taken, and then what is always."""
-    ranked = jnp.argsort(-scores, axis=-1, stable=True)
+    highest = jnp.argsort(-scores, axis=-1, stable=True)
+    ends = jnp.cumsum(jnp.take_along_axis(sizes[:, :, None], highest, axis=-1), axis=-1, dtype=jnp.int32)
+    enough = jnp.minimum(room[:, None, None], ends[..., -1])[..., None]
+    last = jnp.take_along_axis(highest, jnp.argmax(ends >= enough, axis=-1, keepdims=True), axis=-1)
+    last = jnp.take_along_axis(scores, last, axis=-1)
+    equal = compared(ordered(scores), ordered(last))[1]  # to the cluster that fills the room
+    ranked = jnp.argsort(-jnp.where(equal, last, scores), axis=-1, stable=True)
     lengths = jnp.take_along_axis(sizes[:, :, None], ranked, axis=-1)
     ends = jnp.cumsum(lengths, axis=-1, dtype=jnp.int32)
     shifts = jnp.take_along_axis(starts[:, :, None], ranked, axis=-1) - (ends - lengths)

@@ -2,10 +2,11 @@
 
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation, choose
-from ..rotary import Turned, heads_of, parts_of
-from . import reference
-from .result import Attended, Rotation
+from ..op import Implementation, Op
+from ..rotary import Turned
+from .types import Attended, Rotation
+
+_OP = Op("decode_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
 
 
 def decode_attention(
@@ -32,32 +33,11 @@ def decode_attention(
         scale: factor on the logits, usually H ** -0.5.
         rotation: rotates keys and queries while they are read, by the places that they have now (TreeKV, StreamingLLM).
         probs: whether each slot's probability is wanted (H2O, TOVA and TreeKV score slots with it).
-        implementation: "auto" takes the device's Pallas body where it serves.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    heads, *_ = parts_of(q)
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(heads.shape[1] // k.shape[1], k, rotation)
-
-    def tpu() -> str | None:
-        from . import tpu
-
-        return tpu.refuses(heads, k, rotation)
-
-    chosen = choose("decode_attention", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
-    if chosen == "gpu":
-        from .gpu import decode_attention as gpu_body
-
-        return gpu_body(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)
-    rotated = heads_of(q) if rotation is None else rotation.queries(heads)
-    if chosen == "xla":
-        return reference.decode_attention(rotated, k, v, weight, scale=scale, rotation=rotation, probs=probs)
-    from .tpu import decode_attention as tpu_body
-
-    return tpu_body(rotated, k, v, weight, scale=scale, rotation=rotation, probs=probs, interpret=interpret)
+    options = {"scale": scale, "rotation": rotation, "probs": probs}
+    return _OP(q, k, v, weight, **options, implementation=implementation, interpret=interpret)

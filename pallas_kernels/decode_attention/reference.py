@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..masking import MASKED
-from ..rotary import turned_halves
-from .result import Attended, Rotation
+from ..rotary import Turned, heads_of, parts_of, turned_halves
+from .types import Attended, Rotation
 
 
 def decode_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -20,6 +20,7 @@ def decode_attention(
     probs: bool = False,
 ) -> Attended:
     """Softmax attention of rotated queries over cache slots; see the public function."""
+    q = heads_of(q) if rotation is None else rotation.queries(parts_of(q)[0])
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)

@@ -1,28 +1,25 @@
 """The same, over one cache after the other; each by whoever does that best."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from ..decode_attention import decode_attention
-from ..dispatch import Implementation
 from ..divided import query_heads
+from ..op import Implementation
 from ..rotary import Turned
-
-if TYPE_CHECKING:
-    from .api import Held
+from .types import Held
 
 
-def divided_attention(
-    q: Float[Array, "B N H"] | Turned, caches: Sequence["Held"], *, scale: float, by: Implementation
+def attend_apart(
+    q: Float[Array, "B N H"] | Turned, caches: Sequence[Held], *, scale: float, implementation: Implementation
 ) -> Float[Array, "B N H"]:
-    """Attention of each cache's heads, put back in the layer's order; `by` says who attends."""
+    """Attention of each cache's heads, put back in the layer's order; where XLA is asked for, by XLA."""
     group = (q.x if isinstance(q, Turned) else q).shape[1] // sum(len(held.heads) for held in caches)
     order = [query_heads(held.heads, group) for held in caches]
-    outs = []
+    by, outs = ("xla" if implementation == "xla" else "auto"), []
     for held, mine in zip(caches, order, strict=True):
         queries = q._replace(x=q.x[:, mine]) if isinstance(q, Turned) else q[:, mine]
         attended = decode_attention(queries, held.k, held.v, held.weight, scale=scale, implementation=by)

@@ -1,15 +1,12 @@
 """The public function, and the choice of who computes it."""
 
-from importlib import import_module
-from typing import Any
-
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
-from ..dispatch import Implementation, choose
-from ..rotary import Turned, heads_of, parts_of
-from . import reference
+from ..op import Implementation, Op
+from ..rotary import Turned, parts_of
+
+_OP = Op("gather_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
 
 
 def gather_attention(
@@ -40,8 +37,8 @@ def gather_attention(
         scale: factor on the logits, usually H ** -0.5.
         page: slots to a page, a divisor of C.
         tokens: slots from there on are not meant, though their page may be.
-        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`.
-        interpret: interpret the Pallas body that was named, on any device.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`.
+        interpret: interpret the Pallas kernel that was named, on any device.
 
     Returns:
         As `decode_attention` does, without `probs`.
@@ -62,34 +59,5 @@ def gather_attention(
             f"gather_attention: {pages} pages of {page} slots, live for {live.shape[-1]}, and a cache of {k.shape[2]} slots; live must "
             "be given for each page or each slot, and page must divide the cache"
         )
-    chosen = choose(
-        "gather_attention",
-        implementation,
-        tpu=lambda: _body("tpu").refuses(k, index, page),
-        gpu=lambda: _body("gpu").refuses(heads, k, selecting),
-        interpret=interpret,
-    )
-    if chosen == "gpu":
-        body = _body("gpu").gather_attention
-        return body(q, k, v, index, live, scale=scale, page=page, tokens=tokens, interpret=interpret)
-    q, live = heads_of(q), _of_slots(index, live, page, tokens)
-    if chosen == "xla":
-        return reference.gather_attention(q, k, v, index, live, scale=scale, page=page)
-    return _body("tpu").gather_attention(q, k, v, index, live, scale=scale, page=page, interpret=interpret)
-
-
-def _of_slots(
-    index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int, tokens: Int[Array, " B"] | None
-) -> Bool[Array, "B R S"]:
-    """Which slots are meant."""
-    if live.shape != (*index.shape[:2], index.shape[2] * page):
-        live = jnp.repeat(live, page, axis=-1)
-    if tokens is None:
-        return live
-    slots = index[..., None] * page + jnp.arange(page, dtype=jnp.int32)
-    return live & (slots.reshape(live.shape) < tokens[:, None, None])
-
-
-def _body(name: str) -> Any:
-    """The module of a Pallas body, imported where it is used."""
-    return import_module(f".{name}", __package__)
+    options = {"scale": scale, "page": page, "tokens": tokens}
+    return _OP(q, k, v, index, live, **options, implementation=implementation, interpret=interpret)

@@ -4,19 +4,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended, decode_attention
+from ..rotary import Turned
+from .pages import slots_meant
 
 
 def gather_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B N H"] | Turned,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
-    live: Bool[Array, "B R S"],
+    live: Bool[Array, "B R L"],
     *,
     scale: float,
     page: int = 1,
+    tokens: Int[Array, " B"] | None = None,
 ) -> Attended:
     """Softmax attention of each head over the slots that it selected; see the public function."""
+    live = slots_meant(index, live, page, tokens)
     batch, kv_heads, _, dim = k.shape
 
     def take(x: Array) -> Array:

@@ -2,9 +2,10 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from ..dispatch import Implementation, choose
-from . import reference
+from ..op import Implementation, Op
 from .lloyd import Distance
+
+_OP = Op("kmeans", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",))
 
 
 def kmeans(
@@ -33,8 +34,8 @@ def kmeans(
         mask: which of the T tokens take part; the others may hold anything.
         init: centroids to start from.
         clusters: how many of the M centroids a row uses; the others stay as they are and get no tokens.
-        implementation: "auto" takes the device's Pallas bodies where they serve; they keep no scores in memory.
-        interpret: run Pallas bodies in their interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernels where they serve; they keep no scores in memory.
+        interpret: run Pallas kernels in their interpreter, on any device.
 
     Returns:
         Centroids in float32, and each token's centroid, M for tokens that take no part.
@@ -42,22 +43,5 @@ def kmeans(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(x)
-
-    def tpu() -> str | None:
-        from . import tpu
-
-        return tpu.refuses(x)
-
-    chosen = choose("kmeans", implementation, tpu=tpu, gpu=gpu, interpret=interpret)
-    if chosen == "xla":
-        return reference.kmeans(x, mask, init, clusters, iterations=iterations, distance=distance)
-    if chosen == "gpu":
-        from .gpu import kmeans as body
-    else:
-        from .tpu import kmeans as body
-    return body(x, mask, init, clusters, iterations=iterations, distance=distance, interpret=interpret)
+    options = {"iterations": iterations, "distance": distance}
+    return _OP(x, mask, init, clusters, **options, implementation=implementation, interpret=interpret)

@@ -1,4 +1,4 @@
-"""Tokens from one cluster's sum to another's, as a Triton body that only reads those that move."""
+"""Tokens from one cluster's sum to another's, as a Triton kernel that only reads those that move."""
 
 import functools
 import warnings

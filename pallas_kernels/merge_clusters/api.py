@@ -1,26 +1,12 @@
 """The public function, and the choice of who computes it."""
 
-from typing import NamedTuple
+from jaxtyping import Array, Int
 
-from jaxtyping import Array, Float, Int
+from ..op import Implementation, Op
+from .types import Clusters
 
-from ..dispatch import Implementation, choose
-from . import reference
-
-
-class Clusters(NamedTuple):
-    """Tokens and clusters of tokens, in order.
-
-    Attributes:
-        k, v: keys and values; of a cluster, the means over its tokens.
-        pos: original position, of a cluster that of its newest token.
-        weight: how many tokens each stands for.
-    """
-
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
-    pos: Int[Array, "B K S"]
-    weight: Float[Array, "B K S"]
+_MERGE = Op("merge_clusters", __name__, gpu=("pallas_triton",))
+_COPY = Op("copy_clusters", __name__, gpu=("pallas_triton",))
 
 
 def merge_clusters(
@@ -47,8 +33,8 @@ def merge_clusters(
         count: tokens of each row from there on. Places after them may hold anything.
         chunk: C places of a chunk.
         into: arrays to be written to in place, where they are not used again; what they hold is not read.
-        implementation: "auto" takes the device's Pallas body where it serves; its work follows `count`, not S.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves; its work follows `count`, not S.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Returns:
         What is before the chunks, and what is left of them. Places after that may hold anything.
@@ -56,17 +42,10 @@ def merge_clusters(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(tokens.k, chunk)
-
-    if choose("merge_clusters", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return Clusters(*reference.merge_clusters(tokens, target, first, count, chunk))
-    from . import gpu as body
-
-    return Clusters(*body.merge_clusters(tokens, target, first, count, chunk, into, interpret=interpret))
+    options = {"chunk": chunk, "into": into}
+    return Clusters(
+        *_MERGE(tokens, target, first, count, **options, implementation=implementation, interpret=interpret)
+    )
 
 
 def copy_clusters(
@@ -82,20 +61,10 @@ def copy_clusters(
     Args:
         size: tokens of each row, in its first places.
         into: arrays to be written to in place, where they are not used again; beyond a row's tokens they are as before, or may hold anything.
-        implementation: "auto" takes the device's Pallas body where it serves; without one XLA copies what it has to.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves; without one XLA copies what it has to.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses_rows(tokens.k)
-
-    if choose("copy_clusters", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return tokens
-    from . import gpu as body
-
-    return Clusters(*body.copy_clusters(tokens, size, into, interpret=interpret))
+    return Clusters(*_COPY(tokens, size, into, implementation=implementation, interpret=interpret))

@@ -1,16 +1,20 @@
 """The same in plain XLA: a product for each chunk, then what stays gathered from all of them."""
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from ..chunk_similarity.chunks import chunked, from_place
+from .types import Clusters
 
 
 def merge_clusters(
-    tokens: Sequence[Array], target: Int[Array, "B K N A"], first: Int[Array, " B"], count: Int[Array, " B"], chunk: int
+    tokens: Clusters,
+    target: Int[Array, "B K N A"],
+    first: Int[Array, " B"],
+    count: Int[Array, " B"],
+    chunk: int,
+    into: Clusters | None = None,
 ) -> list[Array]:
     """Tokens merged and gaps closed; see the public function. Where nothing is left, keys, values and weights are 0 and positions -1."""
     (k, live), (v, _), (pos, _), (weight, _) = (chunked(x, first, count, chunk) for x in tokens)
@@ -54,6 +58,11 @@ def merge_clusters(
         gather(tokens[2], pos[..., 0::2], newest, -1),
         gather(tokens[3], weight[..., 0::2], degree, 0),
     ]
+
+
+def copy_clusters(tokens: Clusters, size: Int[Array, " B"], into: Clusters) -> Clusters:
+    """The tokens where they are: XLA copies what it has to."""
+    return tokens
 
 
 def _first(stays: Bool[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:

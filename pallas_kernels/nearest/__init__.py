@@ -1,4 +1,4 @@
 """The key most like a query, among very many, without a score for each pair in memory."""
 
 from .api import nearest as nearest
-from .result import Nearest as Nearest
+from .types import Nearest as Nearest

@@ -3,9 +3,22 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation, choose
-from . import reference
-from .result import Nearest
+from ..op import Implementation, Op
+from .types import Nearest
+
+
+def _prefer_xla_reason(queries: Array, keys: Array, bias: Array | None = None) -> str | None:
+    few = keys.dtype == jnp.float32 and keys.shape[-2] <= 64
+    return "few float32 keys are as fast in XLA" if few else None
+
+
+_OP = Op(
+    "nearest",
+    __name__,
+    gpu=("pallas_mosaic_gpu", "pallas_triton"),
+    tpu=("pallas_mosaic_tpu",),
+    prefer_xla_reason=_prefer_xla_reason,
+)
 
 
 def nearest(
@@ -19,37 +32,16 @@ def nearest(
     """For each query the key with the largest inner product plus bias, of equally good ones the first.
 
     With the bias -|key|²/2 that is the key at the least Euclidean distance. Products are accumulated in float32, and of
-    float32 operands exact to it.
+    float32 operands exact to it. In XLA, whose sums depend on the size of the batch, scores within rounding are equally good (see
+    `ties`); kernels, whose sums do not, compare them as they are.
 
     Args:
         queries, keys: of one dtype.
         bias: added to every score of a key, in float32. -inf forbids a key, whose contents, NaN included, then do not matter.
-        implementation: "auto" takes the device's Pallas body where it serves; it keeps no scores in memory.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves; it keeps no scores in memory.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(queries, keys)
-
-    def tpu() -> str | None:
-        from . import tpu
-
-        return tpu.refuses(queries, keys)
-
-    def slower() -> str | None:
-        few = keys.dtype == jnp.float32 and keys.shape[-2] <= 64
-        return "few float32 keys are as fast in XLA" if few else None
-
-    chosen = choose("nearest", implementation, tpu=tpu, gpu=gpu, slower=slower, interpret=interpret)
-    if chosen == "xla":
-        return reference.nearest(queries, keys, bias)
-    if chosen == "gpu":
-        from .gpu import nearest as body
-    else:
-        from .tpu import nearest as body
-    return body(queries, keys, bias, interpret=interpret)
+    return _OP(queries, keys, bias, implementation=implementation, interpret=interpret)

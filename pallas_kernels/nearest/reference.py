@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .result import Nearest
+from ..ties import exceeds
+from .types import Nearest
 
 
 def nearest(
@@ -13,4 +14,5 @@ def nearest(
     scores = jnp.einsum("...nh,...mh->...nm", queries, keys, precision="highest", preferred_element_type=jnp.float32)
     if bias is not None:
         scores = jnp.where(bias[..., None, :] > -jnp.inf, scores + bias[..., None, :], -jnp.inf)
-    return Nearest(jnp.max(scores, axis=-1), jnp.argmax(scores, axis=-1).astype(jnp.int32))
+    highest = jnp.max(scores, axis=-1)
+    return Nearest(highest, jnp.argmax(~exceeds(highest[..., None], scores), axis=-1).astype(jnp.int32))

@@ -2,9 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import Implementation, choose
-from ..rotary import Turned, heads_of
-from . import reference
+from ..op import Implementation, Op
+from ..rotary import Turned
+
+_OP = Op("widen_bounds", __name__, gpu=("pallas_triton",))
 
 
 def widen_bounds(
@@ -23,20 +24,10 @@ def widen_bounds(
         key: the new token's, rotated or `Turned`.
         pos: its position; the first token of a page finds nothing there, and one beyond the last page changes nothing.
         page: tokens to a page.
-        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(bounds)
-
-    if choose("widen_bounds", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.widen_bounds(bounds, heads_of(key), pos, page=page)
-    from . import gpu as body
-
-    return body.widen_bounds(bounds, key, pos, page=page, interpret=interpret)
+    return _OP(bounds, key, pos, page=page, implementation=implementation, interpret=interpret)

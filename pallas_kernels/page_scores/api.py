@@ -2,9 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import Implementation, choose
-from ..rotary import Turned, heads_of
-from . import reference
+from ..op import Implementation, Op
+from ..rotary import Turned
+
+_OP = Op("page_scores", __name__, gpu=("pallas_triton",))
 
 
 def page_scores(
@@ -25,8 +26,8 @@ def page_scores(
         bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
         tokens: of a row; pages of later ones score -inf, whatever their bounds hold.
         page: tokens to a page.
-        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`. There is no body for TPUs.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Returns:
         Bounds of products, in float32.
@@ -34,14 +35,4 @@ def page_scores(
     Raises:
         Unsupported: an implementation was named that cannot compute this.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses(q, bounds)
-
-    if choose("page_scores", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return reference.page_scores(heads_of(q), bounds, tokens, page=page)
-    from . import gpu as body
-
-    return body.page_scores(q, bounds, tokens, page=page, interpret=interpret)
+    return _OP(q, bounds, tokens, page=page, implementation=implementation, interpret=interpret)

@@ -2,8 +2,9 @@
 
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation, choose
-from . import gpu, reference
+from ..op import Implementation, Op
+
+_OP = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
 
 
 def prefill_attention(
@@ -34,17 +35,4 @@ def prefill_attention(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def tpu() -> str | None:
-        from . import tpu
-
-        return tpu.refuses(q)
-
-    chosen = choose("prefill_attention", implementation, tpu=tpu, gpu=lambda: gpu.refuses(q), interpret=interpret)
-    if chosen == "xla":
-        return reference.prefill_attention(q, k, v, scale=scale, window=window)
-    if chosen == "gpu":
-        return gpu.prefill_attention(q, k, v, scale=scale, window=window)
-    from .tpu import prefill_attention as splash
-
-    return splash(q, k, v, scale=scale, window=window, interpret=interpret)
+    return _OP(q, k, v, scale=scale, window=window, implementation=implementation, interpret=interpret)

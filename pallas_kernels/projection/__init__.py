@@ -2,4 +2,4 @@
 
 from .api import gated_projection as gated_projection
 from .api import projection as projection
-from .norm import Norm as Norm
+from .types import Norm as Norm

@@ -6,9 +6,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..dispatch import Implementation, choose
-from . import reference
-from .norm import Norm
+from ..op import Implementation, Op
+from .types import Norm
+
+
+def _prefer_xla_reason(x: Array, weights: Sequence[Array], **_: Any) -> str | None:
+    if max(w.shape[0] for w in weights) > 65536:
+        return "of so many outputs XLA's own kernel is as fast (128256 of 4096 inputs on an H200: 255 us, these kernels 270)"
+    return None
+
+
+_PROJECTION = Op("projection", __name__, gpu=("pallas_triton",), prefer_xla_reason=_prefer_xla_reason)
+_GATED = Op("gated_projection", __name__, gpu=("pallas_triton",))
 
 
 def projection(
@@ -22,7 +31,7 @@ def projection(
 ) -> list[Float[Array, "*B _"]]:
     """Inputs times each of some matrices, summed in float32.
 
-    A product rounds to the type of `x` before a residual is added. With `norm`, a Pallas body divides by the root of the mean
+    A product rounds to the type of `x` before a residual is added. With `norm`, a Pallas kernel divides by the root of the mean
     square after the product instead of before: what it returns is nearer the exact result, in which it differs from XLA.
 
     Args:
@@ -31,25 +40,14 @@ def projection(
         norm: RMS norm of the inputs.
         residual: added to the product of the only matrix.
         dtype: of the products, that of `x` if not given.
-        implementation: "auto" takes the device's Pallas body where it serves.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-    chosen = choose(
-        "projection",
-        implementation,
-        gpu=lambda: _refuses(x, weights),
-        slower=lambda: _slower(weights),
-        interpret=interpret,
-    )
-    if chosen == "xla":
-        return reference.projection(x, weights, norm=norm, residual=residual, dtype=dtype)
-    from . import gpu
-
-    return gpu.projection(x, weights, norm=norm, residual=residual, dtype=dtype, interpret=interpret)
+    options = {"norm": norm, "residual": residual, "dtype": x.dtype if dtype is None else jnp.dtype(dtype)}
+    return _PROJECTION(x, weights, **options, implementation=implementation, interpret=interpret)
 
 
 def gated_projection(
@@ -67,28 +65,10 @@ def gated_projection(
         x: inputs.
         gate, up: matrices as checkpoints keep them, outputs first.
         norm: RMS norm of the inputs.
-        implementation: "auto" takes the device's Pallas body where it serves.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    chosen = choose("gated_projection", implementation, gpu=lambda: _refuses(x, [gate, up]), interpret=interpret)
-    if chosen == "xla":
-        return reference.gated_projection(x, gate, up, norm=norm)
-    from . import gpu
-
-    (out,) = gpu.projection(x, [gate, up], norm=norm, residual=None, dtype=x.dtype, gated=True, interpret=interpret)
-    return out
-
-
-def _refuses(x: Array, weights: Sequence[Array]) -> str | None:
-    from . import gpu
-
-    return gpu.refuses(x, weights)
-
-
-def _slower(weights: Sequence[Array]) -> str | None:
-    if max(w.shape[0] for w in weights) > 65536:
-        return "of so many outputs XLA's own kernel is as fast (128256 of 4096 inputs on an H200: 255 us, these bodies 270)"
-    return None
+    return _GATED(x, (gate, up), norm=norm, implementation=implementation, interpret=interpret)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..dispatch import target
-from .norm import Norm
+from ..device import target
+from .types import Norm
 
 NARROW = 2048
 """Matrices of fewer outputs are multiplied as one, where they are neighbours of one size and there are many rows, on GPUs: with the
@@ -34,10 +34,10 @@ def projection(
 
 
 def gated_projection(
-    x: Float[Array, "*B D"], gate: Float[Array, "O D"], up: Float[Array, "O D"], *, norm: Norm | None = None
+    x: Float[Array, "*B D"], weights: Sequence[Float[Array, "O D"]], *, norm: Norm | None = None
 ) -> Float[Array, "*B O"]:
     """silu(gate x) · up x."""
-    x = x if norm is None else norm(x)
+    x, (gate, up) = x if norm is None else norm(x), weights
     return jax.nn.silu(_product(x, gate, x.dtype)) * _product(x, up, x.dtype)
 
 

@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..ties import NEAR
+
 LOWEST = -(2**31)
 """Below the key of any score: what is not there."""
+
+HIGHEST = 0x7F800000
+"""The key of infinity."""
 
 
 def ordered(scores: Float[Array, "*B N"]) -> Int[Array, "*B N"]:
@@ -34,17 +39,24 @@ def highest(keys: Int[Array, "*B N"], count: Int[Array, "..."]) -> Bool[Array, "
     """
     size = keys.shape[-1]
     kth = threshold(keys, count)
-    room = count - _total(keys > kth)
+    above, equal = compared(keys, kth)
+    room = count - _total(above)
     place = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
-    earlier = jnp.where(keys == kth, -place, -size)  # a first equal key is the highest here
+    earlier = jnp.where(equal, -place, -size)  # a first equal key is the highest here
     last = _bisect(earlier, room, jnp.full_like(kth, 1 - size), jnp.full_like(kth, 1))
-    return (keys > kth) | ((earlier >= last) & (earlier > -size) & (room > 0))
+    return above | ((earlier >= last) & (earlier > -size) & (room > 0))
+
+
+def compared(keys: Int[Array, "*B N"], kth: Int[Array, "..."]) -> tuple[Bool[Array, "*B N"], Bool[Array, "*B N"]]:
+    """Which keys are above the kth, and which equal it; see `ties`."""
+    low, high = jnp.maximum(kth, LOWEST + NEAR) - NEAR, jnp.minimum(kth, HIGHEST) + NEAR
+    return keys > high, (keys >= low) & (keys <= high)
 
 
 def threshold(
     keys: Int[Array, "*B N"], count: Int[Array, "..."], weights: Int[Array, "*B N"] | None = None
 ) -> Int[Array, "..."]:
-    """A number such that keys above it are fewer than `count`, or just as many, and those that equal it make up the rest.
+    """The key that is number `count` from the highest; of none, any that is no lower than all.
 
     Args:
         keys: R rows, or one row alone.
@@ -52,7 +64,9 @@ def threshold(
         weights: how many keys each stands for, 0 or more; one, if not given.
     """
     low, top = (reduce(keys, axis=-1, keepdims=keys.ndim > 1) for reduce in (jnp.min, jnp.max))
-    return _bisect(keys, count, low, top + 1, weights)
+    found = _bisect(keys, count, low, top + 1, weights)  # may lie between keys
+    counts = keys >= found if weights is None else (keys >= found) & (weights > 0)
+    return jnp.min(jnp.where(counts, keys, top), axis=-1, keepdims=keys.ndim > 1)
 
 
 def _bisect(keys: Array, count: Array, low: Array, high: Array, weights: Array | None = None) -> Array:

@@ -1,18 +1,17 @@
 """The same in plain XLA."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-if TYPE_CHECKING:
-    from .api import Ranked
+from ..ties import exceeds
+from .types import Ranked
 
 
 def tree_eviction(
-    ranked: "Ranked",
+    ranked: Ranked,
     score: Float[Array, "B K C"],
     steps: Float[Array, "B K C"],
     tree: Int[Array, " B"],
@@ -33,7 +32,7 @@ def tree_eviction(
     none = [jnp.full((), free, jnp.int32), *(jnp.zeros((), x.dtype) for x in of_slots)]
     _, total, queries, places = jax.lax.reduce(entries, none, _nearer, (3,))
     averages = total / jnp.maximum(queries, 1.0)
-    newer_goes = averages[..., 0] > averages[..., 1] if scored else jnp.ones_like(over)
+    newer_goes = exceeds(averages[..., 0], averages[..., 1]) if scored else jnp.ones_like(over)
     victim, slot = (jnp.where(newer_goes, both[..., 1], both[..., 0])[..., None] for both in (pair, places))
     later = over[..., None] & (rank > victim) & (rank < free)
     gone = over[..., None] & (rank == victim)

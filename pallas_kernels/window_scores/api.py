@@ -1,14 +1,16 @@
 """The public function: who observes, and the choice of who computes it."""
 
-from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import Implementation, choose
-from . import reference
-from .observers import Observers
+from ..op import Implementation, Op
+from .types import Observers
+
+_SCORES = Op("window_scores", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",))
+_PRODUCTS = Op("mean_products", __name__)
 
 
 def window_scores(
@@ -28,7 +30,8 @@ def window_scores(
     """How much each row's last `window` queries look at each of its tokens, averaged over those queries and the group.
 
     The observation window of SnapKV (Li et al. 2024, section 3), used by ChunkKV, TreeKV and CateKV too. A row shorter than
-    the window is averaged over the queries that it has. Nothing of the size of queries × tokens is held.
+    the window is averaged over the queries that it has. Nothing of the size of queries × tokens is held. What is kept has no gradient,
+    so these scores, which tell it, have none.
 
     Args:
         q, k: rotated queries and keys of a right-padded prompt.
@@ -41,8 +44,8 @@ def window_scores(
         middle: where the observed tokens begin and how many they are, in each row, instead of all: attention is to them alone, and
             the first score is that of the first of them.
         chunk: tokens to one score. To several, each query, averaged over its group, gives what it gives to the best of them.
-        implementation: who computes it, see `kvjax.pallas_kernels.dispatch`.
-        interpret: interpret the Pallas body that was named, on any device.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`.
+        interpret: interpret the Pallas kernel that was named, on any device.
 
     Returns:
         A score in float32 for each of M = ⌈T / chunk⌉ chunks, zero where there is no token.
@@ -53,30 +56,12 @@ def window_scores(
     """
     if kind == "logits" and (middle is not None or chunk != 1):
         raise ValueError(f"window_scores: kind='logits' with chunk={chunk} or a middle; these are for 'softmax'")
+    q, k = jax.lax.stop_gradient((q, k))
     observers = Observers.of(q, lengths, window, k.shape[2])
     if kind == "logits":
-        choose("window_scores of kind 'logits'", implementation, interpret=interpret)
-        return reference.mean_products(observers, k, lengths, scale=scale)
-    first, count = (jnp.zeros_like(lengths), lengths) if middle is None else middle
-    stop = jnp.minimum(first + count, lengths)
-    chosen = choose(
-        "window_scores",
-        implementation,
-        tpu=lambda: _body("tpu").refuses(observers, k, chunk),
-        gpu=lambda: _body("gpu").refuses(k, chunk),
-        interpret=interpret,
-    )
-    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "chunk": chunk}
-    if middle is not None and chosen != "gpu":  # which begins to read anywhere
-        source = jnp.minimum(first[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[1] - 1)
-        k = jnp.take_along_axis(k, source[:, :, None, None], axis=1)
-    if chosen == "xla":
-        total = reference.window_scores(observers, k, first, stop, **options)
-    else:
-        total = _body(chosen).window_scores(observers, k, first, stop, interpret=interpret, **options)
+        return _PRODUCTS(observers, k, lengths, scale=scale, implementation=implementation, interpret=interpret)
+    begin, count = (None, lengths) if middle is None else middle
+    stop = lengths if begin is None else jnp.minimum(begin + count, lengths)
+    options = {"scale": scale, "sliding_window": sliding_window, "chunk": chunk}
+    total = _SCORES(observers, k, begin, stop, **options, implementation=implementation, interpret=interpret)
     return total / jnp.maximum(observers.size, 1).astype(jnp.float32)[:, None, None]
-
-
-def _body(name: str) -> Any:
-    """The module of a Pallas body, imported where it is used."""
-    return import_module(f".{name}", __package__)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
-from .observers import Observers
+from .types import Observers, from_first
 
 BLOCK = 512
 """Tokens observed at a time; it divides the lengths that longer prompts are padded to."""
@@ -18,7 +18,7 @@ BLOCK = 512
 def window_scores(
     observers: Observers,
     k: Float[Array, "B T K H"],
-    first: Int[Array, " B"],
+    first: Int[Array, " B"] | None,
     stop: Int[Array, " B"],
     *,
     scale: float,
@@ -28,8 +28,9 @@ def window_scores(
     """What all observers together give to each chunk of the tokens from `first` to `stop`.
 
     Args:
-        k: keys, token `first` of each row before all others.
+        first: None for the first token of all.
     """
+    k, first = from_first(k, first), jnp.zeros_like(stop) if first is None else first
     batch, length, kv_heads, _ = k.shape
     block = -(-min(BLOCK, length) // chunk) * chunk
     k = jnp.pad(k, ((0, 0), (0, -length % block), (0, 0), (0, 0)))

@@ -1,29 +1,14 @@
 """The public function, and the choice of who computes it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from ..dispatch import Implementation, choose
+from ..op import Implementation, Op
 from ..rotary import Turned
-from . import reference
+from .types import Writing
 
-
-class Writing(NamedTuple):
-    """What `write_slots` takes, for one of several caches among which a layer's KV heads are divided.
-
-    Attributes:
-        arrays, slot, counters: of this cache's heads.
-        values: of all heads of the layer.
-        heads: which of them this cache has, in its order.
-    """
-
-    arrays: Sequence[Array]
-    slot: Int[Array, "B K"]
-    values: Sequence[Array | Turned | int | float]
-    counters: Sequence[Array]
-    heads: tuple[int, ...]
+_OP = Op("write_slots", __name__, gpu=("pallas_triton",), forward_only=True)
 
 
 def write_slots(
@@ -37,15 +22,15 @@ def write_slots(
 ) -> list[Array]:
     """Arrays with a new value in one slot a row and KV head, in place where the arrays are not used again.
 
-    A scatter an array is a kernel each in XLA, of which the launch takes longer than the writing; a Pallas body writes all at once.
+    A scatter an array is a kernel each in XLA, of which the launch takes longer than the writing; a Pallas kernel writes all at once.
 
     Args:
         arrays: [B, K, C] or [B, K, C, H] each, all of the same B, K and C.
         slot: which, at least 0; where it is C or more, nothing is written.
         values: for each array [B, K] or [B, K, H], or anything that broadcasts to that; `Turned` to be rotated before it is written.
         counters: integers [B, K] or [B], to be made greater by one; `slot` may be among them.
-        implementation: "auto" takes the device's Pallas body where it serves.
-        interpret: run a Pallas body in its interpreter, on any device.
+        implementation: "auto" takes the device's Pallas kernel where it serves.
+        interpret: run a Pallas kernel in its interpreter, on any device.
 
     Returns:
         The arrays, and after them the counters.
@@ -72,14 +57,4 @@ def write_divided_slots(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-
-    def gpu() -> str | None:
-        from . import gpu
-
-        return gpu.refuses([array for writing in writings for array in writing.arrays])
-
-    if choose("write_slots", implementation, gpu=gpu, interpret=interpret) == "xla":
-        return [reference.write_slots(writing) for writing in writings]
-    from . import gpu as body
-
-    return body.write_slots(writings, interpret=interpret)
+    return _OP(writings, implementation=implementation, interpret=interpret)

@@ -1,19 +1,22 @@
 """The same in plain XLA: a scatter an array."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from ..rotary import Turned
-
-if TYPE_CHECKING:
-    from .api import Writing
+from .types import Writing
 
 
-def write_slots(writing: "Writing") -> list[Array]:
-    """Arrays of a cache with a value in one slot a head, and counters one greater."""
+def write_slots(writings: Sequence[Writing]) -> list[list[Array]]:
+    """Arrays of caches with a value in one slot a head, and counters one greater."""
+    return [_written(writing) for writing in writings]
+
+
+def _written(writing: Writing) -> list[Array]:
     slot = writing.slot
     rows, heads = np.ogrid[: slot.shape[0], : slot.shape[1]]
     written = [

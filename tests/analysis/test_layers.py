@@ -175,7 +175,7 @@ def test_nothing_to_draw(monkeypatch):
         lambda: layers.draw_similarity({"a": np.ones((2, 2))}),
         lambda: layers.draw_layers({"a": np.ones(2)}, "loss"),
     ):
-        with pytest.raises(ImportError, match=r"kvjax\[plot\]"):
+        with pytest.raises(ImportError, match=r"pip install .matplotlib"):
             draw()
 
 

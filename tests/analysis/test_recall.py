@@ -172,5 +172,5 @@ def test_what_cannot_be_done(layer, monkeypatch):
     with pytest.raises(ValueError, match="no rates"):
         recall.draw_rates({})
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="kvjax"):
+    with pytest.raises(ImportError, match=r"pip install .matplotlib"):
         recall.draw_rates({"a": {1: 0.5}})

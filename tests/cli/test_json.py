@@ -39,12 +39,17 @@ def book(tmp_path: Path) -> Path:
     return file
 
 
+NOT_FINITE = pytest.mark.filterwarnings("ignore:.* weights are NaN or infinite:UserWarning")
+
+
+@NOT_FINITE
 def test_log_probabilities_that_are_none(kvjax_command, broken: Path) -> None:
     result = kvjax_command("generate", "--model", broken, "-n", 3, "--ignore-eos", "--json", "hello")
     assert result.exit_code == 0
     assert strictly(result.stdout)["logprobs"] == [None] * 3
 
 
+@NOT_FINITE
 def test_scores_that_are_none(kvjax_command, broken: Path, book: Path, tmp_path: Path) -> None:
     arguments = ("--model", broken, "--text", book, "--length", 20, "--out", tmp_path / "rows.jsonl", "--json")
     for _ in range(2):  # the second reads the file

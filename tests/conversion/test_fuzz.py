@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
-@pytest.mark.parametrize("last", [100, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("last", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_mutated_checkpoints(tmp_path: Path, last: int) -> None:
     """The cases are the same each time; `fuzzing.mutate` makes one again from its number alone."""
     done = subprocess.run(

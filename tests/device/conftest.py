@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -18,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def device() -> jax.Device:
+def device() -> Any:
     """The device that users' programs run on; the CPU if JAX_PLATFORMS says so, to try the tests themselves."""
     device = jax.local_devices()[0]
     if device.platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu":
@@ -27,7 +28,7 @@ def device() -> jax.Device:
 
 
 @pytest.fixture(scope="session")
-def on_cpu(device: jax.Device) -> Callable[[], AbstractContextManager[object]]:
+def on_cpu(device: Any) -> Callable[[], AbstractContextManager[object]]:
     """Within this context programs are compiled for the CPU, and run there: what the device's are held against."""
     cpu = jax.local_devices(backend="cpu")[0]
     return lambda: jax.default_device(cpu)

@@ -1,4 +1,4 @@
-"""Random models of the widths that the bodies are made for, and what one generation left behind."""
+"""Random models of the widths that the kernels are made for, and what one generation left behind."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two layers of Llama-3.1-8B's widths in bfloat16: what the bodies for them add to the rounding that plain XLA has too."""
+"""Two layers of Llama-3.1-8B's widths in bfloat16: what the kernels for them add to the rounding that plain XLA has too."""
 
 import dataclasses
 
@@ -11,7 +11,8 @@ from kvjax.evals.continuation import continuation
 from kvjax.evals.perplexity import stream
 from kvjax.models import init
 from kvjax.models.presets import PRESETS
-from kvjax.pallas_kernels import dispatch
+from kvjax.pallas_kernels import op
+from kvjax.pallas_kernels.device import Target
 from kvjax.policies import get_policy
 
 CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=2, vocab_size=512, windows=())
@@ -38,7 +39,7 @@ def policy_of(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_is_as_near_to_float32_as_xla_is(name, params, texts, monkeypatch):
-    """Log-probabilities of given tokens, by the device's bodies and by XLA in bfloat16, against XLA in float32."""
+    """Log-probabilities of given tokens, by the device's kernels and by XLA in bfloat16, against XLA in float32."""
 
     def scores(params) -> np.ndarray:
         for program in (decoding.prefill, stream):  # which know programs by their shapes
@@ -48,7 +49,7 @@ def test_is_as_near_to_float32_as_xla_is(name, params, texts, monkeypatch):
 
     with jax.default_matmul_precision("default"):
         bodies = scores(params)
-        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target("none", "any device, by plain XLA"))
+        monkeypatch.setattr(op, "target", lambda: Target("none", "any device, by plain XLA"))
         xla = scores(params)
     exact = scores(jax.tree.map(lambda x: x.astype("float32"), params))
     mine, theirs = (np.sqrt(np.mean((x - exact) ** 2)) for x in (bodies, xla))

@@ -38,7 +38,7 @@ def params():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_as_on_a_cpu(name, params, on_cpu):
-    """A ragged batch, read and continued: the device's own bodies give what plain XLA gives on a CPU."""
+    """A ragged batch, read and continued: the device's own kernels give what plain XLA gives on a CPU."""
     got = generated(POLICIES[name], params)
     with on_cpu():
         want = generated(POLICIES[name], params)

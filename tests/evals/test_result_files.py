@@ -21,24 +21,33 @@ ODD = "12345 a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\r\nh ü 語"
 """Everything at which `str.splitlines` cuts."""
 
 
-@pytest.fixture
-def run(talker, tmp_path, monkeypatch):
-    """`evaluate` into a file, of a model that answers at once; `run.asked` counts the examples."""
-    out = tmp_path / "needle.jsonl"
+class Run:
+    """`evaluate` into a file, of a model that answers at once.
 
-    def answer(params, prompts, **options):
-        go.asked += len(prompts)
+    Attributes:
+        out: the file.
+        asked: examples that the model was asked in the latest run.
+    """
+
+    def __init__(self, params, out):
+        self._params, self.out, self.asked = params, out, 0
+
+    def __call__(self):
+        self.asked = 0
+        return evaluate(self._params, TASK, batch=1, out=self.out).rows
+
+    def answer(self, params, prompts, **options):
+        self.asked += len(prompts)
         shares = ("cache_bytes", "host_cache_bytes", "full_cache_bytes", "prefill_seconds", "decode_seconds")
         stats = SimpleNamespace(rows=len(prompts), **dict.fromkeys(shares, 2))
         return [SimpleNamespace(text=ODD, tokens=[1, 2], stats=stats) for _ in prompts]
 
-    def go():
-        go.asked = 0
-        return evaluate(talker, TASK, batch=1, out=out).rows
 
-    monkeypatch.setattr(running, "generate", answer)
-    go.out = out
-    return go
+@pytest.fixture
+def run(talker, tmp_path, monkeypatch):
+    run = Run(talker, tmp_path / "needle.jsonl")
+    monkeypatch.setattr(running, "generate", run.answer)
+    return run
 
 
 def test_answers_may_have_any_character(run):

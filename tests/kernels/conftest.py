@@ -5,7 +5,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what interprets a body that an earlier case of the same test has interpreted."""
+    """Mark as slow what interprets a kernel that an earlier case of the same test has interpreted."""
     seen = set()
     for item in items:
         if "kernels" not in item.path.parts or not isinstance(item, pytest.Function):

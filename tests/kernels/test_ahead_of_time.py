@@ -1,4 +1,4 @@
-"""Every TPU body, compiled by the TPU's own compiler at the shapes of real models: it fits VMEM, and needs next to no memory of its own."""
+"""Every TPU kernel, compiled by the TPU's own compiler at the shapes of real models: it fits VMEM, and needs next to no memory of its own."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from kvjax.pallas_kernels import (
     top_k,
     window_scores,
 )
-from kvjax.pallas_kernels.decode_attention import tpu as decode_attention_tpu
+from kvjax.pallas_kernels.decode_attention import pallas_mosaic_tpu as decode_attention_tpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
@@ -162,7 +162,7 @@ def test_compiles_and_needs_no_memory_of_its_own(name, generation):
 
 
 def test_a_kernel_too_big_for_vmem_does_not_compile():
-    """So that passing means something: the same body with blocks of 512k slots, 128 MB each of keys and values."""
+    """So that passing means something: the same kernel with blocks of 512k slots, 128 MB each of keys and values."""
 
     def function(q, k, v, weight):
         return decode_attention_tpu.decode_attention(q, k, v, weight, scale=0.1, block=2**19)

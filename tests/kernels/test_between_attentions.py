@@ -1,4 +1,4 @@
-"""From one attention to the next: the plain products against NumPy in float64, and how the Hopper body divides them.
+"""From one attention to the next: the plain products against NumPy in float64, and how the Hopper kernel divides them.
 
 That body runs on the GPU alone; `python -m benchmarks.kernels between_attentions` compares it there with NumPy in float64.
 """
@@ -12,10 +12,10 @@ import pytest
 from kernels.lowering import decoding_step, on
 
 from kvjax.bench.case import Case
-from kvjax.pallas_kernels import Between, Norm, between_attentions, dispatch
-from kvjax.pallas_kernels.between_attentions import hopper
+from kvjax.pallas_kernels import Between, Norm, between_attentions
+from kvjax.pallas_kernels.between_attentions import pallas_mosaic_gpu
 from kvjax.pallas_kernels.between_attentions.plan import HALF, PROGRAMS, ROWS, Plan, plan
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import WITHOUT, Unsupported
 
 LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
 
@@ -125,7 +125,7 @@ def refusal(rows, dtype):
     reasons = []
 
     def ask(*given):
-        reasons.append(hopper.refuses(*given))
+        reasons.append(pallas_mosaic_gpu.unsupported_reason(*given))
 
     abstractly(ask, draw(rows, **LLAMA, dtype=dtype))
     return reasons[0]
@@ -168,7 +168,7 @@ def test_lowers_for_hopper(rows):
 def test_decoding_uses_it(spared, monkeypatch):
     """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to."""
     if spared:
-        monkeypatch.setenv(dispatch.SPARED, spared)
+        monkeypatch.setenv(WITHOUT, spared)
     case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False)
     text = decoding_step(case)
     kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Turned, centroid_scores
-from kvjax.pallas_kernels.centroid_scores import gpu
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.centroid_scores import pallas_triton
+from kvjax.pallas_kernels.op import Unsupported
 
 
 @pytest.fixture(params=["xla", "gpu"])
 def compute(request):
-    """The public function with one implementation, interpreted where it is a Pallas body."""
+    """The public function with one implementation, interpreted where it is a Pallas kernel."""
     options = {"implementation": request.param, "interpret": request.param != "xla"}
     return jax.jit(functools.partial(centroid_scores, **options))
 
@@ -48,7 +48,9 @@ def test_queries_are_rotated_on_the_way(compute):
 
 def test_blocks_of_centroids():
     q, centroids = draw(3, 2, 4, 2, 50, 16)
-    check(gpu.centroid_scores(q, centroids, interpret=True, sizes={"centroids": 16, "warps": 1}), q, centroids)
+    check(
+        pallas_triton.centroid_scores(q, centroids, interpret=True, sizes={"centroids": 16, "warps": 1}), q, centroids
+    )
 
 
 @pytest.mark.parametrize(

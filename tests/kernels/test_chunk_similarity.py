@@ -10,7 +10,7 @@ from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import chunk_similarity
 from kvjax.pallas_kernels.chunk_similarity import RESOLUTION
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Always, cluster_tokens
-from kvjax.pallas_kernels.cluster_tokens import gpu
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.cluster_tokens import pallas_triton
+from kvjax.pallas_kernels.op import Unsupported
 
 BATCH, HEADS, GROUP = 3, 2, 4
 
 
 @pytest.fixture(params=["xla", "gpu"])
 def compute(request):
-    """The public function with one implementation, interpreted where it is a Pallas body."""
+    """The public function with one implementation, interpreted where it is a Pallas kernel."""
     options = {"implementation": request.param, "interpret": request.param != "xla"}
     return jax.jit(functools.partial(cluster_tokens, **options), static_argnames="size")
 
@@ -57,6 +57,14 @@ def check(out, inputs, size):
         assert meant[: len(got)].all(), "those that are meant come first"
 
 
+def test_rounding_does_not_decide(compute):
+    """Between clusters that are equal but for it, the first is taken whole, and the last that fits is cut."""
+    inputs = draw(5, 40, 300, [60, 150, 0])
+    scores = jnp.asarray(np.random.default_rng(0).integers(1, 4, inputs[0].shape), jnp.float32)
+    noise = 1 + 5e-7 * np.random.default_rng(1).standard_normal(scores.shape)
+    check(compute(jnp.asarray(scores * noise, jnp.float32), *inputs[1:], size=160), (scores, *inputs[1:]), 160)
+
+
 @pytest.mark.parametrize(
     ("clusters", "tokens", "size", "room"),
     [
@@ -74,7 +82,7 @@ def test_equals_a_loop(compute, clusters, tokens, size, room):
 def test_several_programs_for_one_query():
     """Each of a block of places, the last of them partly beyond the end."""
     inputs = draw(1, 20, 100, [70, 33, 16])
-    check(gpu.cluster_tokens(*inputs, 70, interpret=True, tuning={"places": 16, "warps": 1}), inputs, 70)
+    check(pallas_triton.cluster_tokens(*inputs, 70, interpret=True, tuning={"places": 16, "warps": 1}), inputs, 70)
 
 
 @pytest.mark.parametrize("places", [16, 64])
@@ -89,7 +97,7 @@ def test_first_and_latest_tokens_besides(implementation, places):
         index, live = cluster_tokens(*inputs, size, always, implementation="xla")
     else:
         tuning = {"places": places, "warps": 1}
-        index, live = gpu.cluster_tokens(*inputs, size, always, interpret=True, tuning=tuning)
+        index, live = pallas_triton.cluster_tokens(*inputs, size, always, interpret=True, tuning=tuning)
     assert index.shape == live.shape == (BATCH, HEADS, GROUP, total)
     check((index[..., :size], live[..., :size]), inputs, size)
     assert ((index >= 0) & (index < 100)).all()

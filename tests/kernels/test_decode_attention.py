@@ -9,7 +9,7 @@ import pytest
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import Attended, Rotation, Turned, decode_attention
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
 
@@ -79,7 +79,7 @@ CASES = [
 class TestDecodeAttention:
     @pytest.fixture(params=["xla", "gpu", "tpu"])
     def attend(self, request):
-        """The public function with one implementation, interpreted where it is a Pallas body."""
+        """The public function with one implementation, interpreted where it is a Pallas kernel."""
 
         def attend(q, k, v, weight, rotation=None, **options) -> Attended:
             options |= {"implementation": request.param, "interpret": request.param != "xla", "rotation": rotation}

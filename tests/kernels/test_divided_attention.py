@@ -9,8 +9,8 @@ from kernels.lowering import decoding_step
 
 from kvjax.bench.case import Case
 from kvjax.pallas_kernels import Held, Turned, divided_attention
-from kvjax.pallas_kernels.dispatch import Unsupported
 from kvjax.pallas_kernels.divided import head_at, is_among, place_among
+from kvjax.pallas_kernels.op import Unsupported
 
 ROWS, GROUP, DIM, SCALE = 2, 2, 16, 0.3
 DIVISIONS = [(((1, 3), 32), ((4, 0, 2), 80)), (((0, 1, 2), 48),), (((2,), 96), ((0,), 16), ((1, 3), 40))]
@@ -45,7 +45,7 @@ def expected(q, caches):
 class TestDividedAttention:
     @pytest.fixture(params=["xla", "gpu"])
     def attend(self, request):
-        """The public function with one implementation, interpreted where it is a Pallas body."""
+        """The public function with one implementation, interpreted where it is a Pallas kernel."""
 
         def attend(q, caches):
             interpret = request.param != "xla"

@@ -7,8 +7,8 @@ import pytest
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import Turned, gather_attention
-from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.gather_attention import gpu
+from kvjax.pallas_kernels.gather_attention import pallas_triton
+from kvjax.pallas_kernels.op import Unsupported
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 SCALE = 0.1
@@ -122,7 +122,7 @@ class TestGatherAttention:
     def test_programs_share_a_head(self):
         inputs = draw(3, *TOKENS["each query head"])
         sizes = {"block": 16, "splits": 3, "warps": 4, "stages": 1}
-        check(gpu.gather_attention(*inputs, scale=SCALE, sizes=sizes, interpret=True), inputs, 1)
+        check(pallas_triton.gather_attention(*inputs, scale=SCALE, sizes=sizes, interpret=True), inputs, 1)
 
 
 def test_what_does_not_fit_together():

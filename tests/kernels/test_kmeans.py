@@ -10,9 +10,9 @@ from kernels.interpreter import races_found
 from policies.oracle_clusterkv import kmeans as lloyd
 
 from kvjax.pallas_kernels import kmeans
-from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.kmeans.gpu import moved, parts
 from kvjax.pallas_kernels.kmeans.lloyd import Members
+from kvjax.pallas_kernels.kmeans.pallas_triton import moved, parts
+from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Clusters, copy_clusters, merge_clusters
-from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.merge_clusters import gpu
+from kvjax.pallas_kernels.merge_clusters import pallas_triton
+from kvjax.pallas_kernels.op import Unsupported
 
 HEADS, CHUNK, CHUNKS, DIM = 2, 32, 3, 32
 
 
 @pytest.fixture(params=["xla", "gpu"])
 def merge(request):
-    """The public function with one implementation, interpreted where it is a Pallas body."""
+    """The public function with one implementation, interpreted where it is a Pallas kernel."""
     options = {"implementation": request.param, "interpret": request.param != "xla"}
     return jax.jit(functools.partial(merge_clusters, **options), static_argnums=4)
 
@@ -164,7 +164,7 @@ def test_copies(dtype):
 
 def test_several_programs_for_a_chunk():
     inputs = draw(4, [0, 5], [CHUNKS * CHUNK - 3, 40], 0.6)
-    check(gpu.merge_clusters(*inputs, interpret=True, sizes={"pairs": 4, "odd": 8, "warps": 4}), inputs)
+    check(pallas_triton.merge_clusters(*inputs, interpret=True, sizes={"pairs": 4, "odd": 8, "warps": 4}), inputs)
 
 
 def test_odd_chunks():

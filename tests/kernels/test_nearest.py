@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu
 from kernels.interpreter import gpu_races_found, races_found
 
 from kvjax.pallas_kernels import nearest
-from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.nearest import hopper
+from kvjax.pallas_kernels.nearest import pallas_mosaic_gpu
+from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
@@ -76,6 +76,13 @@ class TestNearest:
         check(compute(implementation, x, y, bias), x, y, bias)
 
 
+def test_rounding_does_not_decide_in_xla():
+    """Keys that are there twice, the second time a little longer or shorter: the first are taken. Kernels add alike in any batch."""
+    x, y, _ = draw(2, "float32", 2, 60, 70, 64)
+    longer = 1 + 1e-6 * jnp.asarray(np.random.default_rng(0).standard_normal((2, 70, 1)), jnp.float32)
+    check(nearest(x, jnp.concatenate([y, y * longer], axis=1), implementation="xla"), x, y, exact=True)
+
+
 def test_auto_is_xla_on_a_cpu():
     x, y, bias = draw(5, "float32", 2, 24, 40, 48)
     auto, xla = jax.jit(nearest)(x, y, bias), jax.jit(lambda *args: nearest(*args, implementation="xla"))(x, y, bias)
@@ -117,17 +124,24 @@ def test_hopper(biased):
     interpreted = mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
     with interpreted, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         given = (x, y, bias) if biased else (x, y)
-        out = jax.block_until_ready(hopper.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
+        out = jax.block_until_ready(pallas_mosaic_gpu.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
     assert not gpu_races_found()
     check(out, *given)
 
 
-def test_hopper_refuses():
+def test_hopper_serves(monkeypatch):
+    """What is measured to be faster than the Triton kernel, and without that all that it can."""
     x = jnp.zeros((1, 128, 64), jnp.bfloat16)
-    assert hopper.refuses(x, x) == "this program is not for a Hopper GPU"
+    assert pallas_mosaic_gpu.unsupported_reason(x, x) == "this program is not for a Hopper GPU"
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        assert hopper.refuses(x, x) is None
-        assert str(hopper.refuses(x[:, :100], x)).startswith("100 queries and 128 keys are not whole blocks")
-        assert str(hopper.refuses(x[..., :32], x[..., :32])).startswith("head dim 32")
-        assert str(hopper.refuses(x.astype(jnp.float32), x)).startswith("queries are float32")
+        assert pallas_mosaic_gpu.unsupported_reason(x, x) == "the Triton kernel was measured to be as fast"
+        tuned = jnp.zeros((512, 1024, 128), jnp.bfloat16)
+        assert pallas_mosaic_gpu.unsupported_reason(tuned, tuned) is None
+        monkeypatch.setattr(pallas_mosaic_gpu, "triton_unsupported", lambda: "there is none")
+        assert pallas_mosaic_gpu.unsupported_reason(x, x) is None
+        assert str(pallas_mosaic_gpu.unsupported_reason(x[:, :100], x)).startswith(
+            "100 queries and 128 keys are not whole blocks"
+        )
+        assert str(pallas_mosaic_gpu.unsupported_reason(x[..., :32], x[..., :32])).startswith("head dim 32")
+        assert str(pallas_mosaic_gpu.unsupported_reason(x.astype(jnp.float32), x)).startswith("queries are float32")

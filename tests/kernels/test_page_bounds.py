@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Turned, widen_bounds
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 BATCH, HEADS, DIM, PAGE, PAGES = 3, 2, 32, 4, 5
 
 
 @pytest.fixture(params=["xla", "gpu"])
 def widen(request):
-    """The public function with one implementation, interpreted where it is a Pallas body."""
+    """The public function with one implementation, interpreted where it is a Pallas kernel."""
     options = {"implementation": request.param, "interpret": request.param != "xla"}
     return jax.jit(functools.partial(widen_bounds, page=PAGE, **options))
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Turned, page_scores
-from kvjax.pallas_kernels.dispatch import Unsupported
-from kvjax.pallas_kernels.page_scores import gpu
+from kvjax.pallas_kernels.op import Unsupported
+from kvjax.pallas_kernels.page_scores import pallas_triton
 
 PAGE = 4
 
 
 @pytest.fixture(params=["xla", "gpu"])
 def compute(request):
-    """The public function with one implementation, interpreted where it is a Pallas body."""
+    """The public function with one implementation, interpreted where it is a Pallas kernel."""
     options = {"implementation": request.param, "interpret": request.param != "xla"}
     return jax.jit(functools.partial(page_scores, page=PAGE, **options))
 
@@ -69,7 +69,7 @@ def test_queries_are_rotated_on_the_way(compute):
 
 def test_blocks_of_pages():
     inputs = draw(4, 2, 50, 16, [50, 33])
-    check(gpu.page_scores(*inputs, page=PAGE, interpret=True, sizes={"pages": 16, "warps": 1}), inputs, 1e-5)
+    check(pallas_triton.page_scores(*inputs, page=PAGE, interpret=True, sizes={"pages": 16, "warps": 1}), inputs, 1e-5)
 
 
 @pytest.mark.parametrize(

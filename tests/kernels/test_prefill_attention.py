@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import prefill_attention
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 from kvjax.pallas_kernels.prefill_attention import reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Norm, gated_projection, projection
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 EPS = 1e-3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -37,7 +37,7 @@ def agree(got, expected, dtype):
 
 @pytest.fixture(params=["xla", "gpu"])
 def by(request):
-    """How an implementation is asked for; a Pallas body is interpreted."""
+    """How an implementation is asked for; a Pallas kernel is interpreted."""
     return {"implementation": request.param, "interpret": request.param != "xla"}
 
 

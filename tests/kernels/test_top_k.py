@@ -9,7 +9,7 @@ import pytest
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import top_k, top_k_indices
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 
 def chosen(row, count):
@@ -71,6 +71,21 @@ class TestTopK:
         keep = compute(jnp.asarray([[1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 2.0]]), jnp.asarray([5]))
         assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 6]
 
+    def test_rounding_does_not_decide(self, compute):
+        """Scores that differ by a few units in the last place are equal, whatever their size; in what is well apart all is as before."""
+        equal = rounded(np.asarray([[3.0, 1, 2, 2, 1, 2, 3, 2, 1]] * 8) * 10.0 ** np.arange(-4, 4)[:, None])
+        for count in range(10):
+            keep = np.asarray(compute(jnp.asarray(equal), jnp.full((8,), count, jnp.int32)))
+            assert [np.flatnonzero(row).tolist() for row in keep] == [sorted([0, 6, 2, 3, 5, 7, 1, 4, 8][:count])] * 8
+        apart = np.linspace(1, 1.01, 37, dtype=np.float32)[None] * np.asarray([[1], [-1]], np.float32)
+        keep = np.asarray(compute(jnp.asarray(apart), jnp.asarray([5, 5], jnp.int32)))
+        assert [np.flatnonzero(row).tolist() for row in keep] == [[32, 33, 34, 35, 36], [0, 1, 2, 3, 4]]
+
+
+def rounded(x):
+    """Numbers with the rounding errors that sums in another order have."""
+    return (x * (1 + 5e-7 * np.random.default_rng(0).standard_normal(x.shape))).astype(np.float32)
+
 
 class TestIndices:
     @pytest.mark.parametrize("implementation", ["xla", "gpu"])
@@ -89,6 +104,17 @@ class TestIndices:
         for places, meant, mask in zip(np.asarray(index), np.asarray(live), expected, strict=True):
             assert (np.diff(meant.astype(int)) <= 0).all()
             assert sorted(places[meant].tolist()) == np.flatnonzero(mask).tolist()
+
+    @pytest.mark.parametrize("implementation", ["xla", "gpu"])
+    def test_rounding_does_not_decide(self, implementation):
+        options = {"implementation": implementation, "interpret": implementation == "gpu"}
+        equal = jnp.asarray(rounded(np.asarray([[3.0, 1, 2, 2, 1, 2, 3, 2, 1]] * 16)))
+        for count in range(1, 10):
+            index, live = top_k_indices(equal, jnp.full((16,), count, jnp.int32), 9, **options)
+            chosen = [
+                sorted(row[meant].tolist()) for row, meant in zip(np.asarray(index), np.asarray(live), strict=True)
+            ]
+            assert chosen == [sorted([0, 6, 2, 3, 5, 7, 1, 4, 8][:count])] * 16
 
     def test_of_rows_with_heads(self):
         """A number for each row of the batch serves all its heads."""

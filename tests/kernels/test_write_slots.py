@@ -6,14 +6,14 @@ import pytest
 
 from kvjax.models.rope import Rope
 from kvjax.pallas_kernels import Turned, Writing, write_divided_slots, write_slots
-from kvjax.pallas_kernels.dispatch import Unsupported
+from kvjax.pallas_kernels.op import Unsupported
 
 ROWS, HEADS, SLOTS, DIM = 2, 3, 7, 16
 
 
 @pytest.fixture(params=["xla", "gpu"])
 def write(request):
-    """The public function with one implementation, interpreted where it is a Pallas body."""
+    """The public function with one implementation, interpreted where it is a Pallas kernel."""
 
     def write(*args, **options):
         return write_slots(*args, **options, implementation=request.param, interpret=request.param != "xla")

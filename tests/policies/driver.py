@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
+from kvjax.pallas_kernels.ties import NEAR
 from kvjax.policies import (
     AdaKV,
     ByHead,
@@ -230,6 +232,18 @@ def rotate(rope: Rope, x: np.ndarray, pos: int) -> np.ndarray:
         c, s = np.cos(pos * frequency), np.sin(pos * frequency)
         out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i + half] * c + x[i] * s
     return out
+
+
+def highest(scores: Any, among: Iterable[int], count: int) -> list[int]:
+    """The `count` best of these places; what is within rounding of the last one equals it, and of equals the first are taken."""
+    places = sorted(among)
+    best = sorted(places, key=lambda place: -scores[place])[: max(count, 0)]
+    if not best:
+        return []
+    last = scores[best[-1]]
+    equal = [place for place in places if abs(scores[place] - last) <= NEAR * np.spacing(np.float32(abs(last)))]
+    above = [place for place in best if place not in equal]
+    return above + equal[: len(best) - len(above)]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Quest, literally: Algorithm 1 of the paper in NumPy and loops, for one KV head. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, highest, rotate, softmax
 
 
 def bound(query: np.ndarray, keys: np.ndarray) -> float:
@@ -33,8 +33,8 @@ class QuestHead:
         most = (
             -(-(self.recent + self.page - 1) // self.page) if self.recent else 0
         )  # pages that `recent` tokens can lie in
-        others = sorted((i for i in range(len(scores)) if i not in always), key=lambda i: -scores[i])
-        pages = [*others[: self.budget // self.page - most], *always]
+        others = highest(scores, set(range(len(scores))) - set(always), self.budget // self.page - most)
+        pages = [*others, *always]
         return [t for i in pages for t in range(i * self.page, min((i + 1) * self.page, n))]
 
     def attend(self, queries: np.ndarray) -> tuple[np.ndarray, list[list[int]]]:

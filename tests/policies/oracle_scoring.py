@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, highest, rotate, softmax
+
+from kvjax.pallas_kernels.ties import SHARE
 
 
 class Row:
@@ -49,7 +51,7 @@ class Row:
         if self.length <= self.budget:
             return list(range(self.length))
         between = range(self.first, self.length - self.last)
-        best = sorted(between, key=lambda pos: (-scores[pos], pos))[: self.budget - self.first - self.last]
+        best = highest(scores, between, self.budget - self.first - self.last)
         return sorted([*range(self.first), *best, *range(self.length - self.last, self.length)])
 
     def step(self, pos: int) -> np.ndarray:
@@ -71,7 +73,8 @@ class Row:
             if len(held) > self.budget:
                 newest, ranking = max(held), self.ranking(head)
                 candidates = [pos for pos in held if self.first <= pos <= newest - self.last]
-                del held[min(candidates, key=lambda pos: (ranking[pos], -pos))]
+                lowest = min(ranking[pos] for pos in candidates)
+                del held[max(pos for pos in candidates if ranking[pos] - SHARE * abs(ranking[pos]) <= lowest)]
 
     def attention(self, n: int, pos: int, positions: Sequence[int]) -> np.ndarray:
         """Probabilities that query head n at `pos` gives to tokens at these positions."""
@@ -188,10 +191,10 @@ class KeyDiff(Row):
         return dict(zip(self.held[head], self.difference(head, self.held[head]), strict=True))
 
     def difference(self, head: int, positions: Sequence[int] | dict[int, float]) -> np.ndarray:
-        """Minus the cosine of each key with the mean of the normalised ones."""
+        """2 less the cosine of each key with the mean of the normalised ones."""
         units = [key / np.linalg.norm(key) for key in self.turned[list(positions), head]]
         anchor = np.mean(units, axis=0)
-        return np.asarray([-(unit @ anchor) / np.linalg.norm(anchor) for unit in units])
+        return np.asarray([2 - (unit @ anchor) / np.linalg.norm(anchor) for unit in units])
 
 
 class Random(Row):

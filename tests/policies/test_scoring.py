@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_scoring as oracle
-from policies.driver import ROPE, kept, make_case, rotate, run
+from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.base import budget_tokens
@@ -207,3 +207,27 @@ def test_published_defaults_of_expected_attention():
 def test_bad_hyperparameters(make, says):
     with pytest.raises(PolicyError, match=says):
         make()
+
+
+# Equal scores.
+
+
+@pytest.mark.parametrize("budget", [1, 2])
+def test_keydiffs_two_candidates_are_equally_unlike_their_mean(budget):
+    """With a budget of 1 the latest goes at every step, whatever rounding says, so that the prompt's best stays."""
+    case = make_case(11, [50, 3, 16, 17] * 8, STEPS)
+    _, _, states = run(KeyDiff(budget=budget), case)
+    held = [kept(KeyDiff(budget=budget), case, state) for state in states]
+    assert (held[-1] == held[0]) == (budget == 1)
+
+
+@pytest.mark.parametrize("policy", [KNorm(budget=8, exempt=0), ExpectedAttention(budget=8)], ids=lambda p: p.name)
+def test_a_repeated_token_is_kept_where_it_came_first(policy):
+    """Keys and values of one norm, but for rounding: the first 8 of the prompt, and no later ones but what is always kept."""
+    case = make_case(12, [40, 31], STEPS)
+    one = case.rows(slice(0, 1))
+    noise = 1 + 1e-7 * np.random.default_rng(0).standard_normal((2, 46, 1, 1)).astype(np.float32)
+    q, k, v = (np.broadcast_to(x[:, :1], (2, *x.shape[1:])) * noise for x in (one.q, one.k, one.v))
+    same = Case(0 * q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), case.lengths, STEPS)
+    for state in run(policy, same)[2][:1]:
+        assert kept(policy, same, state) == [[set(range(8))] * 2] * 2

@@ -1,0 +1,16 @@
+"""Pages as the slots in them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def slots_meant(
+    index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int, tokens: Int[Array, " B"] | None
+) -> Bool[Array, "B R S"]:
+    """Which slots of the selected pages are meant, one after the other; arguments as of the public function."""
+    if live.shape != (*index.shape[:2], index.shape[2] * page):
+        live = jnp.repeat(live, page, axis=-1)
+    if tokens is None:
+        return live
+    slots = index[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    return live & (slots.reshape(live.shape) < tokens[:, None, None])

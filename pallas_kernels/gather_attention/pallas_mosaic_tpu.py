@@ -1,0 +1,174 @@
+"""Gather attention for TPUs, of whole pages: single rows of a tiled array cannot be copied efficiently.
+
+The grid runs over rows, selecting heads and groups of pages. The cache is an input once for each page of a group, and which page
+that is, the pipeline looks up before each step: it fetches the pages of the next step during this one. Pages after the last one
+with a live slot are not fetched (their index is that of the last one, and a page that stays is not fetched again).
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from ..decode_attention import Attended
+from ..interpreter import interpreter
+from ..masking import MASKED
+from ..products import dot
+from ..rotary import Turned, heads_of
+from .pages import slots_meant
+
+LANES = 128
+
+TOKENS = 256
+"""Slots of a group of pages: enough to read them while the previous ones are computed with."""
+
+PAGES = 8
+"""The most pages of a group."""
+
+INDICES = 2**17
+"""The most page numbers that scalar memory holds, with room to spare."""
+
+
+def unsupported_reason(
+    q: Array | Turned, k: Array, v: Array, index: Array, *_: Any, page: int = 1, **__: Any
+) -> str | None:
+    """Why this kernel does not serve a case, or None if it does."""
+    dim = k.shape[-1]
+    if page % 16:
+        return f"pages of {page} slots are not a multiple of 16, and single slots cannot be copied"
+    if dim % LANES and (dim % 16 or page % LANES):
+        return f"of a head dim of {dim}, pages of {page} slots are not a multiple of {LANES}"
+    if k.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"keys are {k.dtype}"
+    if index.size > INDICES:
+        return f"{index.size} page numbers are more than {INDICES}, which fit in scalar memory"
+    return None
+
+
+def gather_attention(
+    q: Float[Array, "B N H"] | Turned,
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    index: Int[Array, "B R P"],
+    live: Bool[Array, "B R L"],
+    *,
+    scale: float,
+    page: int = 1,
+    tokens: Int[Array, " B"] | None = None,
+    interpret: bool = False,
+) -> Attended:
+    """Softmax attention of each head over the pages that it selected; see the public function."""
+    q, live = heads_of(q), slots_meant(index, live, page, tokens)
+    batch, heads, dim = q.shape
+    selecting, pages = index.shape[1:]
+    group, shared = heads // selecting, selecting // k.shape[1]
+    each = max(1, min(PAGES, TOKENS // page, pages))  # pages of a group
+    lying = dim % LANES != 0  # such arrays lie with their slots along the lanes
+
+    number = jnp.arange(1, pages + 1, dtype=jnp.int32)
+    used = jnp.max(jnp.where(jnp.any(live.reshape(*index.shape, page), axis=-1), number, 0), axis=-1)  # [B, R]
+
+    def nth(i: int) -> pl.BlockSpec:
+        """The nth page of a group."""
+
+        def at(b: Any, r: Any, j: Any, index: Any, used: Any) -> Any:
+            last = jnp.maximum(used[b * selecting + r] - 1, 0)
+            found = index[(b * selecting + r) * pages + jnp.minimum(j * each + i, last)]
+            return (b, r // shared, 0, found) if lying else (b, r // shared, found, 0)
+
+        return pl.BlockSpec((None, None, dim, page) if lying else (None, None, page, dim), at)
+
+    whole = pl.BlockSpec((None, None, group, dim), lambda b, r, j, *_: (b, r, 0, 0))
+    line = pl.BlockSpec((None, None, 1, each * page), lambda b, r, j, *_: (b, r, 0, j))
+    if lying:
+        k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
+    outs = pl.pallas_call(
+        partial(_body, scale=scale, selecting=selecting, size=live.shape[-1], each=each, page=page, lying=lying),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, selecting, pl.cdiv(pages, each)),
+            in_specs=[whole, line, *map(nth, range(each)), *map(nth, range(each))],
+            out_specs=[whole, pl.BlockSpec((None, None, group, 1), lambda b, r, j, *_: (b, r, 0, 0))],
+            scratch_shapes=[
+                pltpu.VMEM((group, dim), jnp.float32),
+                pltpu.VMEM((group, 1), jnp.float32),
+                pltpu.VMEM((group, 1), jnp.float32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, selecting, group, dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, selecting, group, 1), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * heads * live.shape[-1] * dim,
+            bytes_accessed=2 * live.size * dim * k.dtype.itemsize,
+            transcendentals=batch * heads * live.shape[-1],
+        ),
+        interpret=interpreter(interpret),
+        name="gather_attention",
+    )(
+        index.reshape(-1),
+        used.reshape(-1).astype(jnp.int32),
+        q.reshape(batch, selecting, group, dim),
+        live.astype(jnp.float32)[:, :, None],
+        *[k] * each,
+        *[v] * each,
+    )
+    return Attended(outs[0].reshape(q.shape), outs[1].reshape(batch, heads), None)
+
+
+def _body(
+    index_ref: Any,
+    used_ref: Any,
+    q_ref: Any,
+    live_ref: Any,
+    *refs: Any,
+    scale: float,
+    selecting: int,
+    size: int,
+    each: int,
+    page: int,
+    lying: bool,
+) -> None:
+    k_refs, v_refs, (out_ref, lse_ref, acc_ref, top_ref, total_ref) = (
+        refs[:each],
+        refs[each : 2 * each],
+        refs[2 * each :],
+    )
+    row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+
+    def group(refs: Any) -> Array:
+        return jnp.concatenate([ref[...] for ref in refs], axis=1 if lying else 0)
+
+    @pl.when(j == 0)
+    def _start() -> None:
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+        top_ref[...] = jnp.full_like(top_ref, MASKED)
+        total_ref[...] = jnp.zeros_like(total_ref)
+
+    @pl.when(j * each < used_ref[row * selecting + head])
+    def _fold() -> None:
+        mark = live_ref[...]
+        place = j * each * page + jax.lax.broadcasted_iota(jnp.int32, mark.shape, 1)
+        mark = jnp.where(place < size, mark, 0.0)  # beyond the last page a block holds anything
+        live = mark > 0
+        logits = jnp.where(live, dot(q_ref[...], group(k_refs), 0 if lying else 1) * scale, MASKED)
+        peak = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
+        shrink = jnp.exp(top_ref[...] - peak)
+        share = jnp.where(live, jnp.exp(logits - peak), 0.0)
+        values = group(v_refs)
+        values = jnp.where(live if lying else mark.reshape(-1, 1) > 0, values, jnp.zeros((), values.dtype))
+        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if lying else 0)
+        top_ref[...] = peak
+        total_ref[...] = total_ref[...] * shrink + jnp.sum(share, axis=1, keepdims=True)
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def _finish() -> None:
+        total = total_ref[...]
+        out_ref[...] = (acc_ref[...] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(total > 0, top_ref[...] + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)

@@ -1,0 +1,23 @@
+"""What has no gradient says so to whoever asks for one."""
+
+from typing import Any, TypeVar
+
+import jax
+
+Tree = TypeVar("Tree")
+
+
+def without_gradient(tree: Tree, error: Exception) -> Tree:
+    """The same, but that whoever asks for derivatives of what follows from its arrays gets the error."""
+
+    @jax.custom_jvp
+    def same(arrays: list[jax.Array]) -> list[jax.Array]:
+        return arrays
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    leaves, kind = jax.tree.flatten(tree)
+    arrays = iter(same([leaf for leaf in leaves if isinstance(leaf, jax.Array)]))
+    return jax.tree.unflatten(kind, [next(arrays) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])

@@ -1,0 +1,254 @@
+"""Matrix products with a few rows for GPUs, as Triton kernels that read each weight once.
+
+A program makes a block of outputs. It walks the inputs with the rows and its part of the weights, so that nothing but the outputs
+is written. RMS norm of one row costs no pass of its own: the inputs are multiplied by the gain on the way, their squares summed
+beside the products, and the products divided by the root at the end. The matrix units multiply, with rows of zeros where there are
+fewer than they take; but for one normed row, which is multiplied and added up in registers.
+"""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from ..device import triton_unsupported
+from ..tuning import tuned
+from .types import Norm
+
+ROWS = 16
+"""The most rows that these kernels take."""
+
+
+def unsupported_reason(x: Array, weights: Sequence[Array], **_: Any) -> str | None:
+    """Why these kernels do not serve a case, or None if they do."""
+    if reason := triton_unsupported():
+        return reason
+    if x.ndim != 2 or x.shape[0] > ROWS:
+        return f"inputs are {x.shape}, not up to {ROWS} rows"
+    if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
+        return "not everything is bfloat16"
+    if x.shape[1] % 128:
+        return f"{x.shape[1]} inputs are not a multiple of 128"
+    if any(w.shape[0] % 16 for w in weights):
+        return f"{[w.shape[0] for w in weights]} outputs are not multiples of 16"
+    return None
+
+
+def projection(
+    x: Float[Array, "B D"],
+    weights: Sequence[Float[Array, "_ D"]],
+    *,
+    norm: Norm | None,
+    residual: Float[Array, "B O"] | None,
+    dtype: Any,
+    gated: bool = False,
+    interpret: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> list[Float[Array, "B _"]]:
+    """Products with each of `weights`, or one of both where `gated`; see the public functions.
+
+    Args:
+        sizes: `outputs` of a program, `inputs` read at a time, `warps` and `stages` of it, instead of the tuned ones.
+    """
+    rows, depth = x.shape
+    if norm is not None and rows > 1:  # in the loop of the matrix units it costs more than on its own
+        x, norm = norm(x), None
+    counts = [w.shape[0] for w in weights]
+    sizes = _sizes(rows, depth, counts, gated, norm is not None) if sizes is None else sizes
+    blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
+    inputs = [x, *([] if norm is None else [norm.gain]), *weights, *([] if residual is None else [residual])]
+    options = {
+        "matrices": len(weights),
+        "eps": None if norm is None else norm.eps,
+        "added": residual is not None,
+        "gated": gated,
+        "outputs": sizes["outputs"],
+        "inputs": sizes["inputs"],
+        "units": bool(sizes["units"]),
+        "blocks": tuple(blocks),
+    }
+    return _call(
+        inputs,
+        options=tuple(options.items()),
+        dtype=jnp.dtype(dtype),
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        interpret=interpret,
+    )
+
+
+def gated_projection(
+    x: Float[Array, "B D"], weights: Sequence[Float[Array, "O D"]], *, norm: Norm | None = None, **options: Any
+) -> Float[Array, "B O"]:
+    """One product of the first matrix's, gated, and the second's; `options` as for `projection`."""
+    (out,) = projection(x, weights, norm=norm, residual=None, dtype=x.dtype, gated=True, **options)
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("options", "dtype", "warps", "stages", "interpret"))
+def _call(
+    inputs: list[Array], *, options: tuple[tuple[str, Any], ...], dtype: Any, warps: int, stages: int, interpret: bool
+) -> list[Float[Array, "B _"]]:
+    """The kernel, traced and lowered once for all layers."""
+    body = functools.partial(_body, **dict(options))
+    rows, outputs, blocks = inputs[0].shape[0], body.keywords["outputs"], body.keywords["blocks"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas import triton as backend
+
+        products = pl.pallas_call(
+            body,
+            grid=(sum(blocks),),
+            out_shape=[jax.ShapeDtypeStruct((rows, block * outputs), dtype) for block in blocks],
+            compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=interpret,
+            name="projection",
+        )(*inputs)
+    return list(products)
+
+
+def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool) -> dict[str, int]:
+    """Block sizes: a warp has 16 outputs, and of their weights 16 to 40 KB under way.
+
+    Tried on an H200 in a chain of all four projections of layers of Llama-3.1-8B's shape: what is best for one of them is within
+    2 % for the others, but for the gated pair, which reads two matrices at a time, and more than this chokes.
+    """
+    if normed and not gated:
+        sizes = {"outputs": 4, "inputs": _divisor(depth, 1024), "warps": 4, "stages": 1, "units": 0}
+    else:
+        block = _divisor(depth, 128 if gated else 256)
+        stages = 3 if gated else 5 if depth > 8192 else 4
+        sizes = {"outputs": 16, "inputs": block, "warps": 1, "stages": stages, "units": 1}
+    return tuned("projection", {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated}, sizes)
+
+
+def _divisor(depth: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `depth`."""
+    return min(most, depth & -depth)
+
+
+def _body(
+    x_ref: Any,
+    *refs: Any,
+    matrices: int,
+    eps: float | None,
+    added: bool,
+    gated: bool,
+    outputs: int,
+    inputs: int,
+    units: bool,
+    blocks: Sequence[int],
+) -> None:
+    """One block of the outputs of one matrix, or of the gated pair."""
+    gain_ref, *rest = refs if eps is not None else (None, *refs)
+    weight_refs, rest = rest[:matrices], rest[matrices:]
+    residual_ref, *out_refs = rest if added else (None, *rest)
+    multiply = functools.partial(_products, x_ref, gain_ref, eps=eps, inputs=inputs, outputs=outputs, units=units)
+    program = pl.program_id(0)  # here, as the interpreter does not know it within a branch
+    if gated:
+        first = program * outputs
+        gate, up = multiply(weight_refs, first)
+        # Rounded as the products are where they are made one by one.
+        gate, up = gate.astype(x_ref.dtype).astype(jnp.float32), up.astype(x_ref.dtype).astype(jnp.float32)
+        _write(out_refs[0], first, gate * jax.nn.sigmoid(gate) * up)
+        return
+    start = 0
+    for weight_ref, out_ref, count in zip(weight_refs, out_refs, blocks, strict=True):
+        here = (program >= start) & (program < start + count)
+
+        def make(weight_ref: Any = weight_ref, out_ref: Any = out_ref, start: int = start) -> None:
+            first = (program - start) * outputs
+            (product,) = multiply([weight_ref], first)
+            if residual_ref is not None:
+                product = product.astype(x_ref.dtype).astype(jnp.float32) + _read(residual_ref, first, product.shape)
+            _write(out_ref, first, product)
+
+        if len(blocks) == 1:
+            make()
+        else:
+            pl.when(here)(make)
+        start += count
+
+
+def _products(
+    x_ref: Any,
+    gain_ref: Any,
+    weight_refs: Sequence[Any],
+    first: Array,
+    *,
+    eps: float | None,
+    inputs: int,
+    outputs: int,
+    units: bool,
+) -> list[Float[Array, "O R"]]:
+    """`outputs` products of each matrix from `first` on, in float32, for the rows, padded to R."""
+    rows, depth = x_ref.shape
+    padded = max(8, pl.next_power_of_2(rows)) if units else rows
+
+    def step(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
+        sums, squares = carry
+        at = pl.ds(i * inputs, inputs)
+        weights = [ref[pl.ds(first, outputs), at] for ref in weight_refs]
+        x = _rows(x_ref, at, padded)
+        if gain_ref is not None:
+            wide = x.astype(jnp.float32)
+            squares += wide * wide
+            x = wide * gain_ref[at].astype(jnp.float32)
+        if not units:
+            x = x.astype(jnp.float32)
+            return [total + w.astype(jnp.float32) * x for total, w in zip(sums, weights, strict=True)], squares
+        x = x.astype(x_ref.dtype)
+        across = (((1,), (1,)), ((), ()))
+        products = [jax.lax.dot_general(w, x, across, preferred_element_type=jnp.float32) for w in weights]
+        return [total + product for total, product in zip(sums, products, strict=True)], squares
+
+    sums = [jnp.zeros((outputs, padded if units else inputs), jnp.float32) for _ in weight_refs]
+    squares = jnp.zeros((padded, inputs) if gain_ref is not None else (), jnp.float32)
+    sums, squares = jax.lax.fori_loop(0, depth // inputs, step, (sums, squares))
+    if not units:
+        sums = [jnp.sum(total, axis=1)[:, None] for total in sums]
+    if gain_ref is None:
+        return sums
+    assert eps is not None
+    root = jax.lax.rsqrt(jnp.sum(squares, axis=1) / depth + eps)
+    return [total * root[None] for total in sums]
+
+
+def _rows(x_ref: Any, at: Any, padded: int) -> Float[Array, "R I"]:
+    """Some inputs of all rows; zeros in those that only fill up."""
+    from jax.experimental.pallas import triton as backend
+
+    rows, size = x_ref.shape[0], at.size
+    if rows == padded:
+        return x_ref[:, at]
+    row = jnp.arange(padded, dtype=jnp.int32)[:, None]
+    column = at.start + jnp.arange(size, dtype=jnp.int32)[None]
+    inside = jnp.broadcast_to(row < rows, (padded, size))
+    return backend.load(x_ref.at[row, column], mask=inside, other=jnp.zeros((), x_ref.dtype))
+
+
+def _places(ref: Any, first: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """Row, column and whether it exists, for outputs [O, R]."""
+    rows, (count, padded) = ref.shape[0], shape
+    row = jnp.arange(padded, dtype=jnp.int32)[None]
+    column = (first + jnp.arange(count, dtype=jnp.int32))[:, None]
+    return row, column, jnp.broadcast_to(row < rows, (count, padded))
+
+
+def _read(ref: Any, first: Array, shape: tuple[int, ...]) -> Float[Array, "O R"]:
+    from jax.experimental.pallas import triton as backend
+
+    row, column, inside = _places(ref, first, shape)
+    return backend.load(ref.at[row, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
+
+
+def _write(ref: Any, first: Array, values: Float[Array, "O R"]) -> None:
+    from jax.experimental.pallas import triton as backend
+
+    row, column, inside = _places(ref, first, values.shape)
+    backend.store(ref.at[row, column], values.astype(ref.dtype), mask=inside)

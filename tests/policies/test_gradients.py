@@ -1,0 +1,90 @@
+"""Gradients through a cache: of what is kept, and not of the choice of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import Case, compositions, every_policy, make_case
+
+from kvjax.pallas_kernels import decode_attention
+from kvjax.pallas_kernels.op import Unsupported
+from kvjax.policies import Full, Policy, PolicyError
+
+STEPS = 2
+FAST = {"treekv", "snapkv", "adakv", "h2o"}
+"""The others are differentiated in the same ways, and tested among the slow ones."""
+
+
+def policies_with(budget: int) -> list:
+    """Policies of this budget, but for one that tells it has no gradient."""
+    made = [p for p in every_policy(budget) + compositions(budget) if p.name != "chelsea"]
+    return [pytest.param(p, id=p.name, marks=[] if p.name in FAST else [pytest.mark.slow]) for p in made]
+
+
+def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
+    """A number that depends on all outputs of a prompt's first steps."""
+    spec, rows, total = case.spec, jnp.arange(len(case.lengths)), jnp.zeros(())
+
+    def prompt(x: jax.Array) -> jax.Array:
+        room = spec.prompt_len
+        return jnp.pad(x, ((0, 0), (0, max(room - x.shape[1], 0)), (0, 0), (0, 0)))[:, :room]
+
+    state, _ = policy.prefill(spec, *map(prompt, x), jnp.asarray(case.lengths), None)
+    for i in range(STEPS):
+        pos = jnp.asarray(case.lengths) + i
+        q, k, v = (part[rows, pos] for part in x)
+        out, state, _ = policy.attend(spec, policy.append(spec, state, k, v, pos), q, pos, None)
+        state = policy.compress(spec, state)
+        total += jnp.sum(out * jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+    return total
+
+
+def gradient(policy: Policy, case: Case) -> tuple:
+    return jax.jit(jax.grad(lambda x: loss(policy, case, x)))((case.q, case.k, case.v))
+
+
+@pytest.fixture(scope="module")
+def full():
+    case = make_case(3, [30, 21], STEPS)
+    return case, gradient(Full(), case)
+
+
+@pytest.mark.parametrize("policy", policies_with(4096))
+def test_with_an_ample_budget_it_is_the_full_caches(policy, full):
+    case, expected = full
+    assert all(np.abs(part).max() > 0.01 for part in expected)
+    for got, want in zip(gradient(policy, case), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", [p for p in policies_with(16) if "quantized" not in p.id])
+def test_with_a_tight_budget_it_is_the_slope(policy, full):
+    """In a random direction, against differences so small that the choice stays as it is."""
+    case, _ = full
+    inputs, random = (case.q, case.k, case.v), np.random.default_rng(5)
+    way = [random.normal(size=part.shape).astype(np.float32) for part in inputs]
+    got = sum(np.vdot(part, to) for part, to in zip(gradient(policy, case), way, strict=True))
+    value = jax.jit(lambda x: loss(policy, case, x))
+    ends = (value(tuple(part + sign * 2e-4 * to for part, to in zip(inputs, way, strict=True))) for sign in (1, -1))
+    np.testing.assert_allclose(got, (next(ends) - next(ends)) / 4e-4, rtol=0.03, atol=0.05)
+
+
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_clustering_says_that_it_has_none(budget, full):
+    policy = next(p for p in every_policy(budget) if p.name == "chelsea")
+    with pytest.raises(PolicyError, match=r"chelsea: clustering .* no gradient; take it of another policy"):
+        gradient(policy, full[0])
+
+
+def test_a_kernel_without_one_says_so():
+    q, k = jnp.ones((1, 2, 16)), jnp.ones((1, 1, 32, 16))
+
+    def out(q: jax.Array) -> jax.Array:
+        weight = jnp.ones((1, 1, 32))
+        return jnp.sum(decode_attention(q, k, k, weight, scale=1.0, implementation="gpu", interpret=True).out)
+
+    assert np.isfinite(out(q))
+    with pytest.raises(
+        Unsupported, match=r"decode_attention: its Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
+    ):
+        jax.grad(out)(q)
