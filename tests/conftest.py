@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,11 @@ CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if CI else "local")
+
+
+# Where a shell starts tests in the background they would not be interrupted, nor would the processes that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
