@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.pallas_kernels import kmeans
 
-from .case import Case, relative_error
+from .case import Case
 
 SHAPES = ((8, 8, 8192, 256, 128), (8, 8, 8192, 102, 64), (1, 8, 32768, 410, 128), (1, 8, 65536, 820, 128))
 """Rows, KV heads, tokens, clusters, head dim. A cluster to 80 tokens is ClusterKV's default."""
@@ -48,12 +48,26 @@ def _inputs(
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the first head's centroids, after as many iterations in float64."""
+    """Of the first head, the larger of two: how much less than the nearest a token's own centroid is like it, and how far nine in ten
+    centroids are from those of as many iterations in float64.
+
+    A token between two centroids falls to either by the rounding of float32, and so moves both. Some do, of a million comparisons.
+    """
     dtype, x = inputs[0].dtype, np.asarray(inputs[0][0, 0], np.float64)
     centroids = np.asarray(inputs[2][0, 0], np.float64)
     for _ in range(ITERATIONS):
-        direction = (centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)).astype(np.float32).astype(dtype)
-        labels = (x @ direction.astype(np.float64).T).argmax(axis=-1)
+        labels = _likeness(x, centroids, dtype).argmax(axis=-1)
         for cluster in np.unique(labels):
             centroids[cluster] = x[labels == cluster].mean(axis=0)
-    return relative_error(out[0][0, 0], centroids)
+    found, own = (np.asarray(part[0, 0]) for part in out)
+    likeness = _likeness(x, found.astype(np.float64), dtype)
+    mine = np.take_along_axis(likeness, own[:, None], axis=-1)[:, 0]
+    short = float(np.max(likeness.max(axis=-1) - mine) / np.abs(likeness).max())
+    apart = np.abs(found - centroids).max(axis=-1) / np.abs(centroids).max()
+    return max(short, float(np.quantile(apart, 0.9)))
+
+
+def _likeness(x: np.ndarray, centroids: np.ndarray, dtype: Any) -> np.ndarray:
+    """Products of tokens [N, H] and directions of centroids, which are rounded to the tokens' type: [N, C]."""
+    direction = (centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)).astype(np.float32).astype(dtype)
+    return x @ direction.astype(np.float64).T

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import top_k, top_k_indices
+from kvjax.pallas_kernels.ties import NEAR
 from kvjax.pallas_kernels.top_k import pallas_triton
 
 from .case import Case
@@ -69,11 +70,14 @@ def _inputs(rows: int, size: int, count: int, seed: int) -> tuple[jax.Array, jax
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Share of wrong entries, in a mask or in a list of indices."""
+    """Share of wrong entries, in a mask or in a list of indices. Of scores that count as equal to the kth the first are right."""
     scores, counts = (np.asarray(x) for x in inputs)
-    best = np.argsort(-scores, axis=-1, kind="stable")[:, : counts[0]]
-    expected, chosen = np.zeros(scores.shape, bool), np.asarray(out)
-    np.put_along_axis(expected, best, True, axis=-1)
+    bits = scores.view(np.int32).astype(np.int64)
+    keys = np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    kth = np.sort(keys, axis=-1)[:, -counts[0], None]
+    above, equal = keys > kth + NEAR, np.abs(keys - kth) <= NEAR
+    expected = above | (equal & (np.cumsum(equal, axis=-1) <= counts[:, None] - above.sum(axis=-1, keepdims=True)))
+    chosen = np.asarray(out)
     if chosen.dtype != bool:
         indices, chosen = chosen, np.zeros(scores.shape, bool)
         np.put_along_axis(chosen, indices, True, axis=-1)

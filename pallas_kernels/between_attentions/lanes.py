@@ -14,11 +14,13 @@ from .plan import HALF, PROGRAMS
 
 REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
-_NEEDS_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+_NEEDS_INDEX = (
+    idx := inspect.signature(plgpu.load).parameters.get("idx")
+) is not None and idx.default is inspect.Parameter.empty
 
 
 def load(ref: Any, layout: Any) -> Array:
-    """All of an array in shared memory, in a layout. (JAX up to 0.11 takes an index, later versions none.)"""
+    """All of an array in shared memory, in a layout. (JAX 0.10 wants an index, 0.11 wants none but has the argument, later versions do not.)"""
     return plgpu.load(ref, *(((),) if _NEEDS_INDEX else ()), layout=layout)
 
 

@@ -19,6 +19,10 @@ from kvjax.policies import ChunkKV, ClusterKV, Full, TreeKV, offloaded
 from kvjax.sampling import Greedy
 
 ROWS, LENGTH, NEW = 4, 4000, 96
+COPIES = 16
+LARGE = 16, 16000, 96
+"""A batch that needs more than what the compiler takes to try ways of multiplying (256 MiB on an H200)."""
+
 POLICIES = {
     "full": Full(),
     "treekv": TreeKV(budget=1024),
@@ -49,18 +53,24 @@ def start(policy, params):
 
 
 def test_bytes_are_those_predicted(policy, params):
-    """The arrays' own, to the byte; the device's statistics, but for what its allocator rounds up."""
+    """The arrays' own, to the byte; the device's statistics, but for what its allocator rounds up.
+
+    A gap of less than twice the size that is asked for is given whole, so the statistics of one state may tell more. Of several the
+    later ones find no gaps left.
+    """
     device, shapes = jax.local_devices()[0], (SMALL, ROWS, LENGTH, NEW, params.dtype)
-    start(policy, params)  # compiled, and constants in place
-    before = (device.memory_stats() or {}).get("bytes_in_use")
     _, _, state = start(policy, params)
     leaves = jax.tree.leaves(state.caches)
     on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
     assert on_host == policy.host_nbytes(*shapes)
     assert sum(leaf.nbytes for leaf in leaves) - on_host == policy.nbytes(*shapes)
-    if before is not None:
-        grown = device.memory_stats()["bytes_in_use"] - before
-        assert 0 <= grown - policy.nbytes(*shapes) <= 512 * (len(jax.tree.leaves(state)) + 16)
+    if device.memory_stats():
+        used, copies = [device.memory_stats()["bytes_in_use"]], []
+        for _ in range(COPIES):
+            copies.append(jax.block_until_ready([leaf.copy() for leaf in leaves if not host_memory.on_host(leaf)]))
+            used.append(device.memory_stats()["bytes_in_use"])
+        extra = np.diff(used) - policy.nbytes(*shapes)
+        assert 0 <= extra.min() <= 512 * len(leaves), extra
 
 
 def test_decoding_takes_no_more(policy, params):
@@ -108,7 +118,7 @@ def test_the_peak_is_what_the_compiler_said(name, device):
     tests = Path(__file__).parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, name, *map(str, (ROWS, LENGTH, NEW))],
+        [sys.executable, "-c", PEAK, name, *map(str, LARGE)],
         capture_output=True,
         text=True,
         check=False,
@@ -116,4 +126,5 @@ def test_the_peak_is_what_the_compiler_said(name, device):
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["before"] < seen["peak"] <= 1.05 * seen["predicted"] + 2**24
+    assert seen["before"] < seen["peak"] <= 1.05 * seen["predicted"] + 2**24, seen
+    assert seen["peak"] >= 0.8 * seen["predicted"], seen
