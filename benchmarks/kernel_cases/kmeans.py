@@ -11,12 +11,15 @@ import numpy as np
 
 from kvjax.pallas_kernels import kmeans
 
-from .case import Case
+from .case import Case, relative_error
 
 SHAPES = ((8, 8, 8192, 256, 128), (8, 8, 8192, 102, 64), (1, 8, 32768, 410, 128), (1, 8, 65536, 820, 128))
 """Rows, KV heads, tokens, clusters, head dim. A cluster to 80 tokens is ClusterKV's default."""
 
 ITERATIONS = 20
+
+EXACT = 32768
+"""Tokens of which all clusters come out as in float64; see `_worse`."""
 
 
 def cases() -> Iterator[Case]:
@@ -33,7 +36,7 @@ def cases() -> Iterator[Case]:
                 "xla": partial(kmeans, iterations=ITERATIONS, implementation="xla"),
                 "auto": partial(kmeans, iterations=ITERATIONS),
             },
-            error=_error,
+            error=_apart if tokens <= EXACT else _worse,
             tolerance=1e-3,
             bytes=(ITERATIONS + 1) * groups * tokens * dim * size + groups * (8 * clusters * dim + 4 * tokens),
             flops=(ITERATIONS + 1) * 2 * groups * tokens * clusters * dim,
@@ -47,24 +50,36 @@ def _inputs(
     return x, jnp.ones((batch, tokens), bool), x[:, :, :clusters], jnp.full((batch,), clusters, jnp.int32)
 
 
-def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the first head, the larger of two: how much less than the nearest a token's own centroid is like it, and how far nine in ten
-    centroids are from those of as many iterations in float64.
+def _apart(inputs: tuple[Any, ...], out: Any) -> float:
+    """Of the first head's centroids, after as many iterations in float64."""
+    x, dtype = np.asarray(inputs[0][0, 0], np.float64), inputs[0].dtype
+    return relative_error(out[0][0, 0], _iterated(x, inputs, dtype)[0])
 
-    A token between two centroids falls to either by the rounding of float32, and so moves both. Some do, of a million comparisons.
+
+def _worse(inputs: tuple[Any, ...], out: Any) -> float:
+    """Of the first head, the larger of two: by how much another centroid is nearer to a token than its own, and by how much the
+    tokens' mean likeness to their centroids differs from what float64 comes to.
+
+    A token between two centroids falls to either by the rounding of float32, and what that moves moves others: of 65536 tokens 9 %
+    end in another cluster when XLA computes on a CPU, and the mean likeness differs by 1.6e-4.
     """
-    dtype, x = inputs[0].dtype, np.asarray(inputs[0][0, 0], np.float64)
+    x, dtype = np.asarray(inputs[0][0, 0], np.float64), inputs[0].dtype
+    _, reached = _iterated(x, inputs, dtype)
+    centroids, own = (np.asarray(part[0, 0]) for part in out)
+    likeness = _likeness(x, centroids.astype(np.float64), dtype)
+    mine = np.take_along_axis(likeness, own[:, None], axis=-1)[:, 0]
+    short = np.max(likeness.max(axis=-1) - mine) / np.abs(likeness).max()
+    return max(float(short), float(abs(mine.mean() / reached - 1)))
+
+
+def _iterated(x: np.ndarray, inputs: tuple[Any, ...], dtype: Any) -> tuple[np.ndarray, float]:
+    """The centroids in float64, and the tokens' mean likeness to theirs."""
     centroids = np.asarray(inputs[2][0, 0], np.float64)
     for _ in range(ITERATIONS):
         labels = _likeness(x, centroids, dtype).argmax(axis=-1)
         for cluster in np.unique(labels):
             centroids[cluster] = x[labels == cluster].mean(axis=0)
-    found, own = (np.asarray(part[0, 0]) for part in out)
-    likeness = _likeness(x, found.astype(np.float64), dtype)
-    mine = np.take_along_axis(likeness, own[:, None], axis=-1)[:, 0]
-    short = float(np.max(likeness.max(axis=-1) - mine) / np.abs(likeness).max())
-    apart = np.abs(found - centroids).max(axis=-1) / np.abs(centroids).max()
-    return max(short, float(np.quantile(apart, 0.9)))
+    return centroids, float(_likeness(x, centroids, dtype).max(axis=-1).mean())
 
 
 def _likeness(x: np.ndarray, centroids: np.ndarray, dtype: Any) -> np.ndarray:
