@@ -18,7 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy
-from kvjax.program import ONE_GRAPH, SIDE_BY_SIDE, Program
+from kvjax.policies.base import Layer
+from kvjax.policies.capabilities import needs_compression
+from kvjax.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Program
 from kvjax.sampling import Sampler
 
 CHUNK = 256
@@ -56,13 +58,18 @@ def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"]) -> Decoding:
     nothing = jnp.zeros(seed.shape, jnp.int32)
     return Decoding(
         # Copied, since arrays of a state may be one and the same, and the programs take them over.
-        caches=jax.tree.map(jnp.copy, tuple(policy.init(spec) for spec in specs)),
+        caches=jax.tree.map(jnp.copy, tuple(layer.init() for layer in layers_of(policy, specs))),
         token=nothing,
         pos=jnp.zeros_like(nothing),
         steps=jnp.zeros((), jnp.int32),
         done=jnp.zeros(seed.shape, bool),
         seed=jnp.copy(seed),
     )
+
+
+def layers_of(policy: Policy, specs: Specs) -> tuple[Layer[Any], ...]:
+    """A bound policy's functions for each layer."""
+    return tuple(policy.layer(spec) for spec in specs)
 
 
 def padded(prompts: Sequence[Sequence[int]], size: int | None = None) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
@@ -96,67 +103,58 @@ def step(
     pos: Int[Array, " B"],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read one token a row; the next one's logits, and the caches within their budgets again."""
-    logits, caches = transformer.decode_step(params, caches, token, pos, policy, specs)
-    return logits, tuple(policy.compress(spec, cache) for spec, cache in zip(specs, caches, strict=True))
+    layers = layers_of(policy, specs)
+    logits, caches = transformer.decode_step(params, caches, token, pos, layers)
+    return logits, tuple(layer.compress(cache) for layer, cache in zip(layers, caches, strict=True))
 
 
 def _loop(
-    policy: Policy,
-    specs: Specs,
+    layers: Sequence[Layer[Any]],
     params: Params,
-    proceed: Callable[[Loop], Array],
+    should_continue: Callable[[Loop], Array],
     token: Callable[[Loop], Array],
-    draw: Callable[[Loop, Array], Loop],
+    sample: Callable[[Loop, Array], Loop],
     start: Loop,
 ) -> Loop:
-    """Steps while `proceed` says so, of which each reads `token` and has `draw` make of its logits what it will.
+    """Steps while `should_continue` says so, of which each reads `token` and has `sample` make of its logits what it will.
 
-    Where layers compress only now and then, a loop within runs until one of them is due: within a step, every layer would make
+    Where layers compress only when they are full, a loop within runs until one of them is: within a step, every layer would make
     the host wait for the device to tell whether it is (with Chelsea on an H200 that took about a fifth of a step).
     """
-    seldom = _seldom(policy, specs, start[1].caches)
+    lazy = [i for i, layer in enumerate(layers) if layer.traits.compression == "when_full"]
+    eager = [i for i, layer in enumerate(layers) if layer.traits.compression == "every_step"]
 
-    def due(loop: Loop) -> Array:
+    def full(loop: Loop) -> Array:
         # Over layers first: over rows first, XLA would ask every layer by a kernel of its own.
-        return jnp.any(reduce(jnp.logical_or, [jnp.asarray(policy.due(specs[i], loop[1].caches[i])) for i in seldom]))
+        return jnp.any(reduce(jnp.logical_or, [needs_compression(layers[i], loop[1].caches[i]) for i in lazy]))
 
-    def compress(caches: tuple[Any, ...], layers: Collection[int]) -> tuple[Any, ...]:
-        return tuple(policy.compress(specs[i], cache) if i in layers else cache for i, cache in enumerate(caches))
+    def compress(caches: tuple[Any, ...], which: Collection[int]) -> tuple[Any, ...]:
+        return tuple(layers[i].compress(cache) if i in which else cache for i, cache in enumerate(caches))
 
     def body(loop: Loop) -> Loop:
         i, state, *buffers = loop
-        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, policy, specs)
-        often = set(range(len(specs))).difference(seldom)
-        return draw((i, state.replace(caches=compress(caches, often)), *buffers), logits)
+        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers)
+        return sample((i, state.replace(caches=compress(caches, eager)), *buffers), logits)
 
-    def until_due(loop: Loop) -> Loop:
-        # A step at least: what is due still, once it has been compressed, waits for the next one, as it does in `step`.
+    def until_full(loop: Loop) -> Loop:
+        # A step at least: what is full still, once it has been compressed, waits for the next one, as it does in `step`.
         begun = loop[0]
-        i, state, *buffers = jax.lax.while_loop(lambda now: proceed(now) & ((now[0] == begun) | ~due(now)), body, loop)
-        return i, state.replace(caches=compress(state.caches, seldom)), *buffers
+        i, state, *buffers = jax.lax.while_loop(
+            lambda now: should_continue(now) & ((now[0] == begun) | ~full(now)), body, loop
+        )
+        return i, state.replace(caches=compress(state.caches, lazy)), *buffers
 
-    return jax.lax.while_loop(proceed, until_due if seldom else body, start)
-
-
-def _seldom(policy: Policy, specs: Specs, caches: Sequence[Any]) -> list[int]:
-    """The layers that compress only now and then."""
-    asked = [policy.due(spec, cache) for spec, cache in zip(specs, caches, strict=True)]
-    return [layer for layer, told in enumerate(asked) if not isinstance(told, str)]
+    return jax.lax.while_loop(should_continue, until_full if lazy else body, start)
 
 
 def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     """How a GPU runs the loop.
 
-    Not side by side where layers compress only now and then: then it is all layers at once, and each takes room (Chelsea with 8 rows of
-    16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7).
+    Not side by side where layers compress only when they are full: then it is all layers at once, and each takes memory (Chelsea with 8
+    rows of 16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7).
     """
-    found = []
-
-    def look() -> None:
-        found.extend(_seldom(policy, specs, tuple(policy.init(spec) for spec in specs)))
-
-    jax.eval_shape(look)
-    return ONE_GRAPH if found else ONE_GRAPH | SIDE_BY_SIDE
+    lazy = any(layer.traits.compression == "when_full" for layer in layers_of(policy, specs))
+    return CUDA_GRAPH_OPTIONS if lazy else CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
 
 
 def _prefill(
@@ -169,7 +167,7 @@ def _prefill(
     sampler: Sampler,
     ends: Int[Array, " E"],
 ) -> tuple[Decoding, Float[Array, " B"]]:
-    logits, caches = transformer.prefill(params, tokens, lengths, policy, specs)
+    logits, caches = transformer.prefill(params, tokens, lengths, layers_of(policy, specs))
     token, logprob = _draw(logits, sampler, seed, lengths)
     state = Decoding(caches, token, lengths, jnp.zeros((), jnp.int32), jnp.isin(token, ends), seed)
     return state, logprob
@@ -187,11 +185,11 @@ def _decode(
     rows = state.token.shape[0]
     buffers = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
 
-    def proceed(loop: Loop) -> Array:
+    def should_continue(loop: Loop) -> Array:
         i, state, _, _ = loop
         return (i < count) & ~jnp.all(state.done)
 
-    def draw(loop: Loop, logits: Array) -> Loop:
+    def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
         token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
@@ -203,7 +201,9 @@ def _decode(
         return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, state, tokens, logprobs = _loop(policy, specs, params, proceed, lambda loop: loop[1].token, draw, start)
+    _, state, tokens, logprobs = _loop(
+        layers_of(policy, specs), params, should_continue, lambda loop: loop[1].token, sample, start
+    )
     return state, tokens, logprobs
 
 
@@ -223,7 +223,7 @@ def _answer(
     row = jnp.arange(rows, dtype=jnp.int32)
     state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
 
-    def proceed(loop: Loop) -> Array:
+    def should_continue(loop: Loop) -> Array:
         i, state, _, _ = loop
         return (i < jnp.max(lengths) + count - 1) & ~jnp.all(state.done)
 
@@ -231,7 +231,7 @@ def _answer(
         i, state, _, _ = loop
         return jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token)
 
-    def draw(loop: Loop, logits: Array) -> Loop:
+    def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
         token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
         drawn = i + 1 - lengths  # of what each row draws after its last given token, this is the how-manyth
@@ -246,12 +246,12 @@ def _answer(
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, state, tokens, logprobs = _loop(policy, specs, params, proceed, read, draw, start)
+    _, state, tokens, logprobs = _loop(layers_of(policy, specs), params, should_continue, read, sample, start)
     return state, tokens, logprobs
 
 
 def _extend(policy: Policy, specs: Specs, params: Params, state: Decoding, tokens: Int[Array, "B S"]) -> Decoding:
-    caches = transformer.extend(params, state.caches, tokens, state.pos, policy, specs)
+    caches = transformer.extend(params, state.caches, tokens, state.pos, layers_of(policy, specs))
     return dataclasses.replace(state, caches=caches, pos=state.pos + tokens.shape[1])
 
 

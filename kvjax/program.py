@@ -10,10 +10,12 @@ from jax.sharding import SingleDeviceSharding
 
 from kvjax.pallas_kernels.device import target
 
-ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"}
+CUDA_GRAPH_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+}
 """XLA options by which an NVIDIA GPU runs a loop on its own, as one CUDA graph: a step does not come back to the host."""
 
-SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+CONCURRENT_GRAPH_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """XLA options by which kernels of such a graph that do not depend on each other run side by side: what a layer does to its cache
 after attention hides behind the next matrices. They do not share their room, however.
 

@@ -1,8 +1,8 @@
 """The transformer's forward pass, as plain functions over a parameter pytree.
 
 One block serves three uses, which differ only in what attention sees: `forward` (every position, no cache), `prefill` (a
-prompt in, a cache out) and `decode_step` (one token in, cache updated). The cache is reached through the policy protocol
-alone, so nothing here knows any method.
+prompt in, a cache out) and `decode_step` (one token in, cache updated). The cache is reached through the functions of a policy's
+layers alone, so nothing here knows any method.
 
 Layers are unrolled: each has weights and a cache of its own shape, and a scan would copy both (measured on an H200 at the
 Llama-3.1-8B shape: 4.94 ms a token unrolled, 17.95 scanned).
@@ -10,12 +10,13 @@ Llama-3.1-8B shape: 4.94 ms a token unrolled, 17.95 scanned).
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import (
     Between,
     Norm,
@@ -24,22 +25,13 @@ from kvjax.pallas_kernels import (
     prefill_attention,
     projection,
 )
+from kvjax.policies.base import Carry
+from kvjax.policies.base import Layer as CacheLayer
+from kvjax.policies.capabilities import look_ahead, read_block
 
 from .config import ModelConfig
 from .params import MLP, Layer, Params
 from .rope import Rope
-
-
-class CachePolicy(Protocol):
-    """What the model asks of a cache policy; `kvjax.policies.base` documents each function."""
-
-    def prefill(self, spec: Any, q: Array, k: Array, v: Array, lengths: Array, carry: Any) -> tuple[Any, Any]: ...
-    def append(self, spec: Any, state: Any, k: Array, v: Array, pos: Array) -> Any: ...
-    def attend(self, spec: Any, state: Any, q: Array, pos: Array, carry: Any) -> tuple[Array, Any, Any]: ...
-    def extend(
-        self, spec: Any, state: Any, q: Array, k: Array, v: Array, pos: Array, carry: Any
-    ) -> tuple[Array, Any, Any]: ...
-    def foresee(self, spec: Any, queries: Callable[[], Array], pos: Array, carry: Any) -> Any: ...
 
 
 HEAD_BLOCK = 256
@@ -96,27 +88,31 @@ def hidden(params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = 
 
 
 def prefill(
-    params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], policy: CachePolicy, specs: Sequence[Any]
+    params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], caches: Sequence[CacheLayer[Any]]
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read a right-padded prompt.
 
     Args:
         lengths: tokens in each row.
-        specs: one `LayerSpec` a layer.
+        caches: the policy's functions for each layer.
 
     Returns:
         Logits of each row's last token (only that position goes through the vocabulary head), and one state a layer.
     """
     config = params.config
     x = _embed(params, tokens)
-    states, carry = [], None
-    for layer, spec in zip(params.layers, specs, strict=True):
+    states: list[Any] = []
+    carry: Carry = {}
+    for layer, cache in zip(params.layers, caches, strict=True):
 
-        def attend(q: Array, k: Array, v: Array, spec: Any = spec) -> Array:
+        def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache) -> Array:
             nonlocal carry
-            state, carry = policy.prefill(spec, q, k, v, lengths, carry)
+            spec = cache.spec
+            prompt = Prompt.of(spec.rope, q, k, v, lengths)
+            state, carry = cache.prefill(prompt, carry)
+            out = prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=spec.scale, window=spec.window)
             # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
-            out, state = jax.lax.optimization_barrier((_causal(spec.rope, config, spec.window, q, k, v), state))
+            out, state = jax.lax.optimization_barrier((out, state))
             states.append(state)
             return out
 
@@ -130,25 +126,24 @@ def decode_step(
     states: Sequence[Any],
     token: Int[Array, " B"],
     pos: Int[Array, " B"],
-    policy: CachePolicy,
-    specs: Sequence[Any],
+    caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token a row, at original position `pos`; logits of the next, and the caches with it appended."""
+    """Read one token a row, at original position `pos`; logits of the next, and the states with it appended."""
     config, layers = params.config, params.layers
     x = _embed(params, token)
     heads = _first_heads(config, layers[0], x)
-    updated, carry = [], None
-    for i, (layer, spec, state) in enumerate(zip(layers, specs, states, strict=True)):
-        q, k, v = heads
-        state = policy.append(spec, state, k, v, pos)
-        out, state, carry = policy.attend(spec, state, q, pos, carry)
+    updated: list[Any] = []
+    carry: Carry = {}
+    for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
+        new = Token(*heads, pos, cache.spec.rope)
+        out, state, carry = cache.attend(cache.append(state, new), new, carry)
         updated.append(state)
         before, out = x, out.reshape(*x.shape[:-1], -1)
         if i + 1 == len(layers):
             x = _rest(config, layer, x, out)
             break
         x, heads = _next_heads(config, layer, layers[i + 1], x, out)
-        carry = policy.foresee(specs[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
+        carry = look_ahead(caches[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
     return _logits(params, x), tuple(updated)
 
 
@@ -157,8 +152,7 @@ def extend(
     states: Sequence[Any],
     tokens: Int[Array, "B S"],
     pos: Int[Array, " B"],
-    policy: CachePolicy,
-    specs: Sequence[Any],
+    caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Any, ...]:
     """Read S tokens a row, at original positions from `pos` on, into the caches; no logits.
 
@@ -166,23 +160,24 @@ def extend(
     """
     places = pos + jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
     x = _embed(params, tokens)
-    updated, carry = [], None
-    for layer, spec, state in zip(params.layers, specs, states, strict=True):
+    updated: list[Any] = []
+    carry: Carry = {}
+    for layer, cache, state in zip(params.layers, caches, states, strict=True):
 
-        def attend(q: Array, k: Array, v: Array, spec: Any = spec, state: Any = state) -> Array:
+        def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, state: Any = state) -> Array:
             nonlocal carry
-            out, state, carry = policy.extend(spec, state, q, k, v, pos, carry)
+            out, state, carry = read_block(cache, state, TokenBlock(q, k, v, pos, cache.spec.rope), carry)
             updated.append(state)
             return out
 
         before, x = x, _block(params.config, layer, x, attend)
-        if len(updated) < len(specs):
-            following = specs[len(updated)]
+        if len(updated) < len(caches):
+            following = caches[len(updated)]
             queries = jnp.swapaxes(_queries_ahead(params, len(updated), before), 0, 1)
 
-            def look(_: None, token: tuple[Any, ...], following: Any = following) -> tuple[None, Any]:
-                q, at, told = token
-                return None, policy.foresee(following, lambda: q, at, told)
+            def look(_: None, given: tuple[Any, ...], following: CacheLayer[Any] = following) -> tuple[None, Carry]:
+                q, at, carry = given
+                return None, look_ahead(following, lambda: q, at, carry)
 
             _, carry = jax.lax.scan(look, None, (queries, places, carry))
     return tuple(updated)

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, TokenBlock
 
-from .base import Carry, Policy
+from .base import Carry, Layer, Policy, Traits
+from .info import PolicyInfo
 from .registry import register
 
 
@@ -17,20 +18,22 @@ from .registry import register
 class Full(Policy):
     """Keep everything."""
 
-    name: ClassVar[str] = "full"
-    paper: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need"
-    keeps: ClassVar[str] = "every token"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="full", paper="Vaswani et al. 2017, Attention Is All You Need", summary="every token"
+    )
 
-    def extend(
-        self,
-        spec: LayerSpec,
-        state: Slots,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
-        pos: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Float[Array, "B S N H"], Slots, Carry]:
-        places = cache.places(pos, q.shape[1])
-        state = cache.insert_many(state, spec.rope.rotate(k, places[..., None]), v, places)
-        return cache.attend_many(spec, state, spec.rope.rotate(q, places[..., None]), places), state, carry
+    def layer(self, spec: LayerSpec) -> Layer["Full"]:
+        return FullLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullLayer(Layer[Full]):
+    """One layer, which reads several tokens at once."""
+
+    traits: Traits = Traits(plain=True, reads_blocks=True)
+
+    def read_block(
+        self, state: LayerCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], LayerCache, Carry]:
+        state = cache.insert_block(state, block)
+        return cache.attend_block(self.spec, state, block), state, carry

@@ -3,19 +3,21 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import window_scores
 
-from .base import PolicyError, budget_tokens, check_fields, rotated
+from .budget import budget_tokens
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
-from .scoring import Evicting, attention_mass
+from .families.scoring import ScoreEviction, attention_mass
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class H2O(Evicting):
+class H2O(ScoreEviction):
     """Keep the tokens with the most accumulated attention, and the most recent ones (Zhang et al. 2023, Algorithm 1).
 
     A token's score is the sum of the softmax probabilities that all queries since it have given it, those of the prompt
@@ -29,11 +31,13 @@ class H2O(Evicting):
         window: queries that count where `observers="last"`.
     """
 
-    name: ClassVar[str] = "h2o"
-    paper: ClassVar[str] = (
-        "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="h2o",
+        paper="Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+        summary="recent tokens, and those with the most attention from all queries so far",
+        memory="freed",
+        stage="both",
     )
-    keeps: ClassVar[str] = "recent tokens, and those with the most attention from all queries so far"
 
     budget: int | float = 2048
     recent: int | None = None
@@ -42,32 +46,24 @@ class H2O(Evicting):
 
     def __post_init__(self) -> None:
         check_fields(self, recent=0, window=1)
-        super().__post_init__()
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         if budget < (self.recent or 0) + 1:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} slots, but {self.recent or 0} recent tokens and at least "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {self.recent or 0} recent tokens and at least "
                 f"one heavy hitter need {(self.recent or 0) + 1}; raise budget or lower recent"
             )
 
-    def ends(self, budget: Any) -> tuple[Any, Any]:
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget // 2 if self.recent is None else budget * 0 + self.recent
 
-    def scores(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-    ) -> Float[Array, "B K T"]:
-        queries, keys = rotated(spec, q), rotated(spec, k)
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        queries, keys, lengths = prompt.q_rotated, prompt.k_rotated, prompt.lengths
         if self.observers == "all":
             return attention_mass(queries, keys, lengths, scale=spec.scale, sliding_window=spec.window)
         mean = window_scores(queries, keys, lengths, window=self.window, scale=spec.scale, sliding_window=spec.window)
         return mean * lengths.clip(max=self.window).astype(mean.dtype)[:, None, None]
 
-    def attended(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+    def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
         return score + probs

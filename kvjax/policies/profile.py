@@ -14,7 +14,7 @@ from jaxtyping import Float
 from kvjax import files
 from kvjax.models.config import ModelConfig
 
-from .base import PolicyError
+from .info import PolicyError
 
 VERSION = 1
 """Of the file's layout; files of another version are refused."""

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 from kvjax.nearest import hint
 
-from .base import Policy, PolicyError, check_budget
+from .base import Policy
+from .budget import check_budget
+from .info import PolicyError
 
 P = TypeVar("P", bound=type[Policy])
 
@@ -14,12 +16,13 @@ _POLICIES: dict[str, type[Policy]] = {}
 
 
 def register(cls: P) -> P:
-    """Make a policy class available by its `name`, as a decorator."""
-    if not cls.name or _POLICIES.get(cls.name, cls).__qualname__ != cls.__qualname__:
+    """Make a policy class available by its `about.name`, as a decorator."""
+    name = cls.about.name
+    if not name or _POLICIES.get(name, cls).__qualname__ != cls.__qualname__:
         raise PolicyError(
-            f"{cls.__qualname__}.name = {cls.name!r} is empty or taken; give every policy a name of its own"
+            f"{cls.__qualname__}.about.name = {name!r} is empty or taken; give every policy a name of its own"
         )
-    _POLICIES[cls.name] = cls
+    _POLICIES[name] = cls
     return cls
 
 
@@ -74,10 +77,12 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
     else:
         raise PolicyError(f"policy={policy!r}; give a name ({', '.join(sorted(_POLICIES))}) or a Policy")
     if not budgeted and "budget" in given:
-        check_budget(make.name if isinstance(policy, str) else policy.name, given.pop("budget"))
+        check_budget(make.about.name if isinstance(policy, str) else policy.info.name, given.pop("budget"))
     allowed = [f.name for f in dataclasses.fields(make)]
     for name in given:
         if name not in allowed:
             takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
-            raise PolicyError(f"policy {make.name!r} has no hyperparameter {name!r}; {takes}.{hint(name, allowed)}")
+            raise PolicyError(
+                f"policy {make.about.name!r} has no hyperparameter {name!r}; {takes}.{hint(name, allowed)}"
+            )
     return make(**given)

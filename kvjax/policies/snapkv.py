@@ -4,20 +4,20 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax import cache
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt, prompt_mask
 from kvjax.pallas_kernels import window_scores
 
-from .base import PolicyError, check_fields, rotated
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
-from .scoring import ScoredPrompt, pool
+from .families.scoring import PromptScorer, pool
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class SnapKV(ScoredPrompt):
+class SnapKV(PromptScorer):
     """Keep what the last tokens of a prompt attend to, smoothed so that neighbours stay together (Li et al. 2024, section 4).
 
     The last `window` tokens are kept and observe. A token before them scores the attention that it gets from them, averaged
@@ -33,9 +33,14 @@ class SnapKV(ScoredPrompt):
         kernel: tokens pooled over; odd.
     """
 
-    name: ClassVar[str] = "snapkv"
-    paper: ClassVar[str] = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
-    keeps: ClassVar[str] = "the prompt's most attended tokens with their neighbours, its last tokens, and all new ones"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="snapkv",
+        paper="Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation",
+        summary="the prompt's most attended tokens with their neighbours, its last tokens, and all new ones",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+    )
 
     window: int = 32
     pool: Literal["max", "avg"] | None = "max"
@@ -44,28 +49,20 @@ class SnapKV(ScoredPrompt):
     def __post_init__(self) -> None:
         check_fields(self, window=1, kernel=1)
         if self.kernel % 2 == 0:
-            raise PolicyError(f"{self.name}: kernel={self.kernel}; give an odd width, such as 7")
-        super().__post_init__()
+            raise PolicyError(f"{self.info.name}: kernel={self.kernel}; give an odd width, such as 7")
 
-    def ends(self, budget: Any) -> tuple[Any, Any]:
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + self.window
 
-    def scores(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-    ) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         observed = window_scores(
-            rotated(spec, q),
-            rotated(spec, k),
-            lengths,
+            prompt.q_rotated,
+            prompt.k_rotated,
+            prompt.lengths,
             window=self.window,
             scale=spec.scale,
             sliding_window=spec.window,
         )
-        before = cache.in_prompt(lengths - self.window, k.shape[1])[:, None]
+        before = prompt_mask(prompt.lengths - self.window, prompt.size)[:, None]
         observed = jnp.where(before, observed, 0.0)
         return observed if self.pool is None else pool(observed, self.kernel, self.pool)

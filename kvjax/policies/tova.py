@@ -4,19 +4,19 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import window_scores
 
-from .base import rotated
+from .info import PolicyInfo
 from .registry import register
-from .scoring import Evicting
+from .families.scoring import ScoreEviction
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class TOVA(Evicting):
+class TOVA(ScoreEviction):
     """Evict the token that the latest query attends to least (Oren et al. 2024, section 3).
 
     A token's score is its softmax probability under the latest query, averaged over all heads of the layer, which therefore
@@ -27,27 +27,24 @@ class TOVA(Evicting):
         keep_newest: whether the newest token is safe. In the method as published it can be the one that goes.
     """
 
-    name: ClassVar[str] = "tova"
-    paper: ClassVar[str] = "Oren et al. 2024, Transformers are Multi-State RNNs"
-    keeps: ClassVar[str] = "the tokens that the latest query attends to most, the same in all heads of a layer"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="tova",
+        paper="Oren et al. 2024, Transformers are Multi-State RNNs",
+        summary="the tokens that the latest query attends to most, the same in all heads of a layer",
+        memory="freed",
+        stage="both",
+    )
 
     keep_newest: bool = False
 
-    def ends(self, budget: Any) -> tuple[Any, Any]:
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + int(self.keep_newest)
 
-    def scores(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-    ) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         latest = window_scores(
-            rotated(spec, q), rotated(spec, k), lengths, window=1, scale=spec.scale, sliding_window=spec.window
+            prompt.q_rotated, prompt.k_rotated, prompt.lengths, window=1, scale=spec.scale, sliding_window=spec.window
         )
-        return self.attended(latest, latest)
+        return self.update_score(latest, latest)
 
-    def attended(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+    def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
         return jnp.broadcast_to(jnp.mean(probs, axis=1, keepdims=True), score.shape)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import LayerSpec, bucket
+from kvjax.cache import LayerSpec, Prompt, Token, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
 from kvjax.pallas_kernels.ties import NEAR
@@ -29,7 +29,8 @@ from kvjax.policies import (
     offloaded,
     policies,
 )
-from kvjax.policies.scoring import ScoredPrompt
+from kvjax.policies.capabilities import as_cache
+from kvjax.policies.families.scoring import PromptScorer
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
@@ -111,16 +112,17 @@ def run(policy: Policy, case: Case, padding: float = 0.0) -> tuple[Any, np.ndarr
 @functools.cache
 def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
     """The policy's prefill, and one decoding step (append, attend, compress), each jitted."""
+    layer = policy.layer(spec)
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return policy.prefill(spec, q, k, v, lengths, None)[0]
+        return layer.prefill(Prompt.of(spec.rope, q, k, v, lengths), {})[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
-        state = policy.append(spec, state, k, v, pos)
-        out, state, _ = policy.attend(spec, state, q, pos, None)
-        return out, policy.compress(spec, state)
+        token = Token(q, k, v, pos, spec.rope)
+        out, state, _ = layer.attend(layer.append(state, token), token, {})
+        return out, layer.compress(state)
 
     return prefill, step
 
@@ -147,7 +149,7 @@ SLOW = {
 def each(policies: list[Policy]) -> pytest.MarkDecorator:
     """One test for every policy."""
     marks = {True: [pytest.mark.slow], False: []}
-    named = [(policy.name or type(policy).__name__, policy) for policy in policies]
+    named = [(policy.info.name or type(policy).__name__, policy) for policy in policies]
     params = [pytest.param(policy, id=name, marks=marks[name in SLOW]) for name, policy in named]
     return pytest.mark.parametrize("policy", params)
 
@@ -200,26 +202,26 @@ def offloads(budget: int) -> list[Policy]:
 def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) -> int:
     """How many slots one KV head may hold after a prompt of `length` tokens and `steps` new ones."""
     if isinstance(policy, ByLayer):
-        return most(policy.at(spec), spec, head, length, steps)
+        return most(policy.layers[spec.layer], spec, head, length, steps)
     if isinstance(policy, Offloaded):
         return most(policy.policy, spec, head, length, steps)
     if isinstance(policy, ByHead):
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
         return most(policy.groups[group], spec, head, length, steps)
     budget = getattr(policy, "budget", None)
-    if budget is None or policy.memory == "bandwidth":
+    if budget is None or policy.info.memory == "sparse":
         return length + steps
-    if isinstance(policy, ScoredPrompt):  # budgets may differ by layer
-        budget = policy.rows(spec, jnp.asarray([length], jnp.int32)).item()
+    if isinstance(policy, PromptScorer):  # budgets may differ by layer
+        budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32)).item()
     if isinstance(policy, AdaKV):  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
-    return min(length + steps, budget + wait + (steps if policy.grows else 0))
+    return min(length + steps, budget + wait + (steps if policy.info.budget_excludes_new_tokens else 0))
 
 
 def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
     """Original positions held, as sets, by row and head."""
-    slots = policy.slots(case.spec, state)
+    slots = as_cache(policy.layer(case.spec), state)
     pos, live = np.asarray(slots.pos), np.asarray(slots.live)
     return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
 

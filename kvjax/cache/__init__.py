@@ -1,0 +1,29 @@
+"""The cache state: a pytree of fixed shape, and the few verbs that policies are written with.
+
+A cache holds C slots for every row and KV head. Its capacity is a shape, never a mask over the whole context, so what a policy
+drops is really freed. Slots are filled from the left; when one is evicted, the next token takes its place, so keys and
+values never move while decoding.
+"""
+
+from .attention import attend as attend
+from .attention import attend_block as attend_block
+from .attention import attend_split as attend_split
+from .spec import LayerSpec as LayerSpec
+from .spec import bucket as bucket
+from .spec import layer_specs as layer_specs
+from .spec import round_slots as round_slots
+from .state import LayerCache as LayerCache
+from .state import compact_indices as compact_indices
+from .state import empty as empty
+from .state import from_prompt as from_prompt
+from .state import gather_kept as gather_kept
+from .tokens import Prompt as Prompt
+from .tokens import Rotated as Rotated
+from .tokens import Token as Token
+from .tokens import TokenBlock as TokenBlock
+from .tokens import positions_from as positions_from
+from .tokens import prompt_mask as prompt_mask
+from .update import evict as evict
+from .update import insert as insert
+from .update import insert_block as insert_block
+from .update import insert_split as insert_split

@@ -1,0 +1,137 @@
+"""The state of one layer's cache: a pytree of fixed shape, and how a prompt fills it."""
+
+from functools import partial
+from typing import Any, Self
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .spec import LayerSpec
+from .tokens import Prompt, prompt_mask
+
+
+@flax.struct.dataclass
+class LayerCache:
+    """Keys and values that one layer keeps. B rows, K KV heads, C slots, H head dim.
+
+    Attributes:
+        k, v: keys and values. Whether keys are rotated is the policy's choice. A free slot may hold anything, NaN included.
+        pos: original position of the token in a slot, -1 where free. Of a merged slot, its newest token's.
+        weight: 0 free, 1 a token, n a cluster of n tokens.
+        next: the slot that the next token goes to.
+        seen: tokens that have passed through this cache, kept or not.
+    """
+
+    k: Float[Array, "B K C H"]
+    v: Float[Array, "B K C H"]
+    pos: Int[Array, "B K C"]
+    weight: Float[Array, "B K C"]
+    next: Int[Array, "B K"]
+    seen: Int[Array, " B"]
+
+    @property
+    def live(self) -> Bool[Array, "B K C"]:
+        """Which slots hold something."""
+        return self.weight > 0
+
+    @property
+    def cache(self) -> Self:
+        """Itself: a state may be nothing but a cache."""
+        return self
+
+    @property
+    def count(self) -> Int[Array, "B K"]:
+        """How many slots hold something."""
+        return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
+
+
+def empty(spec: LayerSpec, capacity: int) -> LayerCache:
+    """A cache of `capacity` free slots."""
+    heads = (spec.batch, spec.num_kv_heads)
+    return LayerCache(
+        k=jnp.zeros((*heads, capacity, spec.head_dim), spec.dtype),
+        v=jnp.zeros((*heads, capacity, spec.head_dim), spec.dtype),
+        pos=jnp.full((*heads, capacity), -1, jnp.int32),
+        weight=jnp.zeros((*heads, capacity), jnp.float32),
+        next=jnp.zeros(heads, jnp.int32),
+        seen=jnp.zeros((spec.batch,), jnp.int32),
+    )
+
+
+def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
+    """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache."""
+    live = prompt_mask(prompt.lengths, capacity)[:, None]
+    live = jnp.broadcast_to(live, (spec.batch, spec.num_kv_heads, capacity))
+
+    def taken(x: Array) -> Array:
+        x = jnp.swapaxes(x, 1, 2).astype(spec.dtype)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
+        return jnp.where(live[..., None], x, jnp.zeros((), spec.dtype))
+
+    lengths = prompt.lengths.astype(jnp.int32)
+    return LayerCache(
+        k=taken(prompt.k_rotated),
+        v=taken(prompt.v),
+        pos=jnp.where(live, jnp.arange(capacity, dtype=jnp.int32), -1),
+        weight=live.astype(jnp.float32),
+        next=jnp.broadcast_to(lengths[:, None], live.shape[:2]),
+        seen=lengths,
+    )
+
+
+def gather_kept(
+    spec: LayerSpec, capacity: int, prompt: Prompt, keep: Bool[Array, "B K T"], *, rotated: bool = True
+) -> tuple[LayerCache, Int[Array, "B K C"]]:
+    """The kept tokens of a prompt, in order, in the first slots of a new cache.
+
+    Args:
+        keep: which tokens each head keeps; at most `capacity` of them. Padding is never kept, whatever `keep` says.
+        rotated: whether keys are stored rotated.
+
+    Returns:
+        The cache, and the prompt index that each slot was filled from (0 where free), for gathering what else a policy knows
+        of its tokens.
+    """
+    return _gathered(capacity, spec.dtype, prompt.k_rotated if rotated else prompt.k, prompt.v, keep, prompt.lengths)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _gathered(
+    capacity: int,
+    dtype: Any,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    keep: Bool[Array, "B K T"],
+    lengths: Int[Array, " B"],
+) -> tuple[LayerCache, Int[Array, "B K C"]]:
+    """`gather_kept`, traced once for all layers of one shape."""
+    index, live = compact_indices(keep & prompt_mask(lengths, keep.shape[-1])[:, None], capacity)
+    gather = jnp.swapaxes(index, 1, 2)[..., None]  # [B, C, K, 1]
+    held = live[..., None]
+
+    def taken(x: Array) -> Array:
+        return jnp.where(held, jnp.swapaxes(jnp.take_along_axis(x, gather, axis=1), 1, 2), jnp.zeros((), x.dtype))
+
+    slots = LayerCache(
+        k=taken(k).astype(dtype),
+        v=taken(v).astype(dtype),
+        pos=jnp.where(live, index, -1),
+        weight=live.astype(jnp.float32),
+        next=jnp.sum(live, axis=-1, dtype=jnp.int32),
+        seen=lengths.astype(jnp.int32),
+    )
+    return slots, index
+
+
+def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:
+    """Indices of the first `capacity` kept entries, ascending, and which of them exist (the others are 0)."""
+    rank = jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1
+    flat_rank = jnp.where(keep, rank, capacity).reshape(-1, keep.shape[-1])  # what is not kept falls off the end
+    rows = jnp.arange(flat_rank.shape[0], dtype=jnp.int32)[:, None]
+    source = jnp.broadcast_to(jnp.arange(keep.shape[-1], dtype=jnp.int32), flat_rank.shape)
+    index = jnp.zeros((flat_rank.shape[0], capacity), jnp.int32).at[rows, flat_rank].set(source, mode="drop")
+    kept = jnp.sum(keep, axis=-1, dtype=jnp.int32)[..., None]
+    live = jnp.arange(capacity, dtype=jnp.int32) < kept
+    return index.reshape(live.shape), live

@@ -1,0 +1,96 @@
+"""New tokens in the slots of a cache, and slots that are given up."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from kvjax.pallas_kernels import Writing, heads_of, write_divided_slots, write_slots
+
+from . import host_memory
+from .state import LayerCache
+from .tokens import Token, TokenBlock
+
+
+def insert(
+    cache: LayerCache,
+    token: Token,
+    extra: Sequence[tuple[Shaped[Array, "B K C ..."], Any]] = (),
+    *,
+    rotated: bool = True,
+) -> tuple[LayerCache, list[Array]]:
+    """Put one new token into each head's next slot, with weight 1.
+
+    Args:
+        extra: what else a policy knows of the token: arrays and their values for the same slots, as `write_slots` takes them.
+        rotated: whether keys are stored rotated.
+
+    Returns:
+        The cache, and the other arrays.
+    """
+    key = token.key if rotated else token.k
+    if host_memory.on_host(cache.k):
+        new = (cache.k, heads_of(key)), (cache.v, token.v)
+        stored = [host_memory.write(store, cache.next, x) for store, x in new]
+        stores, values = [], []
+    else:
+        stored, stores, values = [], [cache.k, cache.v], [key, token.v]
+    arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
+    values += [token.position[:, None], 1.0, *(value for _, value in extra)]
+    written = write_slots(arrays, cache.next, values, [cache.next, cache.seen])
+    *others, following, seen = written[len(stores) + 2 :]
+    return LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen), others
+
+
+def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]], token: Token) -> list[LayerCache]:
+    """`insert` into caches among which a layer's KV heads are divided, at once; keys are stored rotated.
+
+    Args:
+        heads: for each cache, which of the KV heads it has.
+        token: of all heads.
+    """
+    values = [token.key, token.v, token.position[:, None], 1.0]
+    written = write_divided_slots(
+        [
+            Writing([cache.k, cache.v, cache.pos, cache.weight], cache.next, values, [cache.next, cache.seen], mine)
+            for cache, mine in zip(caches, heads, strict=True)
+        ]
+    )
+    return [LayerCache(*arrays) for arrays in written]
+
+
+def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> LayerCache:
+    """Free `slot` in the heads where `when` holds; the next token will take its place."""
+    target = jnp.where(when, slot, cache.pos.shape[-1])  # out of range, hence dropped, where nothing is evicted
+    pos, weight = write_slots([cache.pos, cache.weight], target, [-1, 0.0])
+    return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
+
+
+def insert_block(cache: LayerCache, block: TokenBlock, count: Int[Array, ""] | None = None) -> LayerCache:
+    """Put S new tokens into each head's next slots, which are free, with weight 1 and rotated keys.
+
+    Args:
+        count: how many of them, the first ones; all by default.
+    """
+    positions = block.positions
+    size = positions.shape[1]
+    count = jnp.asarray(size, jnp.int32) if count is None else count
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
+    place = jnp.arange(size, dtype=jnp.int32)
+    slot = jnp.where(place < count, cache.next[..., None] + place, cache.pos.shape[-1])  # out of range, hence dropped
+    at = rows[:, None, None], heads[:, None], slot
+
+    def written(array: Array, values: Any) -> Array:
+        return array.at[at].set(values, mode="drop")
+
+    return dataclasses.replace(
+        cache,
+        k=written(cache.k, jnp.swapaxes(block.k_rotated, 1, 2).astype(cache.k.dtype)),
+        v=written(cache.v, jnp.swapaxes(block.v, 1, 2).astype(cache.v.dtype)),
+        pos=written(cache.pos, positions[:, None]),
+        weight=written(cache.weight, 1.0),
+        next=cache.next + count,
+        seen=cache.seen + count,
+    )

@@ -1,0 +1,230 @@
+"""What methods that score tokens share: a prompt compressed once by a score, and evictions by score while decoding.
+
+A new scorer is a frozen dataclass with one function, `scores`. As a `PromptScorer` it compresses the prompt and keeps all new
+tokens; as a `ScoreEviction` it stays within its budget while decoding, too.
+"""
+
+import dataclasses
+from typing import Any, Literal, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, prompt_mask
+from kvjax.pallas_kernels import exceeds, top_k, window_scores
+
+from ..base import Carry, Layer, Policy, State, Traits
+from ..budget import budget_rows, budget_tokens
+from ..fields import check_fields
+from ..info import PolicyError
+
+BLOCK = 64
+"""Queries that `attention_mass` takes at a time: 64 × T probabilities a head exist at once."""
+
+P = TypeVar("P", bound="PromptScorer")
+E = TypeVar("E", bound="ScoreEviction")
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScorer(Policy):
+    """Keep the tokens of a prompt that score highest, each head its own, and all new ones.
+
+    A prompt within the budget is kept whole. Of equal scores the earlier token wins.
+
+    Attributes:
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
+    """
+
+    budget: int | float = 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        """How much each token of a prompt is worth keeping; what is said of the padding does not matter."""
+        raise NotImplementedError
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        """How many tokens at the beginning and at the end are kept whatever their score, by a budget or an array of them."""
+        return budget * 0, budget * 0
+
+    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Budget of each row in this layer, for prompts of these lengths."""
+        return budget_rows(self.budget, lengths + spec.new_tokens)
+
+    def max_budget(self, spec: LayerSpec) -> int:
+        """The largest budget that a row can have in this layer."""
+        return budget_tokens(self.budget, spec.max_tokens)
+
+    def keep_mask(
+        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+    ) -> Bool[Array, "B K T"]:
+        """Which tokens are kept: both ends, and what scores highest between them."""
+        candidates, kept = self.regions(scores.shape[-1], lengths, budget)
+        best = top_k(
+            jnp.where(candidates[:, None], scores, -jnp.inf), (budget - sum(self.always_kept(budget)))[:, None]
+        )
+        return best & candidates[:, None] | kept[:, None]
+
+    def regions(
+        self, size: int, lengths: Int[Array, " B"], budget: Int[Array, " B"]
+    ) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+        """Which of `size` places of a prompt compete by score, and which are kept in any case."""
+        first, last = (end[:, None] for end in self.always_kept(budget))
+        pos, inside = jnp.arange(size, dtype=jnp.int32), prompt_mask(lengths, size)
+        whole = (lengths <= budget)[:, None]
+        kept = inside & (whole | (pos < first) | (pos >= lengths[:, None] - last))
+        return inside & ~kept, kept
+
+    def validate(self, tokens: int) -> None:
+        budget = budget_tokens(self.budget, tokens)
+        first, last = self.always_kept(budget)
+        if budget < max(first + last, 1):
+            raise PolicyError(
+                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {first} first and {last} last tokens are "
+                f"always kept, at least one in all; raise budget, or keep fewer of them"
+            )
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return PromptScorerLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScorerLayer(Layer[P]):
+    """One layer of a `PromptScorer`."""
+
+    @property
+    def capacity(self) -> int:
+        most = min(self.policy.max_budget(self.spec), self.spec.prompt_len)
+        return cache.round_slots(most + self.spec.new_tokens)
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+        _, _, kept, _ = self._scored(prompt)
+        return kept, carry
+
+    def _scored(
+        self, prompt: Prompt
+    ) -> tuple[Float[Array, "B K T"], Int[Array, " B"], LayerCache, Int[Array, "B K C"]]:
+        """Scores, budgets, the kept tokens, and which token each slot has."""
+        scores = self.policy.scores(self.spec, prompt)
+        budget = self.policy.row_budgets(self.spec, prompt.lengths)
+        keep = self.policy.keep_mask(scores, prompt.lengths, budget)
+        return scores, budget, *cache.gather_kept(self.spec, self.capacity, prompt, keep)
+
+
+@flax.struct.dataclass
+class ScoredCache:
+    """A cache whose slots have scores. B rows, K KV heads, C slots.
+
+    Attributes:
+        cache: rotated keys, and values.
+        score: what each slot is worth; of free ones it does not matter.
+        budget: slots of each row.
+    """
+
+    cache: LayerCache
+    score: Float[Array, "B K C"]
+    budget: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreEviction(PromptScorer):
+    """Keep the tokens that score highest: the prompt's, and while decoding, where each new token pushes out the lowest.
+
+    Of equal scores the latest token goes, as in the prompt.
+
+    Attributes:
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+    """
+
+    def initial_score(self, token: Token) -> Float[Array, "B K"]:
+        """Score of a new token."""
+        return jnp.zeros(token.k.shape[:2], jnp.float32)
+
+    def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+        """Scores after a query has given the slots these probabilities."""
+        return score
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return ScoreEvictionLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreEvictionLayer(PromptScorerLayer[E]):
+    """One layer of a `ScoreEviction`."""
+
+    traits: Traits = Traits(compression="every_step")
+
+    @property
+    def capacity(self) -> int:
+        return cache.round_slots(min(self.policy.max_budget(self.spec), self.spec.max_tokens) + 1)
+
+    def init(self) -> ScoredCache:
+        empty = cache.empty(self.spec, self.capacity)
+        return ScoredCache(empty, jnp.zeros_like(empty.weight), self.policy.row_budgets(self.spec, empty.seen))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
+        scores, budget, kept, index = self._scored(prompt)
+        score = jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0)
+        return ScoredCache(kept, score, budget), carry
+
+    def append(self, state: ScoredCache, token: Token) -> ScoredCache:
+        updated, (score,) = cache.insert(state.cache, token, [(state.score, self.policy.initial_score(token))])
+        return dataclasses.replace(state, cache=updated, score=score)
+
+    def attend(
+        self, state: ScoredCache, token: Token, carry: Carry
+    ) -> tuple[Float[Array, "B N H"], ScoredCache, Carry]:
+        out, probs = cache.attend(self.spec, state.cache, token, probs=True)
+        assert probs is not None
+        return out, dataclasses.replace(state, score=self.policy.update_score(state.score, probs)), carry
+
+    def compress(self, state: ScoredCache) -> ScoredCache:
+        kept = state.cache
+        first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
+        candidates = kept.live & (kept.pos >= first) & (kept.pos < kept.seen[:, None, None] - last)
+        lowest = jnp.min(jnp.where(candidates, state.score, jnp.inf), axis=-1, keepdims=True)
+        latest = jnp.argmax(jnp.where(candidates & ~exceeds(state.score, lowest), kept.pos, -1), axis=-1)
+        over = kept.count > state.budget[:, None]
+        return dataclasses.replace(state, cache=cache.evict(kept, latest.astype(jnp.int32), over))
+
+
+def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"]) -> Float[Array, "B K T"]:
+    """Average or maximum over `width` neighbouring tokens; beyond the ends there are zeros, which count in the average."""
+    window = (1, 1, width), (1, 1, 1), "SAME"
+    if kind == "avg":
+        return jax.lax.reduce_window(scores, 0.0, jax.lax.add, *window) / width
+    return jax.lax.reduce_window(scores, 0.0, jax.lax.max, *window)
+
+
+def attention_mass(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Float[Array, "B K T"]:
+    """Attention that each token of a prompt gets from all queries together, averaged over the query group.
+
+    Causal softmax probabilities, summed. `BLOCK` queries are taken at a time, counted from each row's end, so that nothing of
+    size T × T exists.
+
+    Args:
+        q, k: rotated queries and keys of a right-padded prompt.
+        lengths: tokens in each row.
+        scale: factor on the logits.
+        sliding_window: attention window of the layer in tokens, if it has one.
+    """
+
+    def add(i: Int[Array, ""], mass: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        end = jnp.maximum(lengths - i * BLOCK, 0)
+        mean = window_scores(q, k, end, window=BLOCK, scale=scale, sliding_window=sliding_window)
+        return mass + mean * jnp.minimum(end, BLOCK).astype(jnp.float32)[:, None, None]
+
+    batch, length, kv_heads, _ = k.shape
+    start = jnp.zeros((batch, kv_heads, length), jnp.float32)
+    return jax.lax.fori_loop(0, -(-length // BLOCK), add, start)

@@ -1,0 +1,200 @@
+"""Another policy for each group of KV heads. The combination is a policy itself, so it nests."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
+from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels.divided import query_heads
+
+from .. import capabilities
+from ..base import Carry, Layer, Policy, State, Traits
+from ..capabilities import Queries
+from ..info import PolicyError, PolicyInfo, combined
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHead(Policy):
+    """Another policy for each group of KV heads; made by `by_head`.
+
+    Every group has a cache of its own shape, so a group that keeps less really holds less memory.
+
+    Attributes:
+        groups: policies.
+        heads: for each group, the KV heads that it has in each layer: [group][layer][...].
+    """
+
+    groups: tuple[Policy, ...]
+    heads: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def info(self) -> PolicyInfo:
+        return combined("by_head", (policy.info for policy in self.groups))
+
+    def bind(self, config: ModelConfig) -> "ByHead":
+        every = list(range(config.num_kv_heads))
+        for layers in zip(*self.heads, strict=False):
+            if sorted(head for heads in layers for head in heads) != every:
+                raise PolicyError(
+                    f"by_head: the heads given do not divide this model's {len(every)} KV heads among the groups, each head "
+                    "to exactly one; was the profile made for another model?"
+                )
+        if any(len(layers) != config.num_layers for layers in self.heads):
+            raise PolicyError(
+                f"by_head was given heads of {len(self.heads[0])} layers, but the model has {config.num_layers}"
+            )
+        return ByHead(tuple(policy.bind(config) for policy in self.groups), self.heads)
+
+    def validate(self, tokens: int) -> None:
+        for policy in self.groups:
+            policy.validate(tokens)
+
+    def layer(self, spec: LayerSpec) -> "ByHeadLayer":
+        group = spec.num_heads // spec.num_kv_heads
+        present = tuple(range(spec.num_kv_heads)) if spec.kv_heads is None else spec.kv_heads
+        parts = []
+        for policy, layers in zip(self.groups, self.heads, strict=True):
+            heads = tuple(head for head in layers[spec.layer] if head in present)
+            if heads:
+                sub = dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads), kv_heads=heads)
+                parts.append(Part(policy.layer(sub), tuple(present.index(head) for head in heads)))
+        return ByHeadLayer(self, spec, _traits([part.layer.traits for part in parts]), tuple(parts))
+
+    def map(self, wrap: Callable[[Policy], Policy]) -> "ByHead":
+        return ByHead(tuple(policy.map(wrap) for policy in self.groups), self.heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A group of KV heads in one layer.
+
+    Attributes:
+        layer: their functions.
+        heads: their places among the layer's KV heads.
+    """
+
+    layer: Layer[Any]
+    heads: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHeadLayer(Layer[ByHead]):
+    """One layer, whose groups of heads each have a state of their own; see `ByHead`."""
+
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(part.layer.bytes_read for part in self.parts)
+
+    def init(self) -> tuple[State, ...]:
+        return tuple(part.layer.init() for part in self.parts)
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[tuple[State, ...], Carry]:
+        states = []
+        for part in self.parts:
+            state, carry = part.layer.prefill(prompt.heads(np.asarray(part.heads)), carry)
+            states.append(state)
+        return tuple(states), carry
+
+    def append(self, state: tuple[State, ...], token: Token) -> tuple[State, ...]:
+        if self._plain:
+            return tuple(cache.insert_split(state, [part.heads for part in self.parts], token))
+        return tuple(
+            part.layer.append(own, token.heads(np.asarray(part.heads)))
+            for part, own in zip(self.parts, state, strict=True)
+        )
+
+    def attend(
+        self, state: tuple[State, ...], token: Token, carry: Carry
+    ) -> tuple[Float[Array, "B N H"], tuple[State, ...], Carry]:
+        if self._plain:
+            heads = [part.heads for part in self.parts]
+            return cache.attend_split(self.spec, state, heads, token), state, carry
+        outs, states = [], []
+        for part, own in zip(self.parts, state, strict=True):
+            out, own, carry = part.layer.attend(own, token.heads(np.asarray(part.heads)), carry)
+            outs.append(out)
+            states.append(own)
+        back = np.argsort(np.concatenate([self._queries(part) for part in self.parts]))
+        return jnp.concatenate(outs, axis=1)[:, back], tuple(states), carry
+
+    def compress(self, state: tuple[State, ...]) -> tuple[State, ...]:
+        return tuple(part.layer.compress(own) for part, own in zip(self.parts, state, strict=True))
+
+    def needs_compression(self, state: tuple[State, ...]) -> Bool[Array, " B"]:
+        told = [
+            capabilities.needs_compression(part.layer, own)
+            for part, own in zip(self.parts, state, strict=True)
+            if part.layer.traits.compression == "when_full"
+        ]
+        return reduce(jnp.logical_or, told)
+
+    def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
+        for part in self.parts:
+            own = self._queries(part)
+            carry = capabilities.look_ahead(part.layer, lambda own=own: queries()[:, own], position, carry)
+        return carry
+
+    def as_cache(self, state: tuple[State, ...]) -> LayerCache:
+        caches = [capabilities.as_cache(part.layer, own) for part, own in zip(self.parts, state, strict=True)]
+        size = max(each.pos.shape[-1] for each in caches)
+        back = np.argsort(np.concatenate([part.heads for part in self.parts]))
+
+        def join(name: str, fill: Any) -> Array:
+            arrays = [getattr(each, name) for each in caches]
+            widths = [[(0, 0), (0, 0), (0, size - a.shape[2])] + [(0, 0)] * (a.ndim - 3) for a in arrays]
+            padded = [jnp.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)]
+            return jnp.concatenate(padded, axis=1)[:, back]
+
+        following = jnp.concatenate([each.next for each in caches], axis=1)[:, back]
+        return LayerCache(join("k", 0), join("v", 0), join("pos", -1), join("weight", 0), following, caches[0].seen)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether all groups take and read a new token as `Layer` does: then they can do so at once."""
+        return all(part.layer.traits.plain for part in self.parts)
+
+    def _queries(self, part: Part) -> np.ndarray:
+        """Query heads of a group among the layer's."""
+        return query_heads(part.heads, self.spec.num_heads // self.spec.num_kv_heads)
+
+
+def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) -> ByHead:
+    """Give KV heads policies of their own.
+
+    Args:
+        policies: a policy for each label.
+        profile: the label of every KV head: [layer][head].
+
+    Raises:
+        PolicyError: the profile has a label without a policy.
+    """
+    unknown = {label for layer in profile for label in layer} - set(policies)
+    if unknown:
+        raise PolicyError(
+            f"by_head: the profile labels heads {sorted(unknown)}, but policies are given for {sorted(policies)}"
+        )
+    heads = tuple(
+        tuple(tuple(i for i, other in enumerate(layer) if other == label) for layer in profile) for label in policies
+    )
+    return ByHead(tuple(policies.values()), heads)
+
+
+def _traits(parts: Sequence[Traits]) -> Traits:
+    """Of a layer made of these: it compresses as its busiest part does."""
+    kinds = {traits.compression for traits in parts}
+    busiest = next((kind for kind in ("every_step", "when_full") if kind in kinds), "never")
+    return Traits(
+        compression=busiest,
+        compress_reads_kv=any(traits.compress_reads_kv for traits in parts),
+        looks_ahead=any(traits.looks_ahead for traits in parts),
+        has_own_store=True,
+    )
