@@ -359,7 +359,7 @@ def check_format(path: str | Path) -> None:
 
 def _title(policy: Policy) -> str:
     budget: Any = getattr(policy, "budget", None)
-    return policy.name if budget is None else f"{policy.name}, budget {budget}"
+    return policy.info.name if budget is None else f"{policy.info.name}, budget {budget}"
 
 
 def _matplotlib() -> tuple[Any, Any]:

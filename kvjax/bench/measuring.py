@@ -40,7 +40,7 @@ def measure(case: Case, params: Params, bandwidth: float | None, memory: int | N
         PolicyError: the policy does not take these settings.
     """
     policy = case.bound_policy()
-    policy.check(case.context + case.new_tokens)
+    policy.validate(case.context + case.new_tokens)
     if case.batch != LARGEST:
         return _run(case, policy, params, case.batch, bandwidth, memory)
     if memory is None:

@@ -173,9 +173,9 @@ def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[s
         if not hasattr(cls, "budget"):
             settings.pop("budget", None)
         elif wanted is not None and "budget" not in settings:
-            found += [(cls.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
+            found += [(cls.about.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
             continue
-        found.append((cls.name, settings))
+        found.append((cls.about.name, settings))
     checks.once(found, "--policies")
     return found
 

@@ -44,7 +44,7 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
     unset = [key for key, value in values.items() if value is None]  # which get_policy would take for "not given"
     policy = get_policy(name, **values)
     policy = dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
-    policy.check(_LONG)
+    policy.validate(_LONG)
     _check_profile(policy)
     return policy
 
@@ -60,7 +60,7 @@ def _check_profile(policy: "Policy") -> None:
     profile = getattr(policy, "profile", None)
     if isinstance(profile, str) and profile not in METHODS:
         read_text(Path(profile))
-        load(profile, METHODS[policy.name].profile)
+        load(profile, METHODS[policy.info.name].profile)
 
 
 def read_policies(names: str, budgets: str | None, settings: Sequence[str], option: str) -> "list[Policy]":
@@ -77,7 +77,7 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
     from kvjax.policies import PolicyError, policy_class
 
     classes = [policy_class(name) for name in checks.listed(names, option)]
-    checks.once([cls.name for cls in classes], option)
+    checks.once([cls.about.name for cls in classes], option)
     wanted = [None] if budgets is None else checks.listed(budgets, "--budget")
     chosen, taken = [], set()
     for cls in classes:
@@ -85,11 +85,11 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
         own = [setting for setting in settings if setting_name(setting) in fields]
         taken.update(own)
         for budget in wanted if "budget" in fields else wanted[:1]:
-            chosen.append(read_policy(cls.name, budget, own))
+            chosen.append(read_policy(cls.about.name, budget, own))
     for setting in settings:
         if setting not in taken:
             known = {field.name for cls in classes for field in dataclasses.fields(cls)}
-            names = ", ".join(cls.name for cls in classes)
+            names = ", ".join(cls.about.name for cls in classes)
             raise PolicyError(
                 f"{setting}: none of {names} has this hyperparameter.{hint(setting_name(setting), known)}"
             )

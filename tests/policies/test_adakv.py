@@ -11,7 +11,7 @@ from policies.driver import kept, make_case, run, softmax
 
 from kvjax.pallas_kernels import ragged_attention
 from kvjax.policies import AdaKV, PolicyError, SnapKV
-from kvjax.policies.base import budget_tokens
+from kvjax.policies.budget import budget_tokens
 
 STEPS = 5
 

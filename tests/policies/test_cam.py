@@ -7,7 +7,7 @@ from policies.driver import kept, make_case, run
 from policies.oracle_cam import CaM as Literal
 
 from kvjax.policies import CaM, PolicyError, StreamingLLM
-from kvjax.policies.noise import uniform
+from kvjax.policies.families.noise import uniform
 
 STEPS = 12
 

@@ -14,7 +14,7 @@ from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import transformer
 from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv, rotated
-from kvjax.policies.base import budget_rows
+from kvjax.policies.budget import budget_rows
 
 HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
 """Attention that the 25 tokens of a prompt get, of which the last 4 are the window."""

@@ -9,9 +9,9 @@ from policies import oracle_scoring as oracle
 from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
-from kvjax.policies.base import budget_tokens
-from kvjax.policies.noise import uniform
-from kvjax.policies.scoring import attention_mass, pool
+from kvjax.policies.budget import budget_tokens
+from kvjax.policies.families.noise import uniform
+from kvjax.policies.families.scoring import attention_mass, pool
 
 STEPS = 6
 
