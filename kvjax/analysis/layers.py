@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float
 
 from kvjax import decoding
 from kvjax.cache import layer_specs
+from kvjax.extras import import_matplotlib
 from kvjax.models import Params
-from kvjax.plots import _matplotlib
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
 from kvjax.sampling import Greedy
@@ -136,7 +136,7 @@ def draw_similarity(similarity: Mapping[str, Float[np.ndarray, "L L"]]) -> "Figu
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not similarity:
         raise ValueError("no similarity to draw; give at least one")
     figure = figures.Figure(figsize=(1.2 + 3.4 * len(similarity), 3.9), layout="constrained")
@@ -162,7 +162,7 @@ def draw_layers(values: Mapping[str, Float[np.ndarray, " L"]], measure: str) -> 
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not values:
         raise ValueError("no values to draw; give at least one policy's")
     figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvjax.models import ModelConfig
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
+from kvjax.settings import parse_value, split_setting
 
 LARGEST = "largest"
 
@@ -69,8 +70,6 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: a setting is not written so, or does not take that value.
     """
-    from kvjax.cli.hyperparameters import parse_value, setting_name
-
     name, *parts = text.split(":")
     cls = policy_class(name)
     hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | typing.get_type_hints(cls)
@@ -78,8 +77,7 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
     for i, part in enumerate(parts):
         if i == 0 and "=" not in part:
             part = f"budget={part}"
-        setting = setting_name(part)
-        value = part.partition("=")[2]
+        setting, value = split_setting(part)
         try:
             settings[setting] = parse_value(value, hints.get(setting, int | float | str))
         except ValueError as error:

@@ -1,16 +1,15 @@
 """From `--policy`, `--budget` and `--set name=value` to a policy."""
 
-import ast
 import dataclasses
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
 from kvjax.nearest import hint
+from kvjax.settings import parse_value, split_setting
 from kvjax.texts import read_text
 
 from . import checks
@@ -31,7 +30,8 @@ def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = 
 
     given: dict[str, str] = {} if budget is None else {"budget": budget}
     for setting in settings or ():
-        given[setting_name(setting)] = setting.partition("=")[2].strip()
+        key, text = _split(setting)
+        given[key] = text
     cls = policy_class(name)
     hints = {"budget": int | float} | typing.get_type_hints(cls)  # which every policy takes, if only to ignore it
     fields = {field.name for field in dataclasses.fields(cls)} | {"budget"}
@@ -82,7 +82,7 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
     chosen, taken = [], set()
     for cls in classes:
         fields = {field.name for field in dataclasses.fields(cls)}
-        own = [setting for setting in settings if setting_name(setting) in fields]
+        own = [setting for setting in settings if _split(setting)[0] in fields]
         taken.update(own)
         for budget in wanted if "budget" in fields else wanted[:1]:
             chosen.append(read_policy(cls.about.name, budget, own))
@@ -90,9 +90,7 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
         if setting not in taken:
             known = {field.name for cls in classes for field in dataclasses.fields(cls)}
             names = ", ".join(cls.about.name for cls in classes)
-            raise PolicyError(
-                f"{setting}: none of {names} has this hyperparameter.{hint(setting_name(setting), known)}"
-            )
+            raise PolicyError(f"{setting}: none of {names} has this hyperparameter.{hint(_split(setting)[0], known)}")
     return chosen
 
 
@@ -105,7 +103,7 @@ def read_settings(cls: type[T], settings: Sequence[str]) -> T:
     hints = {field.name: typing.get_type_hints(cls)[field.name] for field in dataclasses.fields(cast(Any, cls))}
     values = {}
     for setting in settings:
-        name, text = setting_name(setting), setting.partition("=")[2].strip()
+        name, text = _split(setting)
         if name not in hints:
             raise ValueError(
                 f"there is no setting {name!r}; there are {', '.join(hints) or 'none'}.{hint(name, hints)}"
@@ -117,67 +115,8 @@ def read_settings(cls: type[T], settings: Sequence[str]) -> T:
     return cls(**values)
 
 
-def setting_name(setting: str) -> str:
-    """The name in ``name=value``; hyphens count as underscores."""
-    name, equals, _ = setting.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{setting!r}: write NAME=VALUE", param_hint="--set")
-    return name.strip().replace("-", "_")
-
-
-def parse_value(text: str, hint: Any) -> Any:
-    """A hyperparameter written on the command line, as the type its field is declared with.
-
-    Args:
-        text: what was written; ``none`` is None where the field allows it.
-        hint: int, float, bool, str, None, a `Literal`, a tuple of these, or a union.
-
-    Raises:
-        ValueError: `text` is none of what the field allows, which the message lists.
-    """
-    for kind in _alternatives(hint):
-        try:
-            return _parse(text, kind)
-        except (ValueError, SyntaxError):
-            continue
-    allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
-    raise ValueError(f"give {' or '.join(map(_name, allowed))}")
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    union = get_origin(hint) in (typing.Union, types.UnionType)
-    return get_args(hint) if union else (hint,)
-
-
-def _parse(text: str, kind: Any) -> Any:
-    if kind is type(None) and text.lower() == "none":
-        return None
-    if kind is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kind in (int, float, str):
-        return _in_range(kind(text))
-    if get_origin(kind) is Literal:
-        return {str(value): value for value in get_args(kind)}[text] if text in map(str, get_args(kind)) else _refuse()
-    if get_origin(kind) is tuple:
-        value = ast.literal_eval(text if text.startswith("(") else f"({text},)")
-        return tuple(map(_in_range, value)) if isinstance(value, tuple) else _refuse()
-    return _refuse()
-
-
-def _in_range(value: Any) -> Any:
-    """A number that 32 bits hold, or anything else."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _refuse() if number and not abs(value) <= (checks.MOST if isinstance(value, int) else 3e38) else value
-
-
-def _refuse() -> typing.NoReturn:
-    raise ValueError
-
-
-def _name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(str(value) for value in get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    if get_origin(kind) is tuple:
-        return "values separated by commas"
-    return names.get(kind, "a value from Python: the command line cannot write this one")
+def _split(setting: str) -> tuple[str, str]:
+    try:
+        return split_setting(setting)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from None

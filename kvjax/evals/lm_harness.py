@@ -97,7 +97,7 @@ def register() -> type[Any]:
         @property
         def tokenizer_name(self) -> str:
             """What the harness keeps its cache of prompts by."""
-            return f"kvjax-{self.params.tokenizer._digest.hex()[:16]}"
+            return f"kvjax-{self.params.tokenizer.digest.hex()[:16]}"
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return self.params.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
