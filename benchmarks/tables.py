@@ -124,7 +124,7 @@ def compression() -> str:
 def published() -> str:
     """What the papers report for their methods against the full cache, beside the same ratio here."""
     measured = _decoded("kvjax")
-    sparser = "catekv:eta=0.7:share_adaptive=0.3"
+    sparser = "catekv:eta=0.7,share_adaptive=0.3"
     lines = ["| method | ratio | paper | here |", "| --- | --- | ---: | --- |"]
 
     def add(
@@ -155,7 +155,7 @@ def published() -> str:
             "ChunkKV, index reuse 2",
             f"compression, {context // 1024}k, without over with",
             "",
-            ("chunkkv:0.2", "chunkkv:0.2:reuse=2"),
+            ("chunkkv:0.2", "chunkkv:0.2,reuse=2"),
             context,
             (1, "compression_s"),
         )

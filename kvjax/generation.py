@@ -16,7 +16,7 @@ from kvjax.cache import bucket, host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.growing_text import GrowingText
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, PolicyError, get_policy, takes_budget
+from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.transforms.offload import hits
 from kvjax.prompts import Prompt, Question, question_ids, token_ids
 from kvjax.request import Request, check_request, row_seeds
@@ -310,7 +310,7 @@ class _Run:
             step_bytes_read=self.step_bytes_read,
             hit_rate=self.found / self.recalled if self.recalled else None,
             question_tokens=sum(len(row.question) for row in self.rows),
-            budget_applies=takes_budget(self.policy),
+            budget_applies=self.policy.info.takes_budget,
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 

@@ -20,30 +20,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def read_policy(name: str, budget: str | None, settings: Sequence[str] | None = None) -> "Policy":
+def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = None) -> "Policy":
     """The policy that `--policy`, `--budget` and `--set` ask for.
 
     Raises:
         PolicyError: it does not exist, or does not take these values.
     """
-    from kvjax.policies import PolicyError, get_policy, policy_class
+    from kvjax.policies import PolicyError
+    from kvjax.policies.registry import replaced
+    from kvjax.policies.text import parse_policy
 
     given: dict[str, str] = {} if budget is None else {"budget": budget}
     for setting in settings or ():
-        key, text = _split(setting)
-        given[key] = text
-    cls = policy_class(name)
-    hints = {"budget": int | float} | typing.get_type_hints(cls)  # which every policy takes, if only to ignore it
-    fields = {field.name for field in dataclasses.fields(cls)} | {"budget"}
-    values: dict[str, Any] = dict(given)  # unknown names go through as they are: get_policy knows what to say of them
+        key, value = _split(setting)
+        given[key] = value
+    policy = parse_policy(text)
+    hints = {"budget": int | float} | typing.get_type_hints(
+        type(policy)
+    )  # every policy takes one, if only to ignore it
+    fields = {field.name for field in dataclasses.fields(policy)} | {"budget"}
+    values: dict[str, Any] = dict(given)  # unknown names go through as they are, to be refused with the names of all
     for key in given.keys() & fields:
         try:
             values[key] = parse_value(given[key], hints[key])
         except ValueError as error:
-            raise PolicyError(f"{name}: {key}={given[key]!r}; {error}") from None
-    unset = [key for key, value in values.items() if value is None]  # which get_policy would take for "not given"
-    policy = get_policy(name, **values)
-    policy = dataclasses.replace(policy, **dict.fromkeys(unset)) if unset else policy
+            raise PolicyError(f"{text}: {key}={given[key]!r}; {error}") from None
+    policy = replaced(policy, values)
     policy.validate(_LONG)
     _check_profile(policy)
     return policy
@@ -74,23 +76,28 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
     Raises:
         PolicyError: a policy does not exist, does not take these values, or a setting is none's.
     """
-    from kvjax.policies import PolicyError, policy_class
+    from kvjax.policies import PolicyError
+    from kvjax.policies.text import parse_policy, split_policies
 
-    classes = [policy_class(name) for name in checks.listed(names, option)]
-    checks.once([cls.about.name for cls in classes], option)
+    texts = split_policies(names)
+    if not texts:
+        raise typer.BadParameter("name one policy or more, separated by commas", param_hint=option)
+    given = [parse_policy(text) for text in texts]
+    checks.once([str(policy) for policy in given], option)
     wanted = [None] if budgets is None else checks.listed(budgets, "--budget")
     chosen, taken = [], set()
-    for cls in classes:
-        fields = {field.name for field in dataclasses.fields(cls)}
+    for text, policy in zip(texts, given, strict=True):
+        fields = {field.name for field in dataclasses.fields(policy)}
         own = [setting for setting in settings if _split(setting)[0] in fields]
         taken.update(own)
         for budget in wanted if "budget" in fields else wanted[:1]:
-            chosen.append(read_policy(cls.about.name, budget, own))
+            chosen.append(read_policy(text, budget, own))
     for setting in settings:
         if setting not in taken:
-            known = {field.name for cls in classes for field in dataclasses.fields(cls)}
-            names = ", ".join(cls.about.name for cls in classes)
-            raise PolicyError(f"{setting}: none of {names} has this hyperparameter.{hint(_split(setting)[0], known)}")
+            known = {field.name for policy in given for field in dataclasses.fields(policy)}
+            raise PolicyError(
+                f"{setting}: none of {', '.join(texts)} has this hyperparameter.{hint(_split(setting)[0], known)}"
+            )
     return chosen
 
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from kvjax.cache import bucket
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, takes_budget
+from kvjax.policies import Full, Policy
 
 from . import fidelity
 from .naming import MEASURES, Inputs, make_task, task_name
@@ -101,7 +101,7 @@ def measure(
         query_aware=query_aware,
         count=len(found.rows),
         settings=described(policy),
-        budget_applies=takes_budget(policy),
+        budget_applies=policy.info.takes_budget,
         details={label: found.by(label) for label in sorted(labels)},
     )
 
@@ -229,7 +229,7 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
         query_aware=None,
         count=len(found.logprobs),
         settings=described(policy),
-        budget_applies=takes_budget(policy),
+        budget_applies=policy.info.takes_budget,
         details={"nll": found.nll},
     )
 
@@ -253,6 +253,6 @@ def _fidelity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, 
         query_aware=None,
         count=inputs.queries,
         settings=described(policy),
-        budget_applies=takes_budget(policy),
+        budget_applies=policy.info.takes_budget,
         details={"means": found.means(), "by_layer": tables},
     )

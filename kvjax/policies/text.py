@@ -12,17 +12,16 @@ Commas separate hyperparameters, semicolons what stands in parentheses. A value 
 """
 
 import ast
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 from kvjax.settings import parse_value, split_setting
 
 from .base import Policy
 from .info import PolicyError
-from .registry import make_policy, policy_class
-from .transforms.by_head import ByHead, by_head
-from .transforms.by_layer import ByLayer, by_layer
+from .registry import make_policy, policies, policy_class, replaced
+from .transforms.by_head import by_head
+from .transforms.by_layer import by_layer
 from .transforms.offload import Offloaded
 from .transforms.pyramid import Pyramid
 from .transforms.quantize import Quantized
@@ -43,33 +42,26 @@ def parse_policy(text: str) -> Policy:
             raise PolicyError(f"{text!r}: close the bracket, as in offloaded(clusterkv:1024; steps=2)")
         return _combined(text, name.strip(), split(inside[:-1], ";"))
     name, _, settings = text.partition(":")
-    return make_policy(name, _values(text, policy_class(name), split(settings, ",")))
+    return make_policy(name, parse_settings(text, get_type_hints(policy_class(name)), split(settings, ",")))
 
 
-def policy_text(policy: Policy) -> str:
-    """The text that `parse_policy` makes this policy of; hyperparameters at their defaults are left out.
+def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
+    """A policy from its text or name, and hyperparameters (those left out, or None, take the method's defaults).
+
+    A `Policy` is returned as it is, with the given hyperparameters replaced. A policy that has no budget, such as `full` and `kivi`,
+    takes any `budget`, which then has no effect: a sweep needs no exception for it.
+
+    Args:
+        policy: such as "treekv", "chunkkv:budget=0.2,chunk=20" or "offloaded(clusterkv:1024)"; see this module.
 
     Raises:
-        PolicyError: a hyperparameter is a value that no text stands for, such as a profile that is in no file.
+        PolicyError: the name is unknown, the policy has no such hyperparameter, or does not take that value.
     """
-    match policy:
-        case ByLayer(layers):
-            return f"by_layer({'; '.join(map(policy_text, layers))})"
-        case ByHead(groups, heads):
-            names = [f"g{i}" for i in range(len(groups))]
-            count = 1 + max(head for layers in heads for layer in layers for head in layer)
-            labels = [
-                tuple(next(names[g] for g in range(len(groups)) if head in heads[g][at]) for head in range(count))
-                for at in range(len(heads[0]))
-            ]
-            parts = [f"{name}={policy_text(group)}" for name, group in zip(names, groups, strict=True)]
-            return f"by_head({'; '.join([*parts, f'profile={tuple(labels)!r}'])})"
-    for name, cls in _WRAPPERS.items():
-        if type(policy) is cls:
-            first, *others = dataclasses.fields(policy)
-            return f"{name}({'; '.join([policy_text(getattr(policy, first.name)), *_settings(policy, others)])})"
-    settings = ",".join(_settings(policy, dataclasses.fields(policy)))
-    return f"{policy.info.name}:{settings}" if settings else policy.info.name
+    if isinstance(policy, str):
+        policy = parse_policy(policy)
+    if not callable(getattr(policy, "layer", None)):
+        raise PolicyError(f"policy={policy!r}; give a name ({', '.join(policies())}) or a Policy")
+    return replaced(policy, {name: value for name, value in hyperparameters.items() if value is not None})
 
 
 def split(text: str, at: str) -> list[str]:
@@ -103,6 +95,32 @@ def split_policies(text: str) -> list[str]:
     return found
 
 
+def parse_settings(text: str, hints: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Hyperparameters from `name=value`, and a budget from a value alone that comes first.
+
+    Args:
+        text: what they are written in, for messages.
+        hints: the types that they are declared with; one that is not among them goes through as a number or text.
+
+    Raises:
+        PolicyError: a setting is not written so, or does not take that value.
+    """
+    values: dict[str, Any] = {}
+    for i, setting in enumerate(settings):
+        try:
+            key, value = split_setting(setting if i or "=" in setting else f"budget={setting}")
+        except ValueError as error:
+            raise PolicyError(f"{text!r}: {error}") from None
+        if value.startswith("(") and _is_policy(hints.get(key)):
+            values[key] = parse_policy(value[1:-1])
+            continue
+        try:
+            values[key] = parse_value(value, hints.get(key, int | float | str))
+        except ValueError as error:
+            raise PolicyError(f"{text!r}: {key}={value!r}; {error}") from None
+    return values
+
+
 def _combined(text: str, name: str, parts: list[str]) -> Policy:
     if name == "by_layer":
         return by_layer([parse_policy(part) for part in parts])
@@ -119,50 +137,9 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
     if not parts:
         raise PolicyError(f"{text!r} has no policy; write one, as in {name}(full)")
     cls = _WRAPPERS[name]
-    return cls(parse_policy(parts[0]), **_values(text, cls, parts[1:]))
-
-
-def _values(text: str, cls: type[Policy], settings: list[str]) -> dict[str, Any]:
-    """Hyperparameters from `name=value`, and a budget from a value alone."""
-    hints, fields = get_type_hints(cls), {field.name for field in dataclasses.fields(cls)}
-    values: dict[str, Any] = {}
-    for i, setting in enumerate(settings):
-        try:
-            key, value = split_setting(setting if i or "=" in setting else f"budget={setting}")
-        except ValueError as error:
-            raise PolicyError(f"{text!r}: {error}") from None
-        if value.startswith("(") and key in fields and _is_policy(hints[key]):
-            values[key] = parse_policy(value[1:-1])
-            continue
-        try:
-            # Which are of this kind is told by the field; an unknown one is refused with the names of all.
-            values[key] = parse_value(value, hints.get(key, int | float | str))
-        except ValueError as error:
-            raise PolicyError(f"{text!r}: {key}={value!r}; {error}") from None
-    return values
+    return cls(parse_policy(parts[0]), **parse_settings(text, get_type_hints(cls), parts[1:]))
 
 
 def _is_policy(hint: Any) -> bool:
     kinds = getattr(hint, "__args__", (hint,))
     return any(isinstance(kind, type) and issubclass(kind, Policy) for kind in kinds)
-
-
-def _settings(policy: Policy, fields: Iterable[Any]) -> list[str]:
-    """`name=value` of all that is not at its default."""
-    hints, written = get_type_hints(type(policy)), []
-    for field in fields:
-        value = getattr(policy, field.name)
-        if value == field.default:
-            continue
-        if isinstance(value, Policy):
-            written.append(f"{field.name}=({policy_text(value)})")
-            continue
-        text = "none" if value is None else str(value)
-        try:
-            read = parse_value(text, hints[field.name])
-        except ValueError:
-            read = None
-        if read != value:
-            raise PolicyError(f"{policy.info.name}: {field.name} is {value!r}, which cannot be written as text")
-        written.append(f"{field.name}={text}")
-    return written

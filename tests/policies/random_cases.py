@@ -123,6 +123,17 @@ def draw(seed: int) -> Drawn:
             continue
 
 
+def draw_policy(seed: int) -> Policy:
+    """A random policy, not bound, for models of 2 layers and 3 KV heads."""
+    random = np.random.default_rng([28, seed])
+    config = ModelConfig("llama", 64, 48, 96, 2, 6, 3, 8, 256, RopeConfig(100.0, 8))
+    while True:
+        try:
+            return _policy(random, config, depth=3)
+        except PolicyError:
+            continue
+
+
 def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Policy:
     """A random policy, which may be made of others."""
 
