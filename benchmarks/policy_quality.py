@@ -25,6 +25,7 @@ import numpy as np
 import kvjax
 from benchmarks import report, tables
 from kvjax.evals import Continuation, continuation
+from kvjax.policies.text import split_policies
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
     prepare(args)
     total = args.prompt + args.scored
-    policies = chosen(args.policies.split(","), [float(budget) for budget in args.budgets.split(",")])
+    policies = chosen(split_policies(args.policies), [float(budget) for budget in args.budgets.split(",")])
     for policy in policies:  # what cannot work is told before anything runs
         policy.bind(SHARED["params"].config).validate(total)
     header = report.header(

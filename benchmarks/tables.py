@@ -214,7 +214,7 @@ def _decoded(program: str) -> list[dict[str, Any]]:
 
 def _name(row: dict[str, Any]) -> str:
     """A policy as the benchmark's command line has it."""
-    return ":".join([row["policy"], *(_setting(*item) for item in row["settings"].items())])
+    return ":".join(filter(None, [row["policy"], ",".join(_setting(*item) for item in row["settings"].items())]))
 
 
 def _setting(name: str, value: Any) -> str:
