@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Always, Turned, centroid_scores, cluster_tokens, heads_of, kmeans
+from kvjax.pallas_kernels import Always, DeferredRope, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import Carry, Due, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields
 from .recalling import Recalling
@@ -197,19 +197,19 @@ class ClusterKV(Recalling):
         return dataclasses.replace(grouped, slots=state.slots)
 
     def selected(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the clusters that rotated queries like best, in the order in which they are taken (section IV-C)."""
         return self._taken(spec, state, q, None)
 
     def recall(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         always = Always(*self.ends(spec), self.tail(state), state.slots.seen, self.reads(spec))
         return self._taken(spec, state, q, always)
 
     def _taken(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned, always: Always | None
+        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | DeferredRope, always: Always | None
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the best clusters, and what is always read besides."""
         heads, size = self.selects(spec)

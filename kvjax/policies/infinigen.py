@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import Turned, heads_of, top_k
+from kvjax.pallas_kernels import DeferredRope, heads_of, top_k
 
 from .base import Carry, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import best_pages
@@ -185,11 +185,11 @@ class InfiniGen(Recalling):
     ) -> Carry:
         return spec.rope.rotate(queries(), pos[:, None]) if self.recalls(spec) else None
 
-    def asking(self, q: Float[Array, "B N H"] | Turned, carry: Carry) -> Float[Array, "B N H"] | Turned:
+    def asking(self, q: Float[Array, "B N H"] | DeferredRope, carry: Carry) -> Float[Array, "B N H"] | DeferredRope:
         return q if carry is None else carry
 
     def selected(
-        self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens before the newest that score highest, best first; in all heads as many as are near the highest on average."""
         mean = jnp.mean(

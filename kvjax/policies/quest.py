@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Turned, page_scores, top_k_indices, widen_bounds
+from kvjax.pallas_kernels import DeferredRope, page_scores, top_k_indices, widen_bounds
 
 from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import paged, tokens_of
@@ -146,14 +146,14 @@ class Quest(Recalling):
         return dataclasses.replace(state, bounds=bounds)
 
     def selected(
-        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the pages with the highest bounds, in the order of these."""
         index, live = tokens_of(*self._best(spec, state, q), self.page)
         return index, live & (index < state.slots.seen[:, None, None])
 
     def runs(
-        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned, pos: Int[Array, " B"]
+        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | DeferredRope, pos: Int[Array, " B"]
     ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
         """Pages as they were chosen, where nothing else is read."""
         if self.recent or spec.window is not None or self.run_of(spec) != self.page:
@@ -161,13 +161,13 @@ class Quest(Recalling):
         return self._best(spec, state, q)
 
     def _best(
-        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R P"]]:
         """The pages with the highest bounds, and which of them are meant."""
         size = self.selects(spec)[1] // self.page
         return top_k_indices(self.scores(spec, state, q), self._chosen(state.budget)[:, None], size)
 
-    def scores(self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned) -> Float[Array, "B R P"]:
+    def scores(self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | DeferredRope) -> Float[Array, "B R P"]:
         """Of each page before the tail, the most that rotated queries can have as product with a key in it; of others -inf."""
         scores = page_scores(q, state.bounds, self.tail(state), page=self.page)
         if self.gqa == "query_head":

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Turned, decode_attention, heads_of, top_k
+from kvjax.pallas_kernels import DeferredRope, decode_attention, heads_of, top_k
 
 from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
 from .pages import best_pages, paged, tokens_of
@@ -165,7 +165,7 @@ class ShadowKV(Recalling):
         return state, carry
 
     def selected(
-        self, spec: LayerSpec, state: Shadow, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Shadow, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the chunks whose landmarks get most attention, in the order of these."""
         grouped = heads_of(q).reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Turned, gather_attention
+from kvjax.pallas_kernels import DeferredRope, gather_attention
 
 from .base import Carry, Due, Memory, Policy, State
 
@@ -49,7 +49,7 @@ class Recalling(Policy):
             else cache.round_slots(self.selects(spec)[1] + sum(self.ends(spec)))
         )
 
-    def asking(self, q: Float[Array, "B N H"] | Turned, carry: Carry) -> Float[Array, "B N H"] | Turned:
+    def asking(self, q: Float[Array, "B N H"] | DeferredRope, carry: Carry) -> Float[Array, "B N H"] | DeferredRope:
         """The rotated queries that it selects by: those that attend, or such as an earlier layer has foreseen."""
         return q
 
@@ -58,7 +58,7 @@ class Recalling(Policy):
         return 1
 
     def selected(
-        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """What queries select: slots for each selecting head, and which of them are meant. `heads_of` gives the rotated queries.
 
@@ -125,7 +125,7 @@ class Recalling(Policy):
         return attended.out, state, carry
 
     def runs(
-        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | Turned, pos: Int[Array, " B"]
+        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | DeferredRope, pos: Int[Array, " B"]
     ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
         """All that rotated queries at `pos` read, as runs of `run_of` slots, and which of the runs, or of the slots in them, are meant.
 
@@ -138,7 +138,7 @@ class Recalling(Policy):
         return index[..., ::page] // page, live
 
     def recall(
-        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | Turned
+        self, spec: LayerSpec, state: Any, q: Float[Array, "B N H"] | DeferredRope
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """All that rotated queries read, as for `selected`: the selection, the first tokens, the tail, and padding."""
         index, live = self.selected(spec, state, q)
