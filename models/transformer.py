@@ -33,7 +33,6 @@ from .config import ModelConfig
 from .params import MLP, Layer, Params
 from .rope import Rope
 
-
 HEAD_BLOCK = 256
 """Positions that go through the vocabulary head at a time when a whole text is scored."""
 

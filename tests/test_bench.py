@@ -300,13 +300,13 @@ def test_a_program_may_have_imports_of_its_own(tmp_path: Path, monkeypatch: pyte
 
 def test_policies_as_they_are_written(small: Case) -> None:
     assert read_policy("full") == ("full", {})
-    assert read_policy("treekv:0.2:sinks=2") == ("treekv", {"budget": 0.2, "sinks": 2})
-    name, settings = read_policy("catekv:32:eta=0.7:share_adaptive=0.5:chunk=4")
+    assert read_policy("treekv:0.2,sinks=2") == ("treekv", {"budget": 0.2, "sinks": 2})
+    name, settings = read_policy("catekv:32,eta=0.7,share_adaptive=0.5,chunk=4")
     assert settings == {"budget": 32, "eta": 0.7, "share_adaptive": 0.5, "chunk": 4}
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
     assert policy.heads == (((0,), (0,)), ((1,), (1,)))  # consistent, adaptive; [group][layer]
     with pytest.raises(ValueError, match="give a whole number"):
-        read_policy("treekv:budget=0.2:sinks=few")
+        read_policy("treekv:budget=0.2,sinks=few")
 
 
 def test_figures(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvjax.cache import layer_specs
 from kvjax.compiling import executables, program_bytes
 from kvjax.decoding import Decoding, Specs
 from kvjax.models import Params, abstract
-from kvjax.policies import Policy, takes_budget
+from kvjax.policies import Policy
 from kvjax.sampling import Greedy
 
 from . import compression, floor, states
@@ -40,7 +40,7 @@ def measure(case: Case, params: Params, bandwidth: float | None, memory: int | N
         PolicyError: the policy does not take these settings.
     """
     policy = case.bound_policy()
-    policy.check(case.context + case.new_tokens)
+    policy.validate(case.context + case.new_tokens)
     if case.batch != LARGEST:
         return _run(case, policy, params, case.batch, bandwidth, memory)
     if memory is None:
@@ -102,7 +102,7 @@ def _run(
     tpot = sum(seconds for _, seconds in timed) / sum(steps for steps, _ in timed)
     return {
         "batch_run": batch,
-        "budget_applies": takes_budget(policy),
+        "budget_applies": policy.info.takes_budget,
         "ttft_s": float(np.median(ttft)) if ttft else None,
         "ttft_all_s": ttft,
         "tpot_ms": 1e3 * tpot,

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.models import Params
+from kvjax.policies.families.skewing import SkewProfile
 from kvjax.policies.profile import HeadProfile, Profile, fingerprint
-from kvjax.policies.skewing import SkewProfile
 
 from . import catekv, chelsea, duoattention, infinigen, razorattention
 from .recording import cut

@@ -164,18 +164,19 @@ def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[s
     """Names and settings: each policy at each budget, unless it has one of its own or takes none."""
     from kvjax.bench.case import read_policy
     from kvjax.policies import policy_class
+    from kvjax.policies.text import split_policies
 
     wanted = None if budgets is None else checks.listed(budgets, "--budgets")
     found = []
-    for text in checks.listed(policies, "--policies"):
+    for text in split_policies(policies):
         name, settings = read_policy(text)
         cls = policy_class(name)
-        if not hasattr(cls, "budget"):
+        if not cls.about.takes_budget:
             settings.pop("budget", None)
         elif wanted is not None and "budget" not in settings:
-            found += [(cls.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
+            found += [(cls.about.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
             continue
-        found.append((cls.name, settings))
+        found.append((cls.about.name, settings))
     checks.once(found, "--policies")
     return found
 

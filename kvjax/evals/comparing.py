@@ -92,8 +92,8 @@ def compare(
                 fitted = policy
                 if target is not None:
                     fitted = matched(policy, round(target * whole), params.config, *shape, params.dtype)
-                name = f"{task}-{policy.name}" + ("" if target is None else f"-{target:g}")
-                progress = None if report is None else report(f"{task} · {policy.name}" + _percent(target))
+                name = f"{task}-{policy.info.name}" + ("" if target is None else f"-{target:g}")
+                progress = None if report is None else report(f"{task} · {policy.info.name}" + _percent(target))
                 outcome = measure(
                     params,
                     task,

@@ -56,7 +56,7 @@ def following(
     policy = policy.bind(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
-        policy.check(len(context) + bucket(len(continuation)))
+        policy.validate(len(context) + bucket(len(continuation)))
         groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
     found: dict[int, Following] = {}
     for (_, room), group in groups.items():

@@ -32,7 +32,7 @@ def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: 
         """Whether that budget's bytes do; None where the policy cannot work with it, as with one too small."""
         try:
             tried = get_policy(policy, budget=budget).bind(config)
-            tried.check(prompt + new)
+            tried.validate(prompt + new)
             return held(tried, config, prompt, new, dtype) <= target
         except PolicyError:
             return None
@@ -48,5 +48,7 @@ def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: 
         return get_policy(policy, budget=low)
     working = next((budget for budget in range(high, prompt + new + 1) if fits(budget) is not None), None)
     if working is None:
-        raise PolicyError(f"{policy.name}: no budget up to {prompt + new} tokens works for a sequence of that length")
+        raise PolicyError(
+            f"{policy.info.name}: no budget up to {prompt + new} tokens works for a sequence of that length"
+        )
     return get_policy(policy, budget=working)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from kvjax.cache import bucket
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, takes_budget
+from kvjax.policies import Full, Policy
 
 from . import fidelity
 from .naming import MEASURES, Inputs, make_task, task_name
@@ -91,7 +91,7 @@ def measure(
     labels = {label for row in found.rows for label in row["labels"]}
     return Outcome(
         task=name,
-        policy=policy.name,
+        policy=policy.info.name,
         metric="score",
         value=found.score,
         higher_is_better=True,
@@ -101,7 +101,7 @@ def measure(
         query_aware=query_aware,
         count=len(found.rows),
         settings=described(policy),
-        budget_applies=takes_budget(policy),
+        budget_applies=policy.info.takes_budget,
         details={label: found.by(label) for label in sorted(labels)},
     )
 
@@ -117,7 +117,7 @@ def check(name: str, inputs: Inputs, policies: Sequence[Policy] = ()) -> None:
     """
     name = task_name(name)
     for policy in policies:
-        policy.check(max(inputs.lengths or (1 << 30,)))  # a budget too small for any text, or for this one
+        policy.validate(max(inputs.lengths or (1 << 30,)))  # a budget too small for any text, or for this one
     if name not in MEASURES:
         make_task(name, inputs, window=1 << 30).check()
         return
@@ -146,8 +146,10 @@ _NO_TEXT = "no text to read; give it as --text FILE"
 
 
 def _check_windows(policy: Policy) -> None:
-    if not isinstance(policy, Full):
-        raise ValueError(f"windows are read with the full cache, not {policy.name}; leave out the window to stream")
+    if policy != Full():
+        raise ValueError(
+            f"windows are read with the full cache, not {policy.info.name}; leave out the window to stream"
+        )
 
 
 def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bool | None) -> tuple[int, int]:
@@ -185,13 +187,13 @@ def _on_text(
     settings = {
         "task": {"name": name, **dataclasses.asdict(inputs)},
         "model": model_fingerprint(params),
-        "policy": {"name": policy.name, **described(policy)},
+        "policy": {"name": policy.info.name, **described(policy)},
     }
     there: list[dict[str, Any]] = []
 
     def wrong(row: dict[str, Any]) -> str | None:
         there.append(row)
-        asked = {"task": name, "policy": policy.name}
+        asked = {"task": name, "policy": policy.info.name}
         other = [f"{field} {row[field]!r}, not {value!r}" for field, value in asked.items() if row[field] != value]
         return other[0] if other else "the result is there twice" if len(there) > 1 else None
 
@@ -217,7 +219,7 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
         seconds = None if resumed else time.perf_counter() - stream.compile_seconds - start
     return Outcome(
         task="perplexity",
-        policy=policy.name,
+        policy=policy.info.name,
         metric="perplexity",
         value=found.perplexity,
         higher_is_better=False,
@@ -227,7 +229,7 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
         query_aware=None,
         count=len(found.logprobs),
         settings=described(policy),
-        budget_applies=takes_budget(policy),
+        budget_applies=policy.info.takes_budget,
         details={"nll": found.nll},
     )
 
@@ -241,7 +243,7 @@ def _fidelity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, 
     }
     return Outcome(
         task="fidelity",
-        policy=policy.name,
+        policy=policy.info.name,
         metric="output error",
         value=found.means()["output_error"],
         higher_is_better=False,
@@ -251,6 +253,6 @@ def _fidelity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, 
         query_aware=None,
         count=inputs.queries,
         settings=described(policy),
-        budget_applies=takes_budget(policy),
+        budget_applies=policy.info.takes_budget,
         details={"means": found.means(), "by_layer": tables},
     )

@@ -115,7 +115,7 @@ def evaluate(
     settings = {
         "task": {"name": task.name, **described(task)},
         "model": model_fingerprint(params),
-        "policy": {"name": policy.name, **described(policy)},
+        "policy": {"name": policy.info.name, **described(policy)},
         "query_aware": query_aware,
         "chat": form.chat,
         "batch": batch,

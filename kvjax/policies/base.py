@@ -60,6 +60,11 @@ class Policy:
         """What is said of this policy; a combination composes it of what is said of its parts."""
         return self.about
 
+    def __str__(self) -> str:
+        """As `get_policy` reads it: its name, and hyperparameters that are not at their defaults."""
+        settings = ",".join(changed_fields(self, dataclasses.fields(self)))
+        return f"{self.info.name}:{settings}" if settings else self.info.name
+
     def bind(self, config: ModelConfig) -> "Policy":
         """The policy for one model: where a method treats heads or layers differently, the composition that does so.
 
@@ -184,6 +189,17 @@ class Layer(Generic[P]):
         and policies composed with one another, each keep their own time.
         """
         return state
+
+
+def changed_fields(policy: Policy, fields: Iterable[Any]) -> list[str]:
+    """`name=value` of a policy's hyperparameters that are not at their defaults, as they are written in text."""
+    values = [
+        (field.name, getattr(policy, field.name)) for field in fields if getattr(policy, field.name) != field.default
+    ]
+    return [
+        f"{name}=({value})" if hasattr(value, "layer") else f"{name}={'none' if value is None else value}"
+        for name, value in values
+    ]
 
 
 def held_bytes(layer: Layer[Any]) -> tuple[int, int]:

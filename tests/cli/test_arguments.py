@@ -317,7 +317,7 @@ def test_names_in_any_case(kvjax_command, checkpoint: Path, monkeypatch: pytest.
     from kvjax.cli.hyperparameters import read_policies
     from kvjax.evals.naming import task_name
 
-    assert [policy.name for policy in read_policies("TreeKV, STREAMING-LLM,h2o", "8,0.5", (), "--policies")] == [
+    assert [policy.info.name for policy in read_policies("TreeKV, STREAMING-LLM,h2o", "8,0.5", (), "--policies")] == [
         *("treekv",) * 2,
         *("streaming_llm",) * 2,
         *("h2o",) * 2,
@@ -346,7 +346,7 @@ def test_budgets_and_policies_of_a_sweep() -> None:
     from kvjax.cli.hyperparameters import read_policies
 
     chosen = read_policies("full,kivi,snapkv", "0.25,64", ["bits=4", "window=8"], "--policies")
-    assert [(policy.name, getattr(policy, "budget", None)) for policy in chosen] == [
+    assert [(policy.info.name, getattr(policy, "budget", None)) for policy in chosen] == [
         ("full", None),
         ("kivi", None),
         ("snapkv", 0.25),

@@ -184,7 +184,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
 def state(tiny, tmp_path_factory):
     """A checkpoint of a reading, and how to load one for it."""
     policy, path = StreamingLLM(budget=8, sinks=2), tmp_path_factory.mktemp("state") / "state.npz"
-    caches = tuple(policy.init(spec) for spec in layer_specs(tiny.config, 1, 0, 20, tiny.dtype))
+    caches = tuple(policy.layer(spec).init() for spec in layer_specs(tiny.config, 1, 0, 20, tiny.dtype))
     Checkpoint(path, {"a": 1}).save(caches, 3, np.zeros((1, 3), np.float32))
     return path, lambda file: Checkpoint(file, {"a": 1}).load(caches)
 

@@ -226,6 +226,12 @@ def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
     return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
 
 
+def rotated(rope: Rope, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Rotated queries and keys of a prompt, and values."""
+    prompt = Prompt.of(rope, q, k, v, jnp.full(len(q), q.shape[1], jnp.int32))
+    return prompt.q_rotated, prompt.k_rotated, prompt.v
+
+
 def rotate(rope: Rope, x: np.ndarray, pos: int) -> np.ndarray:
     """Rotary embedding of one head vector, written out (float64)."""
     half = len(rope.inv_freq)

@@ -12,7 +12,7 @@ from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
 from kvjax.pallas_kernels import Clusters
 from kvjax.policies import Chelsea, Full, Policy, PolicyError, chelsea, soft_matching
-from kvjax.policies.base import budget_tokens
+from kvjax.policies.budget import budget_tokens
 from kvjax.policies.chelsea import SCHEDULES
 
 # The worked example: four keys in one chunk. Edges lead from the first to the second (.8) and from the third to the second (.96).

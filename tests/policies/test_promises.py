@@ -22,17 +22,18 @@ from policies.driver import (
 )
 
 import kvjax
-from kvjax import decoding, host_memory
-from kvjax.cache import Slots, layer_specs
+from kvjax import decoding
+from kvjax.cache import LayerCache, host_memory, layer_specs
 from kvjax.policies import ByHead, ByLayer, Full, Policy
 from kvjax.policies.adakv import Ragged
-from kvjax.policies.quantized import PackedSlots
+from kvjax.policies.capabilities import as_cache
+from kvjax.policies.transforms.quantize import PackedCache
 
 TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
 AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
 FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)] + compositions(budget=0.5)
 
-STORES = Slots, Ragged
+STORES = LayerCache, Ragged
 """What keys and values are kept in."""
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
@@ -64,7 +65,8 @@ def test_ample_budget_is_the_full_cache(policy, tiny):
 def test_leaves_keep_shape_and_type(policy):
     inputs = case(0)
     shapes = [
-        jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in [policy.init(inputs.spec), *run(policy, inputs)[2]]
+        jax.tree.map(lambda x: (x.shape, x.dtype), s)
+        for s in [policy.layer(inputs.spec).init(), *run(policy, inputs)[2]]
     ]
     assert all(s == shapes[0] for s in shapes)
 
@@ -103,7 +105,7 @@ def test_steps_copy_no_cache(policy, tiny):
     """Slots are written in place. (Nothing of the size of a layer's keys is copied, on the device or on the host.)"""
     specs, args, state = start(policy, tiny)
     program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).as_text()
-    stores = *STORES, PackedSlots
+    stores = *STORES, PackedCache
     caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, stores))
     keys = [jax.tree.leaves(slots.k)[0] for slots in caches if isinstance(slots, stores)]
     types = {f"{'u8' if x.dtype == jnp.uint8 else 'f32'}[{','.join(map(str, x.shape))}]" for x in keys}
@@ -120,24 +122,24 @@ def test_steps_copy_no_cache(policy, tiny):
 def test_slots_hold_what_they_claim(policy):
     inputs = case(21)
     # Of 255 steps between the least and greatest of a group, no more than half a one.
-    exact, rounding = policy.memory != "quantised", 0.5 * max(np.ptp(inputs.k), np.ptp(inputs.v)) / 255
+    exact, rounding = policy.info.memory != "quantized", 0.5 * max(np.ptp(inputs.k), np.ptp(inputs.v)) / 255
     for state in run(policy, inputs)[2]:
-        slots = jax.tree.map(np.asarray, policy.slots(inputs.spec, state))
+        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
         for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
             pos = slots.pos[row, head, slot]
             assert 0 <= pos < slots.seen[row]
             if slots.weight[row, head, slot] > 1:  # a mean of tokens, see test_merged_slots_hold_all_tokens
-                assert policy.merges
+                assert policy.info.merges
                 continue
             key = inputs.k[row, pos, head]
             turned = rotate(inputs.spec.rope, key, pos)
             held = slots.k[row, head, slot]
             if isinstance(policy, ByHead | ByLayer):  # each part has keys in its own way
                 key = min(key, turned, key=lambda k: np.abs(k - held).max())
-            elif policy.positions == "original":
+            elif policy.info.positions == "original":
                 key = turned
             np.testing.assert_allclose(held, key, atol=1e-5 if exact else 1.5 * rounding)
-            if not policy.adds:
+            if not policy.info.accumulates_values:
                 np.testing.assert_allclose(
                     slots.v[row, head, slot], inputs.v[row, pos, head], rtol=0, atol=0 if exact else rounding
                 )
@@ -147,7 +149,7 @@ def test_slots_hold_what_they_claim(policy):
         assert (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
 
 
-MERGING = [p for p in TIGHT + FRACTION if p.merges]
+MERGING = [p for p in TIGHT + FRACTION if p.info.merges]
 
 
 @each(MERGING)
@@ -155,7 +157,7 @@ def test_merged_slots_hold_all_tokens(policy):
     """Nothing is dropped: weights sum to the tokens seen, and weighted values to the sum of all values."""
     inputs = case(21)
     for state in run(policy, inputs)[2]:
-        slots = jax.tree.map(np.asarray, policy.slots(inputs.spec, state))
+        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
         np.testing.assert_array_equal(slots.weight.sum(axis=-1), np.stack([slots.seen] * 2, axis=-1))
         for row, seen in enumerate(slots.seen):
             held = np.einsum("kc,kch->kh", slots.weight[row], slots.v[row])

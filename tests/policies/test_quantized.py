@@ -10,8 +10,7 @@ from policies.driver import TINY, compiled, kept, make_case, run
 from policies.oracle_kivi import KiviHead, rounded
 
 import kvjax
-from kvjax import packing
-from kvjax.cache import layer_specs
+from kvjax.cache import layer_specs, packing
 from kvjax.policies import (
     KIVI,
     AdaKV,
@@ -30,7 +29,7 @@ from kvjax.policies import (
     pyramid,
     quantized,
 )
-from kvjax.policies.quantized import PackedSlots, _blocks
+from kvjax.policies.transforms.quantize import PackedSlots, _blocks
 
 STEPS = 7
 CONFIGURATIONS = {

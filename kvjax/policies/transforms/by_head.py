@@ -38,6 +38,15 @@ class ByHead(Policy):
     def info(self) -> PolicyInfo:
         return combined("by_head", (policy.info for policy in self.groups))
 
+    def __str__(self) -> str:
+        names = [chr(ord("a") + i) for i in range(len(self.groups))]
+        profile = []
+        for layers in zip(*self.heads, strict=True):
+            label = {head: name for name, heads in zip(names, layers, strict=True) for head in heads}
+            profile.append(tuple(label[head] for head in sorted(label)))
+        parts = [f"{name}={group}" for name, group in zip(names, self.groups, strict=True)]
+        return f"by_head({'; '.join([*parts, f'profile={tuple(profile)}'])})"
+
     def bind(self, config: ModelConfig) -> "ByHead":
         every = list(range(config.num_kv_heads))
         for layers in zip(*self.heads, strict=False):

@@ -1,11 +1,11 @@
-"""Values on the command line become what the policy's field is declared as."""
+"""Values written as text become what the policy's field is declared as."""
 
 from typing import Literal
 
 import pytest
 
-from kvjax.cli.hyperparameters import parse_value
 from kvjax.policies import Full
+from kvjax.settings import parse_value
 
 
 @pytest.mark.parametrize(
