@@ -209,7 +209,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
         return most(policy.groups[group], spec, head, length, steps)
     budget = getattr(policy, "budget", None)
-    if budget is None or policy.info.memory == "sparse":
+    if budget is None or policy.info.memory == "sparse" or spec.layer < getattr(policy, "exempt", 0):
         return length + steps
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32)).item()
