@@ -55,7 +55,7 @@ OWN = {
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",
     "conversion/config_json.py": "tests/conversion/test_hf_config.py",
-    "conversion/describing.py": "tests/conversion/test_loading.py",
+    "conversion/describe.py": "tests/conversion/test_loading.py",
     "conversion/gguf_file.py": "tests/conversion/test_gguf.py",
     "conversion/gguf_tokenizer.py": "tests/conversion/test_tokenizer.py | tests/conversion/test_gguf.py",
     "conversion/huggingface.py": "tests/conversion/test_loading.py | tests/conversion/test_writing.py",

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache import layer_specs
 from kvjax.calibration.chelsea import Edges, Settings, outlier_heads, outlier_scores
-from kvjax.calibration.making import profile
+from kvjax.calibration.make_profile import profile
 from kvjax.calibration.recording import record
 from kvjax.policies import Chelsea, Full, PolicyError, offloaded
 from kvjax.policies.profile import HeadProfile, fingerprint, load, rows
