@@ -87,8 +87,8 @@ class ChunkHeadLayer(Layer[ChunkHead]):
     """Heads of one kind in one layer."""
 
     @property
-    def capacity(self) -> int:
-        return cache.round_slots(min(self.policy.max_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens)
+    def max_kept(self) -> int:
+        return min(self.policy.max_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
         parts, lengths = self.policy.layout, prompt.lengths

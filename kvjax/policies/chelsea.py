@@ -263,9 +263,8 @@ class ChelseaLayer(Layer[Chelsea]):
     traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reads_blocks=True)
 
     @property
-    def capacity(self) -> int:
-        most = self.policy.max_budget(self.spec) + self.policy.every
-        return cache.round_slots(min(most, self.spec.max_tokens))
+    def max_kept(self) -> int:
+        return self.policy.max_budget(self.spec) + self.policy.every - 1
 
     def init(self) -> Centroids:
         tokens = jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32)

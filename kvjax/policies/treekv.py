@@ -216,9 +216,8 @@ class TreeKVLayer(Layer[TreeKV]):
     traits: Traits = Traits(compression="every_step")
 
     @property
-    def capacity(self) -> int:
-        tokens = self.spec.max_tokens
-        return cache.round_slots(min(budget_tokens(self.policy.budget, tokens), tokens) + 1)
+    def max_kept(self) -> int:
+        return budget_tokens(self.policy.budget, self.spec.max_tokens)
 
     def init(self) -> Tree:
         empty = cache.empty(self.spec, self.capacity)
