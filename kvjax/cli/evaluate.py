@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -125,7 +125,7 @@ def evaluate(
     outcomes = []
     with bar() as begin:
         for each in chosen:
-            budgeted = f"{each.name}-{each.budget}" if isinstance(each, _Budgeted) else each.name
+            budgeted = each.info.name + (f"-{budget}" if (budget := getattr(each, "budget", None)) is not None else "")
             outcome = measure(
                 params,
                 task,
@@ -147,11 +147,6 @@ def evaluate(
         _print_table(outcomes)
     else:
         _print(outcomes[0])
-
-
-@runtime_checkable
-class _Budgeted(Protocol):
-    budget: int | float
 
 
 def _print_table(outcomes: "Sequence[Outcome]") -> None:

@@ -166,8 +166,8 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     states: list[Any] = []
     carry: Carry = {}
     for cache, layer in zip(caches, layers, strict=True):
-        prompt = Prompt.of(cache.spec.rope, *(padded(x) for x in layer), lengths)
-        state, carry = cache.prefill(prompt, carry)
+        q, k, v = (padded(x) for x in layer)
+        state, carry = cache.prefill(Prompt.of(cache.spec.rope, q, k, v, lengths), carry)
         states.append(state)
 
     def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:

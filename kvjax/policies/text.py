@@ -26,7 +26,7 @@ from .transforms.offload import Offloaded
 from .transforms.pyramid import Pyramid
 from .transforms.quantize import Quantized
 
-_WRAPPERS: dict[str, type[Policy]] = {"offloaded": Offloaded, "quantized": Quantized, "pyramid": Pyramid}
+_WRAPPERS: dict[str, type[Any]] = {"offloaded": Offloaded, "quantized": Quantized, "pyramid": Pyramid}
 
 
 def parse_policy(text: str) -> Policy:

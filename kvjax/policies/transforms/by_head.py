@@ -200,9 +200,8 @@ def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) ->
 def _traits(parts: Sequence[Traits]) -> Traits:
     """Of a layer made of these: it compresses as its busiest part does."""
     kinds = {traits.compression for traits in parts}
-    busiest = next((kind for kind in ("every_step", "when_full") if kind in kinds), "never")
     return Traits(
-        compression=busiest,
+        compression="every_step" if "every_step" in kinds else "when_full" if "when_full" in kinds else "never",
         compress_reads_kv=any(traits.compress_reads_kv for traits in parts),
         looks_ahead=any(traits.looks_ahead for traits in parts),
         has_own_store=True,
