@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerSpec
+from kvjax.extras import import_matplotlib
 from kvjax.models.rope import Rope
-from kvjax.plots import _matplotlib
 from kvjax.policies import ClusterKV, InfiniGen, Quest
 
 from .recording import Recorded
@@ -150,7 +150,7 @@ def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not rates:
         raise ValueError("no rates to draw; give at least one policy's")
     figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")

@@ -10,9 +10,9 @@ import pytest
 from policies.driver import TINY, compiled, make_case, run
 
 import kvjax
-from kvjax import decoding, host_memory
+from kvjax import decoding
 from kvjax.analysis import recall
-from kvjax.cache import layer_specs
+from kvjax.cache import host_memory, layer_specs
 from kvjax.policies import (
     KIVI,
     AdaKV,

@@ -8,8 +8,7 @@ from policies.driver import TINY, kept, make_case, run
 from policies.oracle_shadowkv import ShadowLayer
 
 import kvjax
-from kvjax import host_memory
-from kvjax.cache import layer_specs
+from kvjax.cache import host_memory, layer_specs
 from kvjax.policies import CateKV, Full, PolicyError, ShadowKV, offloaded
 from kvjax.policies.shadowkv import low_rank
 
