@@ -41,6 +41,7 @@ class KIVI(Policy):
         summary="every token, all but the latest in a few bits a number",
         memory="quantized",
         stage="both",
+        takes_budget=False,
     )
 
     bits: Bits = 2
