@@ -41,7 +41,7 @@ def test_replay_chooses_what_the_policy_does(case, layer, replayed):
     """Against the oracle, fed with the policy's own random start."""
     spec = dataclasses.replace(case.spec, prompt_len=PROMPT)
     pos = np.arange(60, dtype=np.int32)[None]
-    draws = np.asarray(POLICY.shuffled(spec, jnp.asarray(pos), jnp.ones(pos.shape, bool)))[0]
+    draws = np.asarray(POLICY.layer(spec).shuffled(jnp.asarray(pos), jnp.ones(pos.shape, bool)))[0]
     for head in range(2):
         rank = np.argsort(draws[head])
         oracle = ClusterHead(POLICY, lambda positions, rank=rank: np.argsort(rank[positions]))
@@ -63,7 +63,7 @@ def test_clusters_are_the_oracles(case, layer):
     labels = recall.clusters(POLICY, layer, PROMPT)
     spec = dataclasses.replace(case.spec, prompt_len=PROMPT)
     pos = np.arange(60, dtype=np.int32)[None]
-    draws = np.asarray(POLICY.shuffled(spec, jnp.asarray(pos), jnp.ones(pos.shape, bool)))[0]
+    draws = np.asarray(POLICY.layer(spec).shuffled(jnp.asarray(pos), jnp.ones(pos.shape, bool)))[0]
     for head in range(2):
         rank = np.argsort(draws[head])
         oracle = ClusterHead(POLICY, lambda positions, rank=rank: np.argsort(rank[positions]))
