@@ -180,8 +180,10 @@ class Sources:
             for node in ast.walk(module.tree) if module.within("kvjax.policies", "kvjax.cache") else ():
                 if isinstance(node, ast.ClassDef):
                     bases[node.name] = {name for base in node.bases for name in _names(base)}
-                    decorators = {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
-                    if decorators & {"flax.struct.dataclass", "struct.dataclass", "jax.tree_util.register_dataclass"}:
+                    marks = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
+                    if re.search(
+                        r"\b(struct\.dataclass|register_dataclass|register_pytree_node_class|PyTreeNode)\b", marks
+                    ):
                         states.add(node.name)
         policies = {"Policy"}
         while found := {name for name, above in bases.items() if above & policies} - policies:
@@ -204,13 +206,14 @@ class Sources:
 
     def identity_tests(self) -> list[Place]:
         """`type(x).f is Base.f`: whether a method was overridden, which is to be declared instead."""
+        policies, _ = self.state_classes
         return [
             module.place(node)
             for module in self.modules.values()
             for node in ast.walk(module.tree)
             if isinstance(node, ast.Compare)
             and any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
-            and any(_attribute_of_type(side) for side in (node.left, *node.comparators))
+            and any(_attribute_of_class(side, policies) for side in (node.left, *node.comparators))
         ]
 
     def ignores(self, package: str = "kvjax.policies") -> list[Place]:
@@ -327,15 +330,15 @@ def _names(node: ast.expr) -> set[str]:
     return set()
 
 
-def _attribute_of_type(node: ast.expr) -> bool:
-    """`type(x).name`, or `getattr(type(x), …)`."""
+def _attribute_of_class(node: ast.expr, classes: set[str]) -> bool:
+    """`type(x).name` or `Class.name`, for one of the classes; also by `getattr`."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and node.args:
         owner = node.args[0]
     elif isinstance(node, ast.Attribute):
         owner = node.value
     else:
         return False
-    return isinstance(owner, ast.Call) and ast.unparse(owner.func) == "type"
+    return bool(_names(owner) & classes) or (isinstance(owner, ast.Call) and ast.unparse(owner.func) == "type")
 
 
 def _reachable(start: str, outgoing: dict[str, set[str]]) -> set[str]:

@@ -3,7 +3,7 @@
     python -m benchmarks.policy_quality --text BOOK.txt --text OTHER.txt
 
 The beginning of every text is prefilled under a policy, the rest is read token by token through what it kept
-(`kvjax.evals.continuation`): perplexity of that rest, and how often the likeliest next token is the one that the full cache finds
+(`benchmarks.analyses.continuation`): perplexity of that rest, and how often the likeliest next token is the one that the full cache finds
 likeliest. Budgets are fractions of the whole text, prompt and rest. What a budget limits differs: policies that compress only the
 prompt keep the rest in addition, and policies that read a selection keep everything; the table gives the bytes that are really
 held.
@@ -24,7 +24,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import report, tables
-from kvjax.evals import Continuation, continuation
+from benchmarks.analyses.continuation import Continuation, continuation
 from kvjax.policies.text import split_policies
 
 

@@ -117,11 +117,14 @@ def test_policies_are_counted(tmp_path: Path) -> None:
             class State: ...
             @dataclasses.dataclass(frozen=True)
             class Profile: ...
+            @partial(jax.tree_util.register_dataclass, data_fields=())
+            class Other: ...
             class Mine(Policy):
                 def f(self, x):  # pyright: ignore
-                    return isinstance(x, State), isinstance(x, Profile), isinstance(x, type(self))
+                    return isinstance(x, State), isinstance(x, Profile | int), isinstance(x, Other), isinstance(x, type(self))
         """,
-        engine="def f(p, n): return isinstance(p, int | mine.Mine), getattr(type(p), n) is not 1, isinstance(n, int)",
+        engine="def f(p, n): return isinstance(p, int | mine.Mine), getattr(type(p), n) is not 1, isinstance(n, int), n is Kind.A",
+        other="def f(c): return c.f is Mine.f",
         evals__x="from kvjax.cli import y",
         cli__y="from kvjax.evals import x",
     )
@@ -132,8 +135,8 @@ def test_policies_are_counted(tmp_path: Path) -> None:
         "imports of the command line below it": 1,
         "public methods of Policy": 2,
         "public methods of Layer": 1,
-        "isinstance of a policy or state": 3,
-        "tests whether a method is overridden": 2,
+        "isinstance of a policy or state": 4,
+        "tests whether a method is overridden": 3,
         "type errors ignored in policies": 1,
-        "source lines": 19,
+        "source lines": 22,
     }

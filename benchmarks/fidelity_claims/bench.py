@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import kvjax
-from kvjax.evals import NeedleInAHaystack, continuation, evaluate
+from benchmarks.analyses.continuation import continuation
+from kvjax.evals import NeedleInAHaystack, evaluate
 
 from .claim import Row
 

@@ -5,7 +5,8 @@ from functools import partial
 import numpy as np
 
 import kvjax
-from kvjax.analysis import heads, layers
+from benchmarks.analyses import heads
+from kvjax.analysis import layers
 from kvjax.analysis.recording import Recorded, record
 from kvjax.policies import CateKV
 

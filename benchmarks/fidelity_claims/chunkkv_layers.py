@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 
 import kvjax
+from benchmarks.analyses import layer_loss
 from kvjax.analysis import layers
 from kvjax.analysis.recording import Recorded, record
 from kvjax.policies import H2O, ChunkKV, Policy, SnapKV
@@ -81,7 +82,7 @@ def losses(params: kvjax.Params, recorded: list[Recorded], prompt: list[int], po
     """The three measures of one prompt under one policy, averaged over layers."""
     kept = layers.kept(params, prompt, policy)
     return {
-        "L1 loss of the cache": float(np.mean(layers.cache_loss(recorded, kept))),
-        "attention cosine": float(np.mean(layers.attention_similarity(recorded, kept))),
+        "L1 loss of the cache": float(np.mean(layer_loss.cache_loss(recorded, kept))),
+        "attention cosine": float(np.mean(layer_loss.attention_similarity(recorded, kept))),
         "Jaccard of adjacent layers": layers.neighbours(layers.jaccard(kept)),
     }

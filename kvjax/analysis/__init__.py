@@ -1,1 +1,1 @@
-"""The papers' analyses: what attention and caches look like inside, as arrays and as pictures. One file a question."""
+"""What attention and caches look like inside, as arrays and as pictures, after the papers' own figures. One file a question."""

@@ -1,8 +1,6 @@
 """Measuring what a policy costs in quality."""
 
 from . import ruler as ruler
-from .continuation import Continuation as Continuation
-from .continuation import continuation as continuation
 from .gsm8k import GSM8K as GSM8K
 from .longbench import LongBench as LongBench
 from .needle import NeedleInAHaystack as NeedleInAHaystack

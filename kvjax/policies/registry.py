@@ -67,7 +67,7 @@ def replaced(policy: Policy, hyperparameters: dict[str, Any]) -> Policy:
         PolicyError: the policy has no such hyperparameter, or does not take that value.
     """
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    return _made(type(policy), policy.info, values, hyperparameters) if hyperparameters else policy
+    return _made(type(policy), policy.info, values, hyperparameters)
 
 
 def _made(cls: type[Policy], info: PolicyInfo, values: dict[str, Any], given: dict[str, Any]) -> Policy:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.analysis import heads
+from benchmarks.analyses import heads
 from kvjax.analysis.layers import kept
 from kvjax.analysis.recording import record
 from kvjax.policies import CateKV, StreamingLLM

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from kvjax.analysis import key_similarity, partition
+from benchmarks.analyses import partition
+from kvjax.analysis import key_similarity
 from kvjax.analysis.recording import record
 
 TEXT = np.random.default_rng(4).integers(0, 64, size=70).tolist()

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 import kvjax
+from benchmarks.analyses import layer_loss
 from kvjax.analysis import layers
 from kvjax.analysis.recording import Recorded, record
 from kvjax.models import transformer
@@ -101,7 +102,7 @@ def test_reuse_makes_layers_alike(tiny):
 def test_cache_loss_by_hand():
     """Two tokens of one head: dropping the second loses |3| + |-1| of keys and |2| + |2| of values, over 8 entries."""
     layer = Recorded(np.zeros((2, 1, 2)), np.asarray([[[5.0, 5]], [[3, -1]]]), np.asarray([[[9.0, 9]], [[2, 2]]]))
-    np.testing.assert_allclose(layers.cache_loss([layer] * 3, masks("x.", "xx", "..")), [1, 0, 36 / 8])
+    np.testing.assert_allclose(layer_loss.cache_loss([layer] * 3, masks("x.", "xx", "..")), [1, 0, 36 / 8])
 
 
 def test_attention_similarity_by_hand():
@@ -109,7 +110,7 @@ def test_attention_similarity_by_hand():
     keys = np.log(np.asarray([3.0, 4.0, 1.0])).reshape(3, 1, 1)
     layer = Recorded(np.ones((3, 1, 1)), keys, np.zeros((3, 1, 1)))
     expected = [(3 * 3 + 1) / np.sqrt(10 * 26), 1, 1 / np.sqrt(26)]
-    np.testing.assert_allclose(layers.attention_similarity([layer] * 3, masks("x.", "xx", "..")), expected)
+    np.testing.assert_allclose(layer_loss.attention_similarity([layer] * 3, masks("x.", "xx", "..")), expected)
 
 
 def test_attention_similarity_equals_the_definition(tiny, recorded):
@@ -125,21 +126,21 @@ def test_attention_similarity_equals_the_definition(tiny, recorded):
                 part = np.where(present, np.exp(logits), 0) / np.exp(logits[present]).sum()
                 cosines.append(full @ part / np.linalg.norm(full) / np.linalg.norm(part))
         expected.append(np.mean(cosines))
-    found = layers.attention_similarity(recorded, held)
+    found = layer_loss.attention_similarity(recorded, held)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert (found < 0.999).all()
-    np.testing.assert_allclose(layers.attention_similarity(recorded, np.ones_like(held)), 1)
+    np.testing.assert_allclose(layer_loss.attention_similarity(recorded, np.ones_like(held)), 1)
 
 
 def test_attention_inside_a_sliding_window():
     """Of three tokens the query, the last, sees two: what is dropped beyond its window costs nothing."""
     layer = Recorded(np.ones((3, 1, 1)), np.ones((3, 1, 1)), np.zeros((3, 1, 1)), window=2)
-    np.testing.assert_allclose(layers.attention_similarity([layer] * 2, masks(".x", "x.")), [1, np.sqrt(0.5)])
+    np.testing.assert_allclose(layer_loss.attention_similarity([layer] * 2, masks(".x", "x.")), [1, np.sqrt(0.5)])
 
 
 def test_attention_needs_queries_after_the_prompt(recorded):
     with pytest.raises(ValueError, match="none after its prompt of 70"):
-        layers.attention_similarity(recorded, np.ones((2, 2, 70), bool))
+        layer_loss.attention_similarity(recorded, np.ones((2, 2, 70), bool))
     with pytest.raises(ValueError, match="no neighbours"):
         layers.neighbours(np.ones((1, 1)))
 
@@ -158,7 +159,7 @@ def test_heat_maps(tmp_path):
 
 def test_lines_over_layers():
     values = {"chunkkv": np.asarray([0.9, 0.8, 0.7]), "streaming_llm": np.asarray([0.5, 0.4, 0.3])}
-    panel = layers.draw_layers(values, "attention cosine similarity").axes[0]
+    panel = layer_loss.draw_layers(values, "attention cosine similarity").axes[0]
     assert [line.get_label() for line in panel.lines] == list(values)
     for line, expected in zip(panel.lines, values.values(), strict=True):
         np.testing.assert_array_equal(line.get_ydata(), expected)
@@ -169,11 +170,11 @@ def test_nothing_to_draw(monkeypatch):
     with pytest.raises(ValueError, match="no similarity"):
         layers.draw_similarity({})
     with pytest.raises(ValueError, match="no values"):
-        layers.draw_layers({}, "loss")
+        layer_loss.draw_layers({}, "loss")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (
         lambda: layers.draw_similarity({"a": np.ones((2, 2))}),
-        lambda: layers.draw_layers({"a": np.ones(2)}, "loss"),
+        lambda: layer_loss.draw_layers({"a": np.ones(2)}, "loss"),
     ):
         with pytest.raises(ImportError, match=r"pip install .matplotlib"):
             draw()

@@ -9,6 +9,7 @@ import pytest
 from policies.driver import make_case, rotate
 from policies.oracle_clusterkv import ClusterHead
 
+from benchmarks.analyses import recall_rates
 from kvjax.analysis import recall
 from kvjax.analysis.recording import Recorded
 from kvjax.policies import ClusterKV, InfiniGen, Quest
@@ -144,17 +145,17 @@ def test_rates_rise_with_budget_and_clusters(layer):
     """As in Figure 11: more tokens, or finer clusters, find more of the top; a cluster a token finds all of it."""
     fine = dataclasses.replace(POLICY, n_clusters=60, window=20, sinks=0)
     calls = []
-    coarse = recall.rates([layer] * 2, {"8 clusters": POLICY}, [12, 24], PROMPT, lambda *done: calls.append(done))
+    coarse = recall_rates.rates([layer] * 2, {"8 clusters": POLICY}, [12, 24], PROMPT, lambda *done: calls.append(done))
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert coarse["8 clusters"][12] < coarse["8 clusters"][24] < 1
     single = recall.replay(POLICY, layer, PROMPT)
     assert coarse["8 clusters"][12] == pytest.approx(recall.recall_rate(*single).mean())
-    assert recall.rates([layer], {"fine": fine}, [12], PROMPT) == {"fine": {12: 1.0}}
+    assert recall_rates.rates([layer], {"fine": fine}, [12], PROMPT) == {"fine": {12: 1.0}}
 
 
 def test_the_picture_shows_the_rates():
     rates = {"cosine": {256: 0.5, 512: 0.6}, "l2": {256: 0.4, 512: 0.55}}
-    panel = recall.draw_rates(rates).axes[0]
+    panel = recall_rates.draw_rates(rates).axes[0]
     for line, (name, values) in zip(panel.lines, rates.items(), strict=True):
         assert line.get_label() == name
         assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == values
@@ -170,7 +171,7 @@ def test_what_cannot_be_done(layer, monkeypatch):
     with pytest.raises(ValueError, match="steps=0"):
         recall.hit_rate(np.ones((3, 4), bool), 0)
     with pytest.raises(ValueError, match="no rates"):
-        recall.draw_rates({})
+        recall_rates.draw_rates({})
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install .matplotlib"):
-        recall.draw_rates({"a": {1: 0.5}})
+        recall_rates.draw_rates({"a": {1: 0.5}})

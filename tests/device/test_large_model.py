@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.analyses.continuation import continuation
 from kvjax import decoding
-from kvjax.evals.continuation import continuation
 from kvjax.evals.perplexity import stream
 from kvjax.models import init
 from kvjax.models.presets import PRESETS

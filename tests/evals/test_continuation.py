@@ -6,7 +6,8 @@ import pytest
 from policies.driver import each, every_policy
 
 import kvjax
-from kvjax.evals import Continuation, Perplexity, continuation
+from benchmarks.analyses.continuation import Continuation, continuation
+from kvjax.evals import Perplexity
 from kvjax.models import transformer
 
 TEXTS = np.random.default_rng(3).integers(0, 64, size=(3, 90)).tolist()

@@ -6,7 +6,8 @@ import pytest
 from policies.driver import every_policy
 
 import kvjax
-from kvjax.analysis.layers import attention_similarity, jaccard, kept
+from benchmarks.analyses.layer_loss import attention_similarity
+from kvjax.analysis.layers import jaccard, kept
 from kvjax.analysis.recording import record
 from kvjax.evals import fidelity
 from kvjax.models import transformer

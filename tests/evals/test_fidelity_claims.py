@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fidelity
+from benchmarks.analyses.continuation import Continuation
 from benchmarks.fidelity_claims import (
     bench,
     catekv_ratios,
@@ -19,7 +20,7 @@ from benchmarks.fidelity_claims import (
     treekv,
 )
 from benchmarks.fidelity_claims.claim import MEASURES, Claim, table
-from kvjax.evals import Continuation, Perplexity
+from kvjax.evals import Perplexity
 from kvjax.models.presets import PRESETS
 from kvjax.policies import get_policy
 

@@ -9,8 +9,9 @@ import pytest
 
 import kvjax
 from benchmarks import policy_quality, tables
+from benchmarks.analyses.continuation import Continuation, continuation
 from benchmarks.policy_quality import Measured
-from kvjax.evals import Continuation, Perplexity, continuation
+from kvjax.evals import Perplexity
 
 TEXTS = np.random.default_rng(8).integers(0, 64, size=(2, 80)).tolist()
 

@@ -75,7 +75,7 @@ def test_a_list_of_policies():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("treekv:sinks", r"'treekv:sinks': budget='sinks'; give a whole number or a number"),
+        ("treekv:sinks", r"'treekv:sinks': budget='sinks'; give a number"),
         ("treekv:0.2,sinks", r"'sinks': write NAME=VALUE"),
         ("treekv:sinks=few", r"sinks='few'; give a whole number"),
         ("treekv:snks=2", r"policy 'treekv' has no hyperparameter 'snks'.*Did you mean 'sinks'"),

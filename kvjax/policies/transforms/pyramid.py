@@ -11,6 +11,7 @@ from ..base import Layer, Policy
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
 from .by_layer import by_layer
+from .wrapper import transform_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Pyramid(Policy):
     def info(self) -> PolicyInfo:
         inner = self.policy.info
         return dataclasses.replace(inner, name=f"pyramid({inner.name})")
+
+    def __str__(self) -> str:
+        return transform_text("pyramid", self.policy, self)
 
     def bind(self, config: ModelConfig) -> Policy:
         policy: Any = self.policy

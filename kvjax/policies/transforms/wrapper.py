@@ -31,8 +31,7 @@ class Wrapper(Policy):
         return dataclasses.replace(inner, name=f"{self.transform}({inner.name})", transform=self.transform)
 
     def __str__(self) -> str:
-        settings = changed_fields(self, dataclasses.fields(self)[1:])
-        return f"{self.transform}({'; '.join([str(self.policy), *settings])})"
+        return transform_text(self.transform, self.policy, self)
 
     def bind(self, config: ModelConfig) -> Policy:
         """Every part of the policy wrapped by itself, but for those that are already."""
@@ -48,3 +47,8 @@ class Wrapper(Policy):
 
     def validate(self, tokens: int) -> None:
         self.policy.validate(tokens)
+
+
+def transform_text(transform: str, policy: Policy, settings: Policy) -> str:
+    """A transform of a policy as `get_policy` reads it; the settings are all fields but the first."""
+    return f"{transform}({'; '.join([str(policy), *changed_fields(settings, dataclasses.fields(settings)[1:])])})"

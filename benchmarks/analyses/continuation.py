@@ -10,11 +10,10 @@ from jaxtyping import Int
 
 from kvjax import decoding
 from kvjax.cache import layer_specs
+from kvjax.evals.perplexity import Perplexity, read
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
 from kvjax.sampling import Greedy
-
-from .perplexity import Perplexity, read
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float
 
+from kvjax.analysis.recording import Recorded
 from kvjax.extras import import_matplotlib
 from kvjax.policies.profile import Labels
-
-from .recording import Recorded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
