@@ -22,7 +22,7 @@ from queue import Empty, Queue
 
 from kvjax.bench.case import Case
 from kvjax.bench.results import Results
-from kvjax.bench.running import Worker, environments, run
+from kvjax.bench.runner import Worker, environments, run
 from kvjax.cli.bench import draw, print_row, read_cases
 
 _SPARSER = "catekv:eta=0.7,share_adaptive=0.3"

@@ -19,8 +19,8 @@ from pydantic import BeforeValidator
 
 from . import chat
 from .errors import CheckpointError, shortened, told
-from .files import present, read_json, read_text
 from .schema import Strict, checked
+from .text_files import present, read_json, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 

@@ -17,6 +17,7 @@ from .state import compact_indices as compact_indices
 from .state import empty as empty
 from .state import from_prompt as from_prompt
 from .state import gather_kept as gather_kept
+from .state import map_kv as map_kv
 from .tokens import Prompt as Prompt
 from .tokens import Rotated as Rotated
 from .tokens import Token as Token

@@ -1,5 +1,7 @@
 """The state of one layer's cache: a pytree of fixed shape, and how a prompt fills it."""
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -123,6 +125,18 @@ def _gathered(
         seen=lengths.astype(jnp.int32),
     )
     return slots, index
+
+
+def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """`state` with `f((k, v), ...)` for the keys and values of every `LayerCache` in it, given those of `others` at the same places."""
+
+    def one(x: Any, *rest: Any) -> Any:
+        if not isinstance(x, LayerCache):
+            return x
+        k, v = f(*((each.k, each.v) for each in (x, *rest)))
+        return dataclasses.replace(x, k=k, v=v)
+
+    return jax.tree.map(one, state, *others, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:

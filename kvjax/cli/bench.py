@@ -76,7 +76,7 @@ def bench(
     throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
     Rows are written as they come; one that fails says why.
     """
-    from kvjax.bench.running import run
+    from kvjax.bench.runner import run
     from kvjax.memory import parse_bytes
 
     for value, option in (
@@ -132,7 +132,7 @@ def read_cases(
     """All combinations; lists are separated by commas. What is wrong is refused here, before anything runs."""
     from kvjax.bench.case import LARGEST, Case
     from kvjax.models.presets import PRESETS
-    from kvjax.nearest import hint
+    from kvjax.suggestions import hint
 
     numbers: dict[str, list[Any]] = {"context": [], "batch": []}
     for name, text in (("context", contexts), ("batch", batches)):

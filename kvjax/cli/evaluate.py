@@ -33,7 +33,7 @@ from .task_options import (
 )
 
 if TYPE_CHECKING:
-    from kvjax.evals.measuring import Outcome
+    from kvjax.evals.measure import Outcome
 
 
 def evaluate(
@@ -110,8 +110,8 @@ def evaluate(
         more["depths"] = checks.numbers(depths, float, "--depths", "shares from 0 to 1", lambda depth: 0 <= depth <= 1)
     inputs = read_inputs(length, samples, seed, text, data, examples, shots, **more)
 
-    from kvjax.evals.measuring import check, measure
-    from kvjax.evals.naming import task_name
+    from kvjax.evals.measure import check, measure
+    from kvjax.evals.tasks import task_name
 
     task = task_name(task)
     if plot is not None and (out is None or several or not task.startswith("needle-")):

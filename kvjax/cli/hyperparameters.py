@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
-from kvjax.nearest import hint
 from kvjax.settings import parse_value, split_setting
+from kvjax.suggestions import hint
 from kvjax.texts import read_text
 
 from . import checks
@@ -56,7 +56,7 @@ _LONG = 1 << 30
 
 
 def _check_profile(policy: "Policy") -> None:
-    from kvjax.calibration.making import METHODS
+    from kvjax.calibration.make_profile import METHODS
     from kvjax.policies.profile import load
 
     profile = getattr(policy, "profile", None)

@@ -152,9 +152,15 @@ class Layer(Generic[P]):
     traits: Traits = Traits(plain=True)
 
     @property
+    def max_kept(self) -> int:
+        """The most tokens that one head holds between two steps."""
+        return self.spec.max_tokens
+
+    @property
     def capacity(self) -> int:
-        """Slots to allocate in one head."""
-        return cache.round_slots(self.spec.max_tokens)
+        """Slots to allocate in one head: also for the newest token, which comes before another one goes."""
+        newest = 0 if self.traits.compression == "never" else 1
+        return cache.round_slots(min(self.max_kept + newest, self.spec.max_tokens))
 
     @property
     def bytes_read(self) -> int:

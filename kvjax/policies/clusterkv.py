@@ -1,30 +1,34 @@
-"""ClusterKV: every query recalls the clusters of keys that point its way."""
+"""ClusterKV: every query reads the clusters of keys that point its way."""
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Always, Turned, centroid_scores, cluster_tokens, heads_of, kmeans
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated
+from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
-from .base import Carry, Due, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields
-from .recalling import Recalling
+from .base import Carry, Layer, Policy, Traits
+from .budget import budget_rows, budget_tokens
+from .families.sparse import SparseLayer, reads_everything
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
 
 
 @flax.struct.dataclass
-class Clusters:
+class ClusteredCache:
     """All tokens of a layer, token p in slot p, and their clusters. B rows, K KV heads, C slots, M clusters, H head dim.
 
     Attributes:
-        slots: rotated keys, and values.
+        cache: rotated keys, and values.
         centroids: mean of a cluster's keys, in float32.
         sizes: tokens of a cluster.
         starts: where a cluster's tokens begin in `order`.
@@ -34,7 +38,7 @@ class Clusters:
         budget: tokens that a query reads besides the tail.
     """
 
-    slots: Slots
+    cache: LayerCache
     centroids: Float[Array, "B K M H"]
     sizes: Int[Array, "B K M"]
     starts: Int[Array, "B K M"]
@@ -46,7 +50,7 @@ class Clusters:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class ClusterKV(Recalling):
+class ClusterKV(Policy):
     """Keep everything, cluster it by key, and read the clusters whose centroids a query likes best (Liu et al. 2024).
 
     After the prompt, k-means groups the keys of each KV head (section III-B); the first tokens stay apart. A query ranks the
@@ -55,7 +59,7 @@ class ClusterKV(Recalling):
     yet: those generated since the last time that `window` of them were grouped into clusters of their own.
 
     Nothing is forgotten, so memory is that of the full cache and a little more; what is saved is reading it. A layer whose
-    budget covers the whole sequence keeps no clusters and reads everything. In layers with a sliding window, recalled tokens
+    budget covers the whole sequence keeps no clusters and reads everything. In layers with a sliding window, selected tokens
     outside of it are not attended to.
 
     Attributes:
@@ -68,15 +72,18 @@ class ClusterKV(Recalling):
         window: generated tokens that are clustered together.
         new_clusters: clusters that they form.
         cluster_decode: whether generated tokens are clustered at all; otherwise all of them are always read.
-        gqa: "query_head" recalls for each query head, "mean" for each KV head by the mean of its queries.
+        gqa: "query_head" selects for each query head, "mean" for each KV head by the mean of its queries.
         distance: of k-means; section V-B compares "cosine", "l2" and "ip" (inner product).
         seed: of the choice of keys, without replacement in each head, that k-means starts from.
     """
 
-    name: ClassVar[str] = "clusterkv"
-    paper: ClassVar[str] = "Liu et al. 2024, ClusterKV: Manipulating LLM KV Cache in Semantic Space"
-    keeps: ClassVar[str] = "every token, of which a query reads the clusters of keys nearest to it"
-    stage: ClassVar[Stage] = "both"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="clusterkv",
+        paper="Liu et al. 2024, ClusterKV: Manipulating LLM KV Cache in Semantic Space",
+        summary="every token, of which a query reads the clusters of keys nearest to it",
+        memory="sparse",
+        stage="both",
+    )
 
     budget: int | float = 1024
     sinks: int = 16
@@ -102,137 +109,125 @@ class ClusterKV(Recalling):
             window=1,
             new_clusters=1,
         )
-        if isinstance(self.budget, int):
-            self.check(0)
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         if budget <= self.sinks:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} tokens to read, but {self.sinks} sinks and at least one "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but {self.sinks} sinks and at least one "
                 f"recalled token need {self.sinks + 1}; raise budget or lower sinks"
             )
 
-    def recalls(self, spec: LayerSpec) -> bool:
-        return spec.layer >= self.exempt and budget_tokens(self.budget, spec.max_tokens) < spec.max_tokens
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        if reads_everything(spec, self.budget, self.exempt):
+            return Layer(self, spec)
+        clusters_tail = self.cluster_decode and spec.new_tokens >= self.window
+        compression = "when_full" if clusters_tail else "never"
+        return ClusterKVLayer(self, spec, Traits(compression, compress_reads_kv=clusters_tail, sparse=True))
 
-    def selects(self, spec: LayerSpec) -> tuple[int, int]:
-        heads = spec.num_kv_heads if self.gqa == "mean" else spec.num_heads
-        return heads, budget_tokens(self.budget, spec.max_tokens) - self.sinks
 
-    def ends(self, spec: LayerSpec) -> tuple[int, int]:
-        return self.sinks, self._tail(spec)
+@dataclasses.dataclass(frozen=True)
+class ClusterKVLayer(SparseLayer[ClusterKV]):
+    """One layer that reads clusters; see `ClusterKV`."""
 
-    def tail(self, state: Clusters) -> Int[Array, " B"]:
+    @property
+    def selection_shape(self) -> tuple[int, int]:
+        policy, spec = self.policy, self.spec
+        heads = spec.num_kv_heads if policy.gqa == "mean" else spec.num_heads
+        return heads, budget_tokens(policy.budget, spec.max_tokens) - policy.sinks
+
+    @property
+    def always_kept(self) -> tuple[int, int]:
+        policy, new_tokens = self.policy, self.spec.new_tokens
+        return policy.sinks, min(policy.window, new_tokens) if policy.cluster_decode else new_tokens
+
+    def tail_start(self, state: ClusteredCache) -> Int[Array, " B"]:
         return state.clustered
 
-    def layer_bytes_read(self, spec: LayerSpec) -> int:
+    @property
+    def bytes_read(self) -> int:
         """Bytes of keys, values and cluster metadata that one decoding step reads.
 
         Read more than once, a byte counts as often: each query head gathers its own selection.
         """
-        if not self.recalls(spec):
-            return super().layer_bytes_read(spec)
-        heads, _ = self.selects(spec)
-        indices = 4 * heads * (2 * self._clusters(spec) + self.reads(spec))  # sizes, starts and order
-        centroids = 4 * spec.num_kv_heads * self._clusters(spec) * spec.head_dim
-        pairs = heads * self.reads(spec) * 2 * spec.head_dim * spec.dtype.itemsize
+        spec, (heads, _) = self.spec, self.selection_shape
+        indices = 4 * heads * (2 * self._clusters + self.slots_read)  # sizes, starts and order
+        centroids = 4 * spec.num_kv_heads * self._clusters * spec.head_dim
+        pairs = heads * self.slots_read * 2 * spec.head_dim * spec.dtype.itemsize
         return spec.batch * (pairs + centroids + indices)
 
-    def init(self, spec: LayerSpec) -> State:
-        slots = cache.empty(spec, self.capacity(spec))
-        if not self.recalls(spec):
-            return slots
-        return self._unclustered(
-            spec, slots, budget_rows(self.budget, jnp.full((spec.batch,), spec.new_tokens, jnp.int32))
-        )
+    def init(self) -> ClusteredCache:
+        spec = self.spec
+        budget = budget_rows(self.policy.budget, jnp.full((spec.batch,), spec.new_tokens, jnp.int32))
+        return self._unclustered(cache.empty(spec, self.capacity), budget)
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[State, Carry]:
-        slots, carry = super().prefill(spec, q, k, v, lengths, carry)
-        if not self.recalls(spec):
-            return slots, carry
-        state = self._unclustered(spec, slots, budget_rows(self.budget, lengths + spec.new_tokens))
-        tokens = k.shape[1]
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ClusteredCache, Carry]:
+        policy, spec, lengths, tokens = self.policy, self.spec, prompt.lengths, prompt.size
+        kept = cache.from_prompt(spec, self.capacity, prompt)
+        state = self._unclustered(kept, budget_rows(policy.budget, lengths + spec.new_tokens))
         pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (spec.batch, tokens))
-        inside = (pos >= self.sinks) & (pos < lengths[:, None])
+        inside = (pos >= policy.sinks) & (pos < lengths[:, None])
         count = self._prompt_clusters(lengths)
-        centroids, labels = self._cluster(spec, slots.k[:, :, :tokens], pos, inside, count, state.sizes.shape[-1])
+        centroids, labels = self._cluster(kept.k[:, :, :tokens], pos, inside, count, state.sizes.shape[-1])
         # Sinks come before all clusters, and padding after them.
-        sizes, starts, order = _index(jnp.where(pos[:, None] < self.sinks, -1, labels), state.sizes.shape[-1])
-        return (
-            dataclasses.replace(
-                state,
-                centroids=centroids,
-                sizes=sizes,
-                starts=starts,
-                order=state.order.at[:, :, :tokens].set(order),
-                clusters=count,
-                clustered=jnp.maximum(lengths, self.sinks).astype(jnp.int32),
-            ),
-            carry,
+        sizes, starts, order = _index(jnp.where(pos[:, None] < policy.sinks, -1, labels), state.sizes.shape[-1])
+        state = dataclasses.replace(
+            state,
+            centroids=centroids,
+            sizes=sizes,
+            starts=starts,
+            order=state.order.at[:, :, :tokens].set(order),
+            clusters=count,
+            clustered=jnp.maximum(lengths, policy.sinks).astype(jnp.int32),
         )
+        return state, carry
 
-    def due(self, spec: LayerSpec, state: State) -> Due:
+    def needs_compression(self, state: ClusteredCache) -> Bool[Array, " B"]:
         """Rows whose tail has reached `window` tokens."""
-        if not (self.recalls(spec) and self.cluster_decode and spec.new_tokens >= self.window):
-            return "never"
-        return state.slots.seen - state.clustered >= self.window
+        return state.cache.seen - state.clustered >= self.policy.window
 
-    def regroup(self, spec: LayerSpec, state: State, keys: Callable[[Array], Array]) -> State:
+    def regroup(self, state: ClusteredCache, keys: Callable[[Array], Array]) -> ClusteredCache:
         """The state with the tail clustered in rows where it has reached `window` tokens (section III-B)."""
-        due = self.due(spec, state)
-        if isinstance(due, str):
+        if self.traits.compression == "never":
             return state
+        full = self.needs_compression(state)
         # The store itself does not pass through the branches, which would copy it.
-        metadata = dataclasses.replace(state, slots=None)
-        grouped = jax.lax.cond(jnp.any(due), lambda m: self._cluster_tail(spec, keys, m, due), lambda m: m, metadata)
-        return dataclasses.replace(grouped, slots=state.slots)
+        metadata = dataclasses.replace(state, cache=None)
+        grouped = jax.lax.cond(jnp.any(full), lambda m: self._cluster_tail(keys, m, full), lambda m: m, metadata)
+        return dataclasses.replace(grouped, cache=state.cache)
 
-    def selected(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned
-    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+    def select(self, state: ClusteredCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the clusters that rotated queries like best, in the order in which they are taken (section IV-C)."""
-        return self._taken(spec, state, q, None)
+        return self._taken(state, query, None)
 
-    def recall(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned
-    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        always = Always(*self.ends(spec), self.tail(state), state.slots.seen, self.reads(spec))
-        return self._taken(spec, state, q, always)
+    def slots_to_read(self, state: ClusteredCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+        always = Always(*self.always_kept, self.tail_start(state), state.cache.seen, self.slots_read)
+        return self._taken(state, query, always)
 
     def _taken(
-        self, spec: LayerSpec, state: Clusters, q: Float[Array, "B N H"] | Turned, always: Always | None
+        self, state: ClusteredCache, query: Rotated, always: Always | None
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the best clusters, and what is always read besides."""
-        heads, size = self.selects(spec)
-        if self.gqa == "mean":
-            grouped = heads_of(q).reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
-            q = jnp.mean(grouped, axis=2)
-        scores = centroid_scores(q, state.centroids)
-        room = jnp.maximum(state.budget - self.sinks, 0)
-        taken = cluster_tokens(scores, state.sizes, state.starts, state.order, room, size, always)
-        index, live = (x.reshape(spec.batch, heads, -1) for x in taken)
-        return index, live
+        spec, (heads, size) = self.spec, self.selection_shape
+        if self.policy.gqa == "mean":
+            query = heads_of(query).astype(jnp.float32)
+            query = einops.reduce(query, "b (k g) h -> b k h", "mean", k=spec.num_kv_heads)
+        scores = centroid_scores(query, state.centroids)
+        remaining = jnp.maximum(state.budget - self.policy.sinks, 0)
+        taken = cluster_tokens(scores, state.sizes, state.starts, state.order, remaining, size, always)
+        index, valid = (x.reshape(spec.batch, heads, -1) for x in taken)
+        return index, valid
 
-    def shuffled(self, spec: LayerSpec, pos: Int[Array, "B T"], inside: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
+    def shuffled(self, pos: Int[Array, "B T"], inside: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
         """Places in `pos`, in the random order in which k-means takes them for its first centroids; `inside` ones first.
 
         A token's rank depends on its position, head, layer and `seed` alone, hence not on padding or on other rows.
         """
-        layer = jnp.asarray(spec.layer, jnp.int32)
-        return _shuffled(spec.num_kv_heads, spec.max_tokens, self.seed, layer, pos, inside)
+        layer = jnp.asarray(self.spec.layer, jnp.int32)
+        return _shuffled(self.spec.num_kv_heads, self.spec.max_tokens, self.policy.seed, layer, pos, inside)
 
     def _cluster(
         self,
-        spec: LayerSpec,
         keys: Float[Array, "B K T H"],
         pos: Int[Array, "B T"],
         inside: Bool[Array, "B T"],
@@ -240,28 +235,30 @@ class ClusterKV(Recalling):
         size: int,
     ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
         """k-means over the tokens `inside`, from `count` random ones of them; arrays are for `size` clusters."""
-        first = self.shuffled(spec, pos, inside)[:, :, :size]
+        first = self.shuffled(pos, inside)[:, :, :size]
         first = jnp.pad(first, ((0, 0), (0, 0), (0, size - first.shape[-1])))
         # There may be fewer tokens than clusters, and anything where none is.
-        there = jnp.take_along_axis(jnp.broadcast_to(inside[:, None], keys.shape[:3]), first, axis=2)[..., None]
-        init = jnp.where(there, jnp.take_along_axis(keys, first[..., None], axis=2), jnp.zeros((), keys.dtype))
-        return kmeans(keys, inside, init, count, iterations=self.iterations, distance=self.distance)
+        exists = jnp.take_along_axis(jnp.broadcast_to(inside[:, None], keys.shape[:3]), first, axis=2)[..., None]
+        init = jnp.where(exists, jnp.take_along_axis(keys, first[..., None], axis=2), jnp.zeros((), keys.dtype))
+        policy = self.policy
+        return kmeans(keys, inside, init, count, iterations=policy.iterations, distance=policy.distance)
 
     def _cluster_tail(
-        self, spec: LayerSpec, keys: Callable[[Array], Array], state: Clusters, due: Bool[Array, " B"]
-    ) -> Clusters:
-        """The metadata with the first `window` tokens of the tail as clusters of their own, in the rows that are `due`."""
-        added = min(self.new_clusters, self.window)
-        pos = state.clustered[:, None] + jnp.arange(self.window, dtype=jnp.int32)
-        inside = jnp.broadcast_to(due[:, None], pos.shape)
-        centroids, labels = self._cluster(spec, keys(pos), pos, inside, jnp.full_like(state.clusters, added), added)
+        self, keys: Callable[[Array], Array], state: ClusteredCache, full: Bool[Array, " B"]
+    ) -> ClusteredCache:
+        """The metadata with the first `window` tokens of the tail as clusters of their own, in the rows where it is `full`."""
+        spec, window = self.spec, self.policy.window
+        added = min(self.policy.new_clusters, window)
+        pos = state.clustered[:, None] + jnp.arange(window, dtype=jnp.int32)
+        inside = jnp.broadcast_to(full[:, None], pos.shape)
+        centroids, labels = self._cluster(keys(pos), pos, inside, jnp.full_like(state.clusters, added), added)
         sizes, starts, order = _index(labels, added)
 
         rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None, None]
         heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :, None]
         new = state.clusters[:, None] + jnp.arange(added, dtype=jnp.int32)
-        new = rows, heads, jnp.where(due[:, None], new, state.sizes.shape[-1])[:, None]  # out of range, hence dropped
-        slot = rows, heads, jnp.where(due[:, None], pos, state.order.shape[-1])[:, None]
+        new = rows, heads, jnp.where(full[:, None], new, state.sizes.shape[-1])[:, None]  # out of range, hence dropped
+        slot = rows, heads, jnp.where(full[:, None], pos, state.order.shape[-1])[:, None]
         offset = state.clustered[:, None, None]
         return dataclasses.replace(
             state,
@@ -269,40 +266,40 @@ class ClusterKV(Recalling):
             sizes=state.sizes.at[new].set(sizes, mode="drop"),
             starts=state.starts.at[new].set(offset + starts, mode="drop"),
             order=state.order.at[slot].set(offset + order, mode="drop"),
-            clusters=state.clusters + jnp.where(due, added, 0),
-            clustered=state.clustered + jnp.where(due, self.window, 0),
+            clusters=state.clusters + jnp.where(full, added, 0),
+            clustered=state.clustered + jnp.where(full, window, 0),
         )
 
-    def _unclustered(self, spec: LayerSpec, slots: Slots, budget: Int[Array, " B"]) -> Clusters:
+    def _unclustered(self, kept: LayerCache, budget: Int[Array, " B"]) -> ClusteredCache:
         """A state in which every token but the sinks is tail."""
-        sizes = jnp.zeros((*slots.next.shape, self._clusters(spec)), jnp.int32)
-        places = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32)
-        return Clusters(
-            slots=slots,
-            centroids=jnp.zeros((*sizes.shape, spec.head_dim), jnp.float32),
+        sizes = jnp.zeros((*kept.next.shape, self._clusters), jnp.int32)
+        places = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32)
+        return ClusteredCache(
+            cache=kept,
+            centroids=jnp.zeros((*sizes.shape, self.spec.head_dim), jnp.float32),
             sizes=sizes,
             starts=jnp.zeros_like(sizes),
-            order=jnp.broadcast_to(places, slots.pos.shape),
-            clusters=jnp.zeros((spec.batch,), jnp.int32),
-            clustered=jnp.full((spec.batch,), self.sinks, jnp.int32),
+            order=jnp.broadcast_to(places, kept.pos.shape),
+            clusters=jnp.zeros((self.spec.batch,), jnp.int32),
+            clustered=jnp.full((self.spec.batch,), self.policy.sinks, jnp.int32),
             budget=budget,
         )
 
     def _prompt_clusters(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
         """Clusters of each row's prompt, C₀ in the paper: never more than there are tokens for them."""
-        wanted = jnp.maximum(lengths // self.tokens_per_cluster, 1) if self.n_clusters is None else self.n_clusters
-        return jnp.minimum(wanted, jnp.maximum(lengths - self.sinks, 0)).astype(jnp.int32)
+        per, fixed = self.policy.tokens_per_cluster, self.policy.n_clusters
+        wanted = jnp.maximum(lengths // per, 1) if fixed is None else fixed
+        return jnp.minimum(wanted, jnp.maximum(lengths - self.policy.sinks, 0)).astype(jnp.int32)
 
-    def _clusters(self, spec: LayerSpec) -> int:
+    @property
+    def _clusters(self) -> int:
         """The most clusters that a row can come to have, at least 1."""
-        wanted = max(spec.prompt_len // self.tokens_per_cluster, 1) if self.n_clusters is None else self.n_clusters
-        prompt = min(wanted, max(spec.prompt_len - self.sinks, 0))
-        windows = spec.new_tokens // self.window if self.cluster_decode else 0
-        return max(prompt + windows * min(self.new_clusters, self.window), 1)
-
-    def _tail(self, spec: LayerSpec) -> int:
-        """The most tokens that are in no cluster when a query attends."""
-        return min(self.window, spec.new_tokens) if self.cluster_decode else spec.new_tokens
+        policy, spec = self.policy, self.spec
+        fixed = policy.n_clusters
+        wanted = max(spec.prompt_len // policy.tokens_per_cluster, 1) if fixed is None else fixed
+        prompt = min(wanted, max(spec.prompt_len - policy.sinks, 0))
+        windows = spec.new_tokens // policy.window if policy.cluster_decode else 0
+        return max(prompt + windows * min(policy.new_clusters, policy.window), 1)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

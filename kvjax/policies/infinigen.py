@@ -2,25 +2,29 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import einops
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, prompt_mask
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import Turned, heads_of, top_k
+from kvjax.pallas_kernels import heads_of, top_k
 
-from .base import Carry, Policy, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
-from .pages import best_pages
+from .base import Carry, Layer, Policy, Traits
+from .budget import budget_rows, budget_tokens
+from .capabilities import Queries
+from .families.pages import best_pages
+from .families.skewing import SkewProfile
+from .families.sparse import SparseLayer, reads_everything
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .profile import find
-from .recalling import Recalling
 from .registry import register
-from .skewing import SkewProfile
 
 PROMPT = "prompt"
 """What to say for directions of the prompt's own queries, instead of a profile."""
@@ -30,17 +34,17 @@ NOISE = 1e-5
 
 
 @flax.struct.dataclass
-class Speculation:
+class SpeculativeCache:
     """All tokens of a layer, token p in slot p, with a part of their keys. B rows, K KV heads, C slots, H head dim, P channels.
 
     Attributes:
-        slots: rotated keys, and values.
+        cache: rotated keys, and values.
         skew: the directions of rotated queries and keys that scores are told by.
         partial: keys in these directions; zeros in places for directions that queries and keys did not choose apart.
         budget: tokens that a query reads at most, the newest included.
     """
 
-    slots: Slots
+    cache: LayerCache
     skew: Float[Array, "B K H P"]
     partial: Float[Array, "B K C P"]
     budget: Int[Array, " B"]
@@ -48,7 +52,7 @@ class Speculation:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class InfiniGen(Recalling):
+class InfiniGen(Policy):
     """Keep everything, and read the tokens that are expected to matter, as seen a layer ahead (Lee et al. 2024, section 4).
 
     While a layer computes, the next one's queries are told from this one's attention input, which changes little from layer to
@@ -76,12 +80,15 @@ class InfiniGen(Recalling):
             that comes with kvjax for the model, and "prompt" for models that none comes for.
     """
 
-    name: ClassVar[str] = "infinigen"
-    paper: ClassVar[str] = (
-        "Lee et al. 2024, InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="infinigen",
+        paper=(
+            "Lee et al. 2024, InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management"
+        ),
+        summary="every token, of which a query reads those that the layer before expects to matter",
+        memory="sparse",
+        stage="decoding",
     )
-    keeps: ClassVar[str] = "every token, of which a query reads those that the layer before expects to matter"
-    stage: ClassVar[Stage] = "decoding"
 
     budget: int | float = 0.2
     alpha: float = 5.0
@@ -92,131 +99,127 @@ class InfiniGen(Recalling):
     def __post_init__(self) -> None:
         check_fields(self, alpha=0, exempt=0)
         if not 0 < self.share <= 1:
-            raise PolicyError(f"{self.name}: share={self.share}; give a share of the channels, above 0 and up to 1")
+            raise PolicyError(
+                f"{self.info.name}: share={self.share}; give a share of the channels, above 0 and up to 1"
+            )
         if not isinstance(self.profile, SkewProfile | str | None):
             raise PolicyError(
-                f"{self.name}: profile={self.profile!r}; give a SkewProfile, the file of one, or {PROMPT!r}"
+                f"{self.info.name}: profile={self.profile!r}; give a SkewProfile, the file of one, or {PROMPT!r}"
             )
-        if isinstance(self.budget, int):
-            self.check(0)
 
     def bind(self, config: ModelConfig) -> Policy:
         """The policy with the profile itself, or "prompt"."""
         if self.profile == PROMPT:
             return self
-        found = find(self.name, config, self.profile, SkewProfile)
+        found = find(self.info.name, config, self.profile, SkewProfile)
         return dataclasses.replace(self, profile=PROMPT if found is None else found)
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         if budget < 2:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} tokens to read, but the newest and at least one other need "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but the newest and at least one other need "
                 "2; raise budget"
             )
 
-    def recalls(self, spec: LayerSpec) -> bool:
-        return spec.layer >= self.exempt and budget_tokens(self.budget, spec.max_tokens) < spec.max_tokens
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        whole = reads_everything(spec, self.budget, self.exempt)
+        return Layer(self, spec) if whole else InfiniGenLayer(self, spec)
 
-    def selects(self, spec: LayerSpec) -> tuple[int, int]:
-        return spec.num_kv_heads, budget_tokens(self.budget, spec.max_tokens) - 1
+    def directions(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
+        """The profile's for this layer's heads, if there is a profile."""
+        if not isinstance(self.profile, SkewProfile):
+            return None
+        matrices = self.profile.layer(spec.layer, spec.head_dim)
+        return jnp.asarray(matrices if spec.kv_heads is None else matrices[list(spec.kv_heads)])
 
-    def ends(self, spec: LayerSpec) -> tuple[int, int]:
+
+@dataclasses.dataclass(frozen=True)
+class InfiniGenLayer(SparseLayer[InfiniGen]):
+    """One layer that reads what was seen a layer ahead; see `InfiniGen`."""
+
+    traits: Traits = Traits(looks_ahead=True, sparse=True)
+
+    @property
+    def selection_shape(self) -> tuple[int, int]:
+        return self.spec.num_kv_heads, budget_tokens(self.policy.budget, self.spec.max_tokens) - 1
+
+    @property
+    def always_kept(self) -> tuple[int, int]:
         return 0, 1
 
-    def tail(self, state: Speculation) -> Int[Array, " B"]:
-        return jnp.maximum(state.slots.seen - 1, 0)
+    def tail_start(self, state: SpeculativeCache) -> Int[Array, " B"]:
+        return jnp.maximum(state.cache.seen - 1, 0)
 
-    def layer_bytes_read(self, spec: LayerSpec) -> int:
+    @property
+    def bytes_read(self) -> int:
         """Bytes that one decoding step reads at most: partial keys, and keys and values of as many tokens as the budget allows."""
-        if not self.recalls(spec):
-            return super().layer_bytes_read(spec)
-        partial = (self.capacity(spec) + spec.head_dim) * self._channels(spec)
-        pairs = self.reads(spec) * 2 * spec.head_dim
+        spec = self.spec
+        partial = (self.capacity + spec.head_dim) * self._channels
+        pairs = self.slots_read * 2 * spec.head_dim
         return spec.batch * spec.num_kv_heads * (partial + pairs) * spec.dtype.itemsize
 
-    def init(self, spec: LayerSpec) -> State:
-        slots = cache.empty(spec, self.capacity(spec))
-        if not self.recalls(spec):
-            return slots
-        channels = self._channels(spec)
-        vectors = self._offline(spec)
+    def init(self) -> SpeculativeCache:
+        spec, kept, channels = self.spec, cache.empty(self.spec, self.capacity), self._channels
+        vectors = self.policy.directions(spec)
         skew = jnp.eye(spec.head_dim, dtype=jnp.float32) if vectors is None else vectors
-        return Speculation(
-            slots=slots,
-            skew=jnp.broadcast_to(
-                skew[..., :channels].astype(spec.dtype), (*slots.next.shape, spec.head_dim, channels)
-            ),
-            partial=jnp.zeros((*slots.pos.shape, channels), spec.dtype),
-            budget=budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)),
+        return SpeculativeCache(
+            cache=kept,
+            skew=jnp.broadcast_to(skew[..., :channels].astype(spec.dtype), (*kept.next.shape, spec.head_dim, channels)),
+            partial=jnp.zeros((*kept.pos.shape, channels), spec.dtype),
+            budget=budget_rows(self.policy.budget, jnp.full_like(kept.seen, spec.new_tokens)),
         )
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[State, Carry]:
-        slots, carry = super().prefill(spec, q, k, v, lengths, carry)
-        if not self.recalls(spec):
-            return slots, carry
-        skew = self._skew(spec, rotated(spec, q), rotated(spec, k), lengths).astype(spec.dtype)
-        partial = jnp.einsum("bkch,bkhp->bkcp", slots.k, skew, preferred_element_type=jnp.float32)
-        budget = budget_rows(self.budget, lengths + spec.new_tokens)
-        return Speculation(slots, skew, partial.astype(spec.dtype), budget), carry
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[SpeculativeCache, Carry]:
+        spec, kept = self.spec, cache.from_prompt(self.spec, self.capacity, prompt)
+        skew = self._skew(prompt.q_rotated, prompt.k_rotated, prompt.lengths).astype(spec.dtype)
+        partial = jnp.einsum("bkch,bkhp->bkcp", kept.k, skew, preferred_element_type=jnp.float32)
+        budget = budget_rows(self.policy.budget, prompt.lengths + spec.new_tokens)
+        return SpeculativeCache(kept, skew, partial.astype(spec.dtype), budget), carry
 
-    def append(
-        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> State:
-        if not self.recalls(spec):
-            return super().append(spec, state, k, v, pos)
-        key = spec.rope.rotate(k, pos[:, None]).astype(spec.dtype)
+    def append(self, state: SpeculativeCache, token: Token) -> SpeculativeCache:
+        spec, key = self.spec, token.k_rotated.astype(self.spec.dtype)
         part = jnp.einsum("bkh,bkhp->bkp", key, state.skew, preferred_element_type=jnp.float32).astype(spec.dtype)
         rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None]
         heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :]
-        partial = state.partial.at[rows, heads, state.slots.next].set(part)
-        return dataclasses.replace(super().append(spec, state, k, v, pos), partial=partial)
+        partial = state.partial.at[rows, heads, state.cache.next].set(part)
+        return dataclasses.replace(super().append(state, token), partial=partial)
 
-    def foresee(
-        self, spec: LayerSpec, queries: Callable[[], Float[Array, "B N H"]], pos: Int[Array, " B"], carry: Carry
-    ) -> Carry:
-        return spec.rope.rotate(queries(), pos[:, None]) if self.recalls(spec) else None
+    def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
+        """Tells itself the rotated queries that it will select by."""
+        return carry | {self.key: self.spec.rope.rotate(queries(), position[:, None])}
 
-    def asking(self, q: Float[Array, "B N H"] | Turned, carry: Carry) -> Float[Array, "B N H"] | Turned:
-        return q if carry is None else carry
+    def query(self, token: Token, carry: Carry) -> Rotated:
+        return carry.get(self.key, token.query)
 
-    def selected(
-        self, spec: LayerSpec, state: Speculation, q: Float[Array, "B N H"] | Turned
-    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+    def select(self, state: SpeculativeCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens before the newest that score highest, best first; in all heads as many as are near the highest on average."""
-        mean = jnp.mean(
-            heads_of(q).reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32), axis=2
-        )
-        query = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
+        spec = self.spec
+        heads = heads_of(query).astype(jnp.float32)
+        mean = einops.reduce(heads, "b (k g) h -> b k h", "mean", k=spec.num_kv_heads)
+        turned = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
         scores = jnp.einsum(
-            "bkp,bkcp->bkc", query.astype(spec.dtype), state.partial, preferred_element_type=jnp.float32
+            "bkp,bkcp->bkc", turned.astype(spec.dtype), state.partial, preferred_element_type=jnp.float32
         )
         pos = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-        candidates = jnp.broadcast_to((pos < self.tail(state)[:, None])[:, None], scores.shape)
+        candidates = jnp.broadcast_to((pos < self.tail_start(state)[:, None])[:, None], scores.shape)
         scores = jnp.where(candidates, scores * spec.scale, -jnp.inf)
-        near = candidates & (scores > jnp.max(scores, axis=-1, keepdims=True) - self.alpha)
+        near = candidates & (scores > jnp.max(scores, axis=-1, keepdims=True) - self.policy.alpha)
         count = jnp.sum(near, axis=(1, 2), dtype=jnp.int32) // spec.num_kv_heads
-        return best_pages(scores, candidates, jnp.clip(count, 1, state.budget - 1), self.selects(spec)[1])
+        return best_pages(scores, candidates, jnp.clip(count, 1, state.budget - 1), self.selection_shape[1])
 
     def _skew(
-        self, spec: LayerSpec, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], lengths: Int[Array, " B"]
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B K H P"]:
-        """Of the directions, those in which a group's queries and keys are largest."""
-        inside = cache.in_prompt(lengths, k.shape[1])[..., None, None]
+        """Of the directions, those in which a group's rotated queries and keys are largest."""
+        spec = self.spec
+        inside = prompt_mask(lengths, k.shape[1])[..., None, None]
         q, k = (jnp.where(inside, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (q, k))
-        grouped = q.reshape(*k.shape[:3], -1, spec.head_dim)
-        vectors = self._offline(spec)
+        grouped = einops.rearrange(q, "b t (k g) h -> b t k g h", k=spec.num_kv_heads)
+        vectors = self.policy.directions(spec)
         if vectors is None:  # the right singular vectors of all the prompt's queries
             sizes, vectors = jnp.linalg.eigh(jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest"))
-            if self._channels(spec) < spec.head_dim:
+            if self._channels < spec.head_dim:
                 # Those that no query has are any that are at right angles to the others: rounding would choose them.
                 vectors = jnp.where((sizes > NOISE * sizes[..., -1:])[..., None, :], vectors, 0.0)
         vectors = jnp.broadcast_to(vectors, (spec.batch, *vectors.shape[-3:]))
@@ -224,21 +227,16 @@ class InfiniGen(Recalling):
             jnp.sum(jnp.abs(jnp.einsum(f"{axes},bkhi->{axes[:-1]}i", x, vectors, precision="highest")), axis=summed)
             for x, axes, summed in ((grouped, "btkgh", (1, 3)), (k, "btkh", 1))
         )
-        count = jnp.asarray(self._largest(spec), jnp.int32)
-        index, live = cache.compact(top_k(of_queries, count) | top_k(of_keys, count), self._channels(spec))
-        return jnp.where(live[:, :, None], jnp.take_along_axis(vectors, index[:, :, None], axis=-1), 0.0)
+        count = jnp.asarray(self._largest, jnp.int32)
+        index, valid = cache.compact_indices(top_k(of_queries, count) | top_k(of_keys, count), self._channels)
+        return jnp.where(valid[:, :, None], jnp.take_along_axis(vectors, index[:, :, None], axis=-1), 0.0)
 
-    def _offline(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
-        """The profile's directions for this layer's heads, if there is a profile."""
-        if not isinstance(self.profile, SkewProfile):
-            return None
-        matrices = self.profile.layer(spec.layer, spec.head_dim)
-        return jnp.asarray(matrices if spec.kv_heads is None else matrices[list(spec.kv_heads)])
-
-    def _largest(self, spec: LayerSpec) -> int:
+    @property
+    def _largest(self) -> int:
         """Channels that queries choose, and as many that keys choose."""
-        return max(math.floor(Fraction(self.share).limit_denominator(10_000) * spec.head_dim), 1)
+        return max(math.floor(Fraction(self.policy.share).limit_denominator(10_000) * self.spec.head_dim), 1)
 
-    def _channels(self, spec: LayerSpec) -> int:
+    @property
+    def _channels(self) -> int:
         """The most that both can have chosen."""
-        return min(2 * self._largest(spec), spec.head_dim)
+        return min(2 * self._largest, self.spec.head_dim)

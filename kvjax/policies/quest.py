@@ -8,33 +8,36 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Turned, page_scores, top_k_indices, widen_bounds
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.pallas_kernels import page_scores, top_k_indices, widen_bounds
 
-from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
-from .pages import paged, tokens_of
-from .recalling import Recalling
+from .base import Carry, Layer, Policy
+from .budget import budget_rows, budget_tokens
+from .families.pages import paged, slots_of
+from .families.sparse import SparseLayer, reads_everything
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
 
 
 @flax.struct.dataclass
-class Pages:
+class PagedCache:
     """All tokens of a layer, token p in slot p, and the range of keys in every page. B rows, K KV heads, P pages, H head dim.
 
     Attributes:
-        slots: rotated keys, and values.
+        cache: rotated keys, and values.
         bounds: least value of each channel among a page's keys, and then the greatest; zeros where a page has none.
         budget: tokens that a query reads.
     """
 
-    slots: Slots
+    cache: LayerCache
     bounds: Float[Array, "B K P 2*H"]
     budget: Int[Array, " B"]
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Quest(Recalling):
+class Quest(Policy):
     """Keep everything, and read the pages whose keys a query could like best (Tang et al. 2024, section 3.3, Algorithm 1).
 
     Of each page the least and greatest value of every key channel are known. No key in it can have a larger product with a query
@@ -42,7 +45,7 @@ class Quest(Recalling):
     budget holds. The page that is being filled competes like the others, with the keys that it has.
 
     Nothing is forgotten, so memory is that of the full cache and 2 / `page` of its keys; what is saved is reading it. A layer
-    whose budget covers the whole sequence reads everything. In layers with a sliding window, recalled tokens outside of it are
+    whose budget covers the whole sequence reads everything. In layers with a sliding window, selected tokens outside of it are
     not attended to.
 
     The published kernels always read the last page and take one other less: `recent=1`. (The published evaluation code does not,
@@ -56,10 +59,13 @@ class Quest(Recalling):
         gqa: "query_head" selects for each query head; "sum" and "max" for each KV head, by what its queries' bounds come to.
     """
 
-    name: ClassVar[str] = "quest"
-    paper: ClassVar[str] = "Tang et al. 2024, Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference"
-    keeps: ClassVar[str] = "every token, of which a query reads the pages that could hold the keys it likes best"
-    stage: ClassVar[Stage] = "decoding"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="quest",
+        paper="Tang et al. 2024, Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
+        summary="every token, of which a query reads the pages that could hold the keys it likes best",
+        memory="sparse",
+        stage="decoding",
+    )
 
     budget: int | float = 1024
     page: int = 16
@@ -69,121 +75,110 @@ class Quest(Recalling):
 
     def __post_init__(self) -> None:
         check_fields(self, page=1, exempt=0, recent=0)
-        if isinstance(self.budget, int):
-            self.check(0)
 
-    def check(self, tokens: int) -> None:
-        budget, least = budget_tokens(self.budget, tokens), (self._tail_pages + 1) * self.page
+    def validate(self, tokens: int) -> None:
+        budget, least = budget_tokens(self.budget, tokens), (self.recent_pages + 1) * self.page
         if budget < least:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} tokens to read, but pages of {self.page}, of which "
-                f"{self._tail_pages} are always read and at least one is chosen, need {least}; raise budget, or lower page or recent"
+                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but pages of {self.page}, of which "
+                f"{self.recent_pages} are always read and at least one is chosen, need {least}; raise budget, or lower page or recent"
             )
 
-    def recalls(self, spec: LayerSpec) -> bool:
-        return spec.layer >= self.exempt and budget_tokens(self.budget, spec.max_tokens) < spec.max_tokens
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        whole = reads_everything(spec, self.budget, self.exempt)
+        return Layer(self, spec) if whole else QuestLayer(self, spec)
 
-    def run_of(self, spec: LayerSpec) -> int:
-        whole = self.capacity(spec) % self.page == 0 and self.reads(spec) % self.page == 0
-        return self.page if whole else 1
+    @property
+    def recent_pages(self) -> int:
+        """The most pages that `recent` tokens lie in."""
+        return -(-(self.recent + self.page - 1) // self.page) if self.recent else 0
 
-    def selects(self, spec: LayerSpec) -> tuple[int, int]:
-        heads = spec.num_heads if self.gqa == "query_head" else spec.num_kv_heads
-        return heads, self.page * min(self._chosen(budget_tokens(self.budget, spec.max_tokens)), self._pages(spec))
+    def chosen_pages(self, budget: Any) -> Any:
+        """Pages that a query chooses within a budget of tokens, one or an array of them."""
+        return budget // self.page - self.recent_pages
 
-    def ends(self, spec: LayerSpec) -> tuple[int, int]:
-        return 0, self._tail_pages * self.page
 
-    def tail(self, state: Pages) -> Int[Array, " B"]:
-        seen = state.slots.seen
-        return jnp.maximum(seen - self.recent, 0) // self.page * self.page if self.recent else seen
+@dataclasses.dataclass(frozen=True)
+class QuestLayer(SparseLayer[Quest]):
+    """One layer that reads pages; see `Quest`."""
 
-    def layer_bytes_read(self, spec: LayerSpec) -> int:
+    @property
+    def pages(self) -> int:
+        """Pages that the cache is divided into."""
+        return -(-self.capacity // self.policy.page)
+
+    @property
+    def page(self) -> int:
+        page = self.policy.page
+        return page if self.capacity % page == 0 and self.slots_read % page == 0 else 1
+
+    @property
+    def selection_shape(self) -> tuple[int, int]:
+        policy, spec = self.policy, self.spec
+        heads = spec.num_heads if policy.gqa == "query_head" else spec.num_kv_heads
+        chosen = policy.chosen_pages(budget_tokens(policy.budget, spec.max_tokens))
+        return heads, policy.page * min(chosen, self.pages)
+
+    @property
+    def always_kept(self) -> tuple[int, int]:
+        return 0, self.policy.recent_pages * self.policy.page
+
+    def tail_start(self, state: PagedCache) -> Int[Array, " B"]:
+        seen, recent, page = state.cache.seen, self.policy.recent, self.policy.page
+        return jnp.maximum(seen - recent, 0) // page * page if recent else seen
+
+    @property
+    def bytes_read(self) -> int:
         """Bytes of keys, values and page bounds that one decoding step reads.
 
         Read more than once, a byte counts as often: each query head gathers its own selection.
         """
-        if not self.recalls(spec):
-            return super().layer_bytes_read(spec)
-        heads, _ = self.selects(spec)
-        rows = heads * self.reads(spec) + spec.num_kv_heads * self._pages(spec)
-        return spec.batch * rows * 2 * spec.head_dim * spec.dtype.itemsize
+        rows = self.selection_shape[0] * self.slots_read + self.spec.num_kv_heads * self.pages
+        return self.spec.batch * rows * 2 * self.spec.head_dim * self.spec.dtype.itemsize
 
-    def init(self, spec: LayerSpec) -> State:
-        slots = cache.empty(spec, self.capacity(spec))
-        if not self.recalls(spec):
-            return slots
-        bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self._pages(spec), 2 * spec.head_dim), spec.dtype)
-        return Pages(slots, bounds, budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)))
+    def init(self) -> PagedCache:
+        spec, kept = self.spec, cache.empty(self.spec, self.capacity)
+        bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self.pages, 2 * spec.head_dim), spec.dtype)
+        return PagedCache(kept, bounds, budget_rows(self.policy.budget, jnp.full_like(kept.seen, spec.new_tokens)))
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[State, Carry]:
-        slots, carry = super().prefill(spec, q, k, v, lengths, carry)
-        if not self.recalls(spec):
-            return slots, carry
-        keys, inside = paged(rotated(spec, k).astype(spec.dtype), lengths, self.page, self._pages(spec))
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PagedCache, Carry]:
+        spec = self.spec
+        keys, inside = paged(prompt.k_rotated.astype(spec.dtype), prompt.lengths, self.policy.page, self.pages)
         some = jnp.any(inside, axis=3)
         zero = jnp.zeros((), keys.dtype)
         low = jnp.where(some, jnp.min(keys, axis=3, where=inside, initial=jnp.inf), zero)
         high = jnp.where(some, jnp.max(keys, axis=3, where=inside, initial=-jnp.inf), zero)
         bounds = jnp.concatenate([low, high], axis=-1)
-        return Pages(slots, bounds, budget_rows(self.budget, lengths + spec.new_tokens)), carry
+        budget = budget_rows(self.policy.budget, prompt.lengths + spec.new_tokens)
+        return PagedCache(cache.from_prompt(spec, self.capacity, prompt), bounds, budget), carry
 
-    def append(
-        self, spec: LayerSpec, state: State, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> State:
-        state = super().append(spec, state, k, v, pos)
-        if not self.recalls(spec):
-            return state
-        bounds = widen_bounds(state.bounds, cache.turned(spec.rope, k, pos), pos, page=self.page)
+    def append(self, state: PagedCache, token: Token) -> PagedCache:
+        state = super().append(state, token)
+        bounds = widen_bounds(state.bounds, token.key, token.position, page=self.policy.page)
         return dataclasses.replace(state, bounds=bounds)
 
-    def selected(
-        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned
-    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+    def select(self, state: PagedCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the pages with the highest bounds, in the order of these."""
-        index, live = tokens_of(*self._best(spec, state, q), self.page)
-        return index, live & (index < state.slots.seen[:, None, None])
+        index, valid = slots_of(*self._best(state, query), self.policy.page)
+        return index, valid & (index < state.cache.seen[:, None, None])
 
-    def runs(
-        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned, pos: Int[Array, " B"]
+    def pages_to_read(
+        self, state: PagedCache, query: Rotated, position: Int[Array, " B"]
     ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
         """Pages as they were chosen, where nothing else is read."""
-        if self.recent or spec.window is not None or self.run_of(spec) != self.page:
-            return super().runs(spec, state, q, pos)
-        return self._best(spec, state, q)
+        if self.policy.recent or self.spec.window is not None or self.page != self.policy.page:
+            return super().pages_to_read(state, query, position)
+        return self._best(state, query)
 
-    def _best(
-        self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned
-    ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R P"]]:
-        """The pages with the highest bounds, and which of them are meant."""
-        size = self.selects(spec)[1] // self.page
-        return top_k_indices(self.scores(spec, state, q), self._chosen(state.budget)[:, None], size)
+    def _best(self, state: PagedCache, query: Rotated) -> tuple[Int[Array, "B R P"], Bool[Array, "B R P"]]:
+        """The pages with the highest bounds, and which of them are valid."""
+        size = self.selection_shape[1] // self.policy.page
+        return top_k_indices(self.scores(state, query), self.policy.chosen_pages(state.budget)[:, None], size)
 
-    def scores(self, spec: LayerSpec, state: Pages, q: Float[Array, "B N H"] | Turned) -> Float[Array, "B R P"]:
+    def scores(self, state: PagedCache, query: Rotated) -> Float[Array, "B R P"]:
         """Of each page before the tail, the most that rotated queries can have as product with a key in it; of others -inf."""
-        scores = page_scores(q, state.bounds, self.tail(state), page=self.page)
-        if self.gqa == "query_head":
+        scores = page_scores(query, state.bounds, self.tail_start(state), page=self.policy.page)
+        if self.policy.gqa == "query_head":
             return scores
-        scores = scores.reshape(spec.batch, spec.num_kv_heads, -1, scores.shape[-1])
-        return jnp.sum(scores, axis=2) if self.gqa == "sum" else jnp.max(scores, axis=2)
-
-    @property
-    def _tail_pages(self) -> int:
-        """The most pages that `recent` tokens lie in."""
-        return -(-(self.recent + self.page - 1) // self.page) if self.recent else 0
-
-    def _chosen(self, budget: Any) -> Any:
-        """Pages that a query chooses within a budget of tokens, one or an array of them."""
-        return budget // self.page - self._tail_pages
-
-    def _pages(self, spec: LayerSpec) -> int:
-        """Pages that there is room for."""
-        return -(-self.capacity(spec) // self.page)
+        scores = scores.reshape(self.spec.batch, self.spec.num_kv_heads, -1, scores.shape[-1])
+        return jnp.sum(scores, axis=2) if self.policy.gqa == "sum" else jnp.max(scores, axis=2)

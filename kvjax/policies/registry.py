@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
-from kvjax.nearest import hint
+from kvjax.suggestions import hint
 
 from .base import Policy
 from .budget import check_budget

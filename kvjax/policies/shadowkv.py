@@ -3,46 +3,50 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
-from kvjax.pallas_kernels import Turned, decode_attention, heads_of, top_k
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
-from .base import Carry, PolicyError, Stage, State, budget_rows, budget_tokens, check_fields, rotated
-from .pages import best_pages, paged, tokens_of
-from .recalling import Recalling, gathered
+from .base import Carry, Layer, Policy, Traits
+from .budget import budget_rows, budget_tokens
+from .families.pages import best_pages, paged, slots_of
+from .families.sparse import SparseLayer, gathered
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
 
 
 @flax.struct.dataclass
-class Shadow:
+class ShadowCache:
     """A layer's cache. B rows, K KV heads, T prompt tokens, M chunks, r rank, C exact slots, H head dim.
 
     Attributes:
-        slots: rotated keys, and values, of tokens that every query reads: outlier chunks, the prompt's end, and new tokens.
+        cache: rotated keys, and values, of tokens that every query reads: outlier chunks, the prompt's end, and new tokens.
         v: values of all prompt tokens.
         coefficients, basis: the prompt's unrotated keys, as a product.
         landmarks: mean rotated key of every chunk.
-        recallable: chunks that a query may select: those that are not exact.
+        selectable: chunks that a query may select: those that are not exact.
         budget: chunks that a query selects.
     """
 
-    slots: Slots
+    cache: LayerCache
     v: Float[Array, "B K T H"]
     coefficients: Float[Array, "B T r"]
     basis: Float[Array, "B K r H"]
     landmarks: Float[Array, "B K M H"]
-    recallable: Bool[Array, "B K M"]
+    selectable: Bool[Array, "B K M"]
     budget: Int[Array, " B"]
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class ShadowKV(Recalling):
+class ShadowKV(Policy):
     """Keep a prompt's keys at low rank, and rebuild those of the chunks that a query likes (Sun et al. 2024, section 4, Algorithms 1, 2).
 
     Before they are rotated, a prompt's keys of all heads together have low rank: of their singular value decomposition `rank`
@@ -63,14 +67,13 @@ class ShadowKV(Recalling):
         local_chunks: last chunks of the prompt that stay exact, with what is left over after them.
     """
 
-    name: ClassVar[str] = "shadowkv"
-    paper: ClassVar[str] = (
-        "Sun et al. 2024, ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="shadowkv",
+        paper="Sun et al. 2024, ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
+        summary="the prompt's keys at low rank, all values, and exactly the chunks that stand out and new tokens",
+        memory="sparse",
+        stage="prompt",
     )
-    keeps: ClassVar[str] = (
-        "the prompt's keys at low rank, all values, and exactly the chunks that stand out and new tokens"
-    )
-    stage: ClassVar[Stage] = "prompt"
 
     budget: int | float = 1024
     rank: int = 160
@@ -80,152 +83,157 @@ class ShadowKV(Recalling):
 
     def __post_init__(self) -> None:
         check_fields(self, rank=1, chunk=1, outlier_chunks=0, local_chunks=0)
-        if isinstance(self.budget, int):
-            self.check(0)
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         if budget < self.chunk:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} tokens to select, fewer than a chunk of {self.chunk}; raise "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to select, fewer than a chunk of {self.chunk}; raise "
                 "budget or lower chunk"
             )
 
-    def recalls(self, spec: LayerSpec) -> bool:
-        return self.selects(spec)[1] + self._exact(spec) < spec.prompt_len
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        layer = ShadowKVLayer(self, spec)
+        return layer if layer.selection_shape[1] + layer.exact < spec.prompt_len else Layer(self, spec)
 
-    def selects(self, spec: LayerSpec) -> tuple[int, int]:
-        chunks = min(budget_tokens(self.budget, spec.max_tokens) // self.chunk, self._chunks(spec))
-        return spec.num_kv_heads, chunks * self.chunk
 
-    def ends(self, spec: LayerSpec) -> tuple[int, int]:
+@dataclasses.dataclass(frozen=True)
+class ShadowKVLayer(SparseLayer[ShadowKV]):
+    """One layer that rebuilds keys; see `ShadowKV`."""
+
+    traits: Traits = Traits(has_own_store=True, sparse=True)
+
+    @property
+    def exact(self) -> int:
+        """The most prompt tokens that stay exact."""
+        return (self.policy.outlier_chunks + self.policy.local_chunks + 1) * self.policy.chunk
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that the longest prompt has."""
+        return -(-self.spec.prompt_len // self.policy.chunk)
+
+    @property
+    def rank(self) -> int:
+        """Components of the keys: `ShadowKV.rank`, or all."""
+        return min(self.policy.rank, self.spec.num_kv_heads * self.spec.head_dim)
+
+    @property
+    def capacity(self) -> int:
+        return cache.round_slots(self.exact + self.spec.new_tokens)
+
+    @property
+    def selection_shape(self) -> tuple[int, int]:
+        budget, chunk = budget_tokens(self.policy.budget, self.spec.max_tokens), self.policy.chunk
+        return self.spec.num_kv_heads, min(budget // chunk, self.chunks) * chunk
+
+    @property
+    def always_kept(self) -> tuple[int, int]:
         return 0, 0  # what every query reads is in a cache of its own
 
-    def reads(self, spec: LayerSpec) -> int:
-        return self.selects(spec)[1] if self.recalls(spec) else self.capacity(spec)
+    @property
+    def slots_read(self) -> int:
+        return self.selection_shape[1]
 
-    def store(self, state: Shadow) -> tuple[Array, ...]:
+    def store(self, state: ShadowCache) -> tuple[Array, ...]:
         return (state.v,)
 
-    def with_store(self, state: Shadow, store: tuple[Array, ...]) -> Shadow:
+    def with_store(self, state: ShadowCache, store: tuple[Array, ...]) -> ShadowCache:
         return dataclasses.replace(state, v=store[0])
 
-    def layer_bytes_read(self, spec: LayerSpec) -> int:
+    @property
+    def bytes_read(self) -> int:
         """Bytes that one decoding step reads: exact slots, landmarks, and of what is selected coefficients and values."""
-        if not self.recalls(spec):
-            return super().layer_bytes_read(spec)
-        heads, dim, rank = spec.num_kv_heads, spec.head_dim, self._rank(spec)
-        exact = self._slots(spec) * 2 * dim
-        selected = self.reads(spec) * (dim + rank)
-        return spec.batch * heads * (exact + selected + (self._chunks(spec) + rank) * dim) * spec.dtype.itemsize
+        spec, dim = self.spec, self.spec.head_dim
+        numbers = self.capacity * 2 * dim + self.slots_read * (dim + self.rank) + (self.chunks + self.rank) * dim
+        return spec.batch * spec.num_kv_heads * numbers * spec.dtype.itemsize
 
-    def init(self, spec: LayerSpec) -> State:
-        if not self.recalls(spec):
-            return super().init(spec)
+    def init(self) -> ShadowCache:
+        spec, kept = self.spec, cache.empty(self.spec, self.capacity)
         heads = spec.batch, spec.num_kv_heads
-        slots, chunks = cache.empty(spec, self._slots(spec)), self._chunks(spec)
-        return Shadow(
-            slots=slots,
+        return ShadowCache(
+            cache=kept,
             v=jnp.zeros((*heads, spec.prompt_len, spec.head_dim), spec.dtype),
-            coefficients=jnp.zeros((spec.batch, spec.prompt_len, self._rank(spec)), spec.dtype),
-            basis=jnp.zeros((*heads, self._rank(spec), spec.head_dim), spec.dtype),
-            landmarks=jnp.zeros((*heads, chunks, spec.head_dim), spec.dtype),
-            recallable=jnp.zeros((*heads, chunks), bool),
-            budget=budget_rows(self.budget, jnp.full_like(slots.seen, spec.new_tokens)) // self.chunk,
+            coefficients=jnp.zeros((spec.batch, spec.prompt_len, self.rank), spec.dtype),
+            basis=jnp.zeros((*heads, self.rank, spec.head_dim), spec.dtype),
+            landmarks=jnp.zeros((*heads, self.chunks, spec.head_dim), spec.dtype),
+            selectable=jnp.zeros((*heads, self.chunks), bool),
+            budget=self._budget(jnp.full_like(kept.seen, spec.new_tokens)),
         )
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[State, Carry]:
-        if not self.recalls(spec):
-            return super().prefill(spec, q, k, v, lengths, carry)
-        size, turned = k.shape[1], rotated(spec, k)
-        chunks = jnp.maximum(lengths // self.chunk - self.local_chunks, 0)
-        landmarks, recallable = self._landmarks(turned, chunks, self._chunks(spec))
-        exact = jnp.repeat(~recallable, self.chunk, axis=-1)[..., :size]
-        slots, _ = cache.select(spec, self._slots(spec), turned, v, exact, lengths)
-        inside = cache.in_prompt(lengths, size)
-        coefficients, basis = low_rank(jnp.where(inside[..., None, None], k, jnp.zeros((), k.dtype)), self._rank(spec))
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ShadowCache, Carry]:
+        policy, spec, k, v = self.policy, self.spec, prompt.k, prompt.v
+        chunks = jnp.maximum(prompt.lengths // policy.chunk - policy.local_chunks, 0)
+        landmarks, selectable = self._landmarks(prompt.k_rotated, chunks)
+        exact = jnp.repeat(~selectable, policy.chunk, axis=-1)[..., : prompt.size]
+        kept, _ = cache.gather_kept(spec, self.capacity, prompt, exact)
+        inside = prompt.mask
+        coefficients, basis = low_rank(jnp.where(inside[..., None, None], k, jnp.zeros((), k.dtype)), self.rank)
         values = jnp.where(inside[:, None, :, None], jnp.swapaxes(v, 1, 2), jnp.zeros((), v.dtype))
-        state = Shadow(
-            slots=slots,
+        state = ShadowCache(
+            cache=kept,
             v=values.astype(spec.dtype),
             coefficients=coefficients.astype(spec.dtype),
             basis=basis.astype(spec.dtype),
             landmarks=landmarks.astype(spec.dtype),
-            recallable=recallable,
-            budget=budget_rows(self.budget, lengths + spec.new_tokens) // self.chunk,
+            selectable=selectable,
+            budget=self._budget(prompt.lengths + spec.new_tokens),
         )
         return state, carry
 
-    def selected(
-        self, spec: LayerSpec, state: Shadow, q: Float[Array, "B N H"] | Turned
-    ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+    def select(self, state: ShadowCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the chunks whose landmarks get most attention, in the order of these."""
-        grouped = heads_of(q).reshape(spec.batch, spec.num_kv_heads, -1, spec.head_dim)
+        spec, chunk = self.spec, self.policy.chunk
+        grouped = einops.rearrange(heads_of(query), "b (k g) h -> b k g h", k=spec.num_kv_heads)
         logits = jnp.einsum("bkgh,bkmh->bkgm", grouped, state.landmarks, preferred_element_type=jnp.float32)
-        scores = jax.nn.softmax(logits * spec.scale, axis=-1, where=state.recallable[:, :, None])
-        size = self.selects(spec)[1] // self.chunk
-        chunks, live = best_pages(jnp.max(scores, axis=2), state.recallable, state.budget, size)
-        return tokens_of(chunks, live, self.chunk)
+        scores = jax.nn.softmax(logits * spec.scale, axis=-1, where=state.selectable[:, :, None])
+        size = self.selection_shape[1] // chunk
+        return slots_of(*best_pages(jnp.max(scores, axis=2), state.selectable, state.budget, size), chunk)
 
     def attend(
-        self, spec: LayerSpec, state: State, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], State, Carry]:
-        if not self.recalls(spec):
-            return super().attend(spec, state, q, pos, carry)
-        q = spec.rope.rotate(q, pos[:, None])
-        index, live = self.selected(spec, state, q)
+        self, state: ShadowCache, token: Token, carry: Carry
+    ) -> tuple[Float[Array, "B N H"], ShadowCache, Carry]:
+        index, valid = self.select(state, token.q_rotated)
         values = jnp.take_along_axis(state.v, index[..., None], axis=2)
-        return self.read(spec, state, q, pos, index, live, (values,)), state, carry
+        return self.attend_to(state, token, index, valid, (values,)), state, carry
 
-    def read(
+    def attend_to(
         self,
-        spec: LayerSpec,
-        state: Shadow,
-        q: Float[Array, "B N H"],
-        pos: Int[Array, " B"],
+        state: ShadowCache,
+        token: Token,
         index: Int[Array, "B R S"],
-        live: Bool[Array, "B R S"],
-        got: tuple[Array, ...],
+        valid: Bool[Array, "B R S"],
+        fetched: tuple[Array, ...],
     ) -> Float[Array, "B N H"]:
-        keys = self._keys(spec, state, index)
-        recalled = gathered(keys.astype(spec.dtype), got[0], index, live, state.slots.seen)
-        parts = [self._attended(spec, slots, q, pos) for slots in (recalled, state.slots)]
+        keys = self._keys(state, index)
+        rebuilt = gathered(keys.astype(self.spec.dtype), fetched[0], index, valid, state.cache.seen)
+        parts = [self._attended(kept, token) for kept in (rebuilt, state.cache)]
         share = jax.nn.sigmoid(parts[0].logsumexp - parts[1].logsumexp)[..., None]
         out, exact = (part.out.astype(jnp.float32) for part in parts)
-        return (share * out + (1 - share) * exact).astype(q.dtype)
+        return (share * out + (1 - share) * exact).astype(token.q.dtype)
 
-    def slots(self, spec: LayerSpec, state: State) -> Slots:
+    def as_cache(self, state: ShadowCache) -> LayerCache:
         """Everything: the prompt's keys rebuilt where they are not exact."""
-        if isinstance(state, Slots):
-            return state
-        size = state.v.shape[2]
+        size, kept = state.v.shape[2], state.cache
         index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), state.v.shape[:3])
-        live = jnp.repeat(state.recallable, self.chunk, axis=-1)[..., :size]
-        keys = self._keys(spec, state, index).astype(spec.dtype)
-        rebuilt = gathered(keys, state.v, index, live, state.slots.seen)
+        valid = jnp.repeat(state.selectable, self.policy.chunk, axis=-1)[..., :size]
+        keys = self._keys(state, index).astype(self.spec.dtype)
+        rebuilt = gathered(keys, state.v, index, valid, kept.seen)
 
         def joined(name: str) -> Array:
-            return jnp.concatenate([getattr(rebuilt, name), getattr(state.slots, name)], axis=2)
+            return jnp.concatenate([getattr(rebuilt, name), getattr(kept, name)], axis=2)
 
-        return Slots(joined("k"), joined("v"), joined("pos"), joined("weight"), state.slots.next, state.slots.seen)
+        return LayerCache(joined("k"), joined("v"), joined("pos"), joined("weight"), kept.next, kept.seen)
 
-    def _attended(self, spec: LayerSpec, slots: Slots, q: Array, pos: Array) -> Any:
-        weight = slots.weight
-        if spec.window is not None:
-            weight = jnp.where(slots.pos > pos[:, None, None] - spec.window, weight, 0.0)
-        return decode_attention(q, slots.k, slots.v, weight, scale=spec.scale)
+    def _attended(self, kept: LayerCache, token: Token) -> Any:
+        weight = kept.weight
+        if self.spec.window is not None:
+            weight = jnp.where(kept.pos > token.position[:, None, None] - self.spec.window, weight, 0.0)
+        return decode_attention(token.q_rotated, kept.k, kept.v, weight, scale=self.spec.scale)
 
-    def _keys(self, spec: LayerSpec, state: Shadow, index: Int[Array, "B K S"]) -> Float[Array, "B K S H"]:
+    def _keys(self, state: ShadowCache, index: Int[Array, "B K S"]) -> Float[Array, "B K S H"]:
         """Rotated keys of prompt tokens, rebuilt."""
-        rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None, None]
+        rows = jnp.arange(self.spec.batch, dtype=jnp.int32)[:, None, None]
         keys = jnp.einsum(
             "bksr,bkrh->bksh",
             state.coefficients[rows, index],
@@ -233,34 +241,25 @@ class ShadowKV(Recalling):
             preferred_element_type=jnp.float32,
             precision="highest",
         )
-        return spec.rope.rotate(keys, index)
+        return self.spec.rope.rotate(keys, index)
 
     def _landmarks(
-        self, keys: Float[Array, "B T K H"], chunks: Int[Array, " B"], size: int
+        self, keys: Float[Array, "B T K H"], chunks: Int[Array, " B"]
     ) -> tuple[Float[Array, "B K M H"], Bool[Array, "B K M"]]:
         """The mean key of every one of the first `chunks` chunks, and whether it is no outlier."""
-        parts, inside = paged(keys.astype(jnp.float32), chunks * self.chunk, self.chunk, size)
+        chunk = self.policy.chunk
+        parts, inside = paged(keys.astype(jnp.float32), chunks * chunk, chunk, self.chunks)
         parts = jnp.where(inside, parts, 0.0)
         means = jnp.mean(parts, axis=3)
         lengths = jnp.linalg.norm(parts, axis=-1) * jnp.linalg.norm(means, axis=-1)[..., None]
         cosine = jnp.einsum("bkmch,bkmh->bkmc", parts, means, precision="highest") / jnp.maximum(lengths, 1e-12)
-        exists = (jnp.arange(size, dtype=jnp.int32) < chunks[:, None])[:, None]
+        exists = (jnp.arange(self.chunks, dtype=jnp.int32) < chunks[:, None])[:, None]
         unlike = jnp.where(exists, -jnp.min(cosine, axis=-1), -jnp.inf)
-        return means, exists & ~top_k(unlike, jnp.full_like(chunks, self.outlier_chunks)[:, None])
+        return means, exists & ~top_k(unlike, jnp.full_like(chunks, self.policy.outlier_chunks)[:, None])
 
-    def _rank(self, spec: LayerSpec) -> int:
-        return min(self.rank, spec.num_kv_heads * spec.head_dim)
-
-    def _chunks(self, spec: LayerSpec) -> int:
-        """Chunks that the longest prompt has."""
-        return -(-spec.prompt_len // self.chunk)
-
-    def _exact(self, spec: LayerSpec) -> int:
-        """The most prompt tokens that stay exact."""
-        return (self.outlier_chunks + self.local_chunks + 1) * self.chunk
-
-    def _slots(self, spec: LayerSpec) -> int:
-        return cache.round_slots(self._exact(spec) + spec.new_tokens)
+    def _budget(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Chunks that a query selects in each row, of so many tokens."""
+        return budget_rows(self.policy.budget, tokens) // self.policy.chunk
 
 
 def low_rank(k: Float[Array, "B T K H"], rank: int) -> tuple[Float[Array, "B T r"], Float[Array, "B K r H"]]:
@@ -272,9 +271,8 @@ def low_rank(k: Float[Array, "B T K H"], rank: int) -> tuple[Float[Array, "B T r
     Returns:
         U Σ and Vᵀ of the singular value decomposition. They come from the eigenvectors of KᵀK, which has the size of a token.
     """
-    batch, size, heads, dim = k.shape
-    flat = k.astype(jnp.float32).reshape(batch, size, heads * dim)
+    flat = einops.rearrange(k.astype(jnp.float32), "b t k h -> b t (k h)")
     gram = jnp.einsum("btx,bty->bxy", flat, flat, precision="highest")
     basis = jnp.swapaxes(jnp.linalg.eigh(gram)[1][..., -rank:], 1, 2)
     coefficients = jnp.einsum("btx,brx->btr", flat, basis, precision="highest")
-    return coefficients, jnp.swapaxes(basis.reshape(batch, rank, heads, dim), 1, 2)
+    return coefficients, einops.rearrange(basis, "b r (k h) -> b k r h", h=k.shape[-1])

@@ -79,8 +79,8 @@ class StreamingLayer(Layer[S]):
     rotated: bool = False
 
     @property
-    def capacity(self) -> int:
-        return cache.round_slots(min(budget_tokens(self.policy.budget, self.spec.max_tokens), self.spec.max_tokens) + 1)
+    def max_kept(self) -> int:
+        return budget_tokens(self.policy.budget, self.spec.max_tokens)
 
     def init(self) -> StreamingCache:
         tokens = jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32)

@@ -1,7 +1,6 @@
 """Outlier heads against a count by hand, and what Chelsea makes of a profile of them."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,11 @@ import pytest
 import kvjax
 from kvjax.cache import layer_specs
 from kvjax.calibration.chelsea import Edges, Settings, outlier_heads, outlier_scores
-from kvjax.calibration.making import profile
+from kvjax.calibration.make_profile import profile
 from kvjax.calibration.recording import record
 from kvjax.policies import Chelsea, Full, PolicyError, offloaded
-from kvjax.policies.transforms.by_head import ByHead
 from kvjax.policies.profile import HeadProfile, fingerprint, load, rows
+from kvjax.policies.transforms.by_head import ByHead
 
 TOKENS = np.random.default_rng(0).integers(0, 64, size=200)
 

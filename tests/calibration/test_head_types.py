@@ -14,7 +14,7 @@ from policies.oracle_catekv import adaptive_heads, code_score, frequencies, obse
 from kvjax.calibration import catekv
 from kvjax.calibration.catekv import Scores, Settings, adaptive_by_sample, head_scores, vote
 from kvjax.calibration.chelsea import outlier_heads
-from kvjax.calibration.making import METHODS, profile
+from kvjax.calibration.make_profile import METHODS, profile
 from kvjax.calibration.recording import cut, record
 from kvjax.policies import CateKV
 from kvjax.policies.profile import fingerprint, shipped

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policies.driver import make_case, rotate, rotated, softmax
 
-from kvjax.calibration.making import make_profile
+from kvjax.calibration.make_profile import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.presets import PRESETS

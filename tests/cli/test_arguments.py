@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 @pytest.fixture
 def refused(kvjax_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """Runs a command that has to refuse its arguments before anything is loaded; gives what it says."""
-    import kvjax.bench.running
+    import kvjax.bench.runner
     import kvjax.conversion
 
     def loaded(*arguments: Any, **options: Any) -> None:
@@ -41,7 +41,7 @@ def refused(kvjax_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
 
     monkeypatch.setattr(kvjax.conversion, "load", loaded)
     monkeypatch.setattr(kvjax.conversion, "describe", loaded)
-    monkeypatch.setattr(kvjax.bench.running, "run", loaded)
+    monkeypatch.setattr(kvjax.bench.runner, "run", loaded)
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
 
@@ -315,7 +315,7 @@ def test_every_command_is_tried(kvjax_command) -> None:
 
 def test_names_in_any_case(kvjax_command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvjax.cli.hyperparameters import read_policies
-    from kvjax.evals.naming import task_name
+    from kvjax.evals.tasks import task_name
 
     assert [policy.info.name for policy in read_policies("TreeKV, STREAMING-LLM,h2o", "8,0.5", (), "--policies")] == [
         *("treekv",) * 2,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.evals.matching import held, matched
+from kvjax.evals.budgets import held, matched
 from kvjax.policies import ChunkKV, ClusterKV, Full, PolicyError, StreamingLLM
 
 

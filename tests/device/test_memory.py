@@ -13,8 +13,7 @@ import pytest
 from device.models import SMALL
 
 from kvjax import decoding
-from kvjax.cache import host_memory
-from kvjax.cache import layer_specs
+from kvjax.cache import host_memory, layer_specs
 from kvjax.models import init
 from kvjax.policies import ChunkKV, ClusterKV, Full, TreeKV, offloaded
 from kvjax.sampling import Greedy

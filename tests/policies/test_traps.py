@@ -36,7 +36,7 @@ SEES = [p for p in TIGHT if p.info.name not in ("streaming_llm", "cam", "random"
 by_name = pytest.mark.parametrize
 NEW = 12
 LENGTHS = [50, 3, 16, 17]
-"""As in test_promises, so that one process compiles nothing twice."""
+"""As in test_invariants, so that one process compiles nothing twice."""
 
 
 def names(policies):

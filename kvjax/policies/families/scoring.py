@@ -97,9 +97,8 @@ class PromptScorerLayer(Layer[P]):
     """One layer of a `PromptScorer`."""
 
     @property
-    def capacity(self) -> int:
-        most = min(self.policy.max_budget(self.spec), self.spec.prompt_len)
-        return cache.round_slots(most + self.spec.new_tokens)
+    def max_kept(self) -> int:
+        return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
         _, _, keep = self.choose(prompt)
@@ -156,8 +155,8 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     traits: Traits = Traits(compression="every_step")
 
     @property
-    def capacity(self) -> int:
-        return cache.round_slots(min(self.policy.max_budget(self.spec), self.spec.max_tokens) + 1)
+    def max_kept(self) -> int:
+        return self.policy.max_budget(self.spec)
 
     def init(self) -> ScoredCache:
         empty = cache.empty(self.spec, self.capacity)

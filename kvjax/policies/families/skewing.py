@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from kvjax.models.config import ModelConfig
 
-from .base import PolicyError
-from .profile import Profile
+from ..info import PolicyError
+from ..profile import Profile
 
 _SCALE, _STEPS = np.dtype("<f2"), 127
 """Type of the scales, and how many steps of its scale an entry may be."""

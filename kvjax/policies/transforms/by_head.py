@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels.divided import query_heads
+from kvjax.pallas_kernels.head_shards import query_heads
 
 from .. import capabilities
 from ..base import Carry, Layer, Policy, State, Traits

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..decode_attention import pallas_triton as undivided
-from ..divided import head_at, is_among, place_among
-from ..rotary import Turned, parts_of
-from .types import Held
+from ..head_shards import head_at, is_among, place_among
+from ..rotary import DeferredRope, parts_of
+from .types import CacheShard
 
 PROGRAMS = 512
 """At most, so that all are on the device at once."""
@@ -67,7 +67,7 @@ class Share:
         return jax.lax.min(row * len(self.heads) + place_among(head, self.heads), self.rows * len(self.heads) - 1)
 
 
-def unsupported_reason(q: Array | Turned, caches: Sequence[Held], **_: Any) -> str | None:
+def unsupported_reason(q: Array | DeferredRope, caches: Sequence[CacheShard], **_: Any) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     group = parts_of(q)[0].shape[1] // sum(len(held.heads) for held in caches)
     for held in caches:
@@ -76,9 +76,9 @@ def unsupported_reason(q: Array | Turned, caches: Sequence[Held], **_: Any) -> s
     return None
 
 
-def divided_attention(
-    q: Float[Array, "B N H"] | Turned,
-    caches: Sequence[Held],
+def sharded_decode_attention(
+    q: Float[Array, "B N H"] | DeferredRope,
+    caches: Sequence[CacheShard],
     *,
     scale: float,
     interpret: bool = False,
@@ -110,7 +110,7 @@ def _sizes(keys: Sequence[Array]) -> dict[str, int]:
 
 @functools.partial(jax.jit, static_argnames=("heads", "scale", "interpret", "block", "part", "warps", "stages"))
 def _attend(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     caches: Sequence[tuple[Array, Array, Array]],
     *,
     heads: tuple[tuple[int, ...], ...],
@@ -189,7 +189,7 @@ def _attend(
             out_shape=shapes,
             compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=interpret,
-            name="divided_attention",
+            name="sharded_decode_attention",
         )(*inputs)
         out, _ = pl.pallas_call(
             join,
@@ -205,6 +205,6 @@ def _attend(
             ],
             compiler_params=backend.CompilerParams(num_warps=4, num_stages=1),
             interpret=interpret,
-            name="divided_attention_join",
+            name="sharded_decode_attention_join",
         )(*results)
     return out.reshape(unturned.shape)

@@ -4,18 +4,18 @@ from jaxtyping import Array, Float
 
 from ..op import Implementation, Op
 from .reference import multiply_apart
-from .types import Between, Moved
+from .types import BlockOutput, BlockWeights
 
-_OP = Op("between_attentions", __name__, gpu=("pallas_mosaic_gpu",))
+_OP = Op("fused_decode_block", __name__, gpu=("pallas_mosaic_gpu",))
 
 
-def between_attentions(
+def fused_decode_block(
     attended: Float[Array, "B A"],
     x: Float[Array, "B D"],
-    weights: Between,
+    weights: BlockWeights,
     *,
     implementation: Implementation = "auto",
-) -> Moved:
+) -> BlockOutput:
     """Output projection, gated MLP (Shazeer 2020) and the next layer's queries, keys and values, with both residual sums and RMS norms.
 
     The Hopper kernel is one kernel for what else are four: weights go on arriving while programs wait for each other. It rounds
@@ -31,5 +31,5 @@ def between_attentions(
     """
     kernel = _OP.kernel(attended, x, weights, implementation=implementation)
     if kernel is not None:
-        return Moved(*kernel(attended, x, weights))
-    return Moved(*multiply_apart(attended, x, weights, implementation))
+        return BlockOutput(*kernel(attended, x, weights))
+    return BlockOutput(*multiply_apart(attended, x, weights, implementation))

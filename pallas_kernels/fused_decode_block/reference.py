@@ -4,11 +4,14 @@ from jaxtyping import Array, Float
 
 from ..op import Implementation
 from ..projection import gated_projection, projection
-from .types import Between
+from .types import BlockWeights
 
 
 def multiply_apart(
-    attended: Float[Array, "B A"], x: Float[Array, "B D"], weights: Between, implementation: Implementation = "auto"
+    attended: Float[Array, "B A"],
+    x: Float[Array, "B D"],
+    weights: BlockWeights,
+    implementation: Implementation = "auto",
 ) -> list[Array]:
     """The residual stream and the next layer's q, k and v; where XLA is asked for, by XLA."""
     by = "xla" if implementation == "xla" else "auto"

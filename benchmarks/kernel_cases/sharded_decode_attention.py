@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Held, divided_attention
-from kvjax.pallas_kernels.divided_attention import pallas_triton
+from kvjax.pallas_kernels import CacheShard, sharded_decode_attention
+from kvjax.pallas_kernels.sharded_decode_attention import pallas_triton
 
 from .case import Case, relative_error
 
@@ -28,7 +28,7 @@ def cases() -> Iterator[Case]:
         live = rows * sum(len(heads) * (slots - FREE) for heads, slots in zip(HEADS, (SHORT, long), strict=True))
         blocks = rows * sum(len(heads) * -(-slots // 64) for heads, slots in zip(HEADS, (SHORT, long), strict=True))
         yield Case(
-            operation="divided_attention",
+            operation="sharded_decode_attention",
             shape=f"B{rows} K5 of C{SHORT} and K3 of C{long}, G{GROUP} H{DIM}",
             dtype="bfloat16",
             inputs=partial(_inputs, rows, long),
@@ -50,14 +50,14 @@ def cases() -> Iterator[Case]:
         )
 
 
-def _held(caches: Any) -> list[Held]:
-    return [Held(*arrays, heads) for arrays, heads in zip(caches, HEADS, strict=True)]
+def _held(caches: Any) -> list[CacheShard]:
+    return [CacheShard(*arrays, heads) for arrays, heads in zip(caches, HEADS, strict=True)]
 
 
 def _attend(q: jax.Array, *caches: Any, implementation: Any = "auto", sizes: dict[str, int] | None = None) -> jax.Array:
     if sizes is not None:
-        return pallas_triton.divided_attention(q, _held(caches), scale=SCALE, sizes=sizes)
-    return divided_attention(q, _held(caches), scale=SCALE, implementation=implementation)
+        return pallas_triton.sharded_decode_attention(q, _held(caches), scale=SCALE, sizes=sizes)
+    return sharded_decode_attention(q, _held(caches), scale=SCALE, implementation=implementation)
 
 
 def _inputs(rows: int, long: int, seed: int) -> tuple[Any, ...]:

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from ..op import Implementation, Op
-from ..rotary import Turned
+from ..rotary import DeferredRope
 from .reference import attend_apart
-from .types import Held
+from .types import CacheShard
 
-_OP = Op("divided_attention", __name__, gpu=("pallas_triton",))
+_OP = Op("sharded_decode_attention", __name__, gpu=("pallas_triton",))
 
 
-def divided_attention(
-    q: Float[Array, "B N H"] | Turned,
-    caches: Sequence[Held],
+def sharded_decode_attention(
+    q: Float[Array, "B N H"] | DeferredRope,
+    caches: Sequence[CacheShard],
     *,
     scale: float,
     implementation: Implementation = "auto",
@@ -25,7 +25,7 @@ def divided_attention(
     The GPU kernel is one kernel for all caches, with parts of one length: short caches do not have the device to themselves first.
 
     Args:
-        q: queries of the layer, rotated or `Turned`.
+        q: queries of the layer, rotated or `DeferredRope`.
         caches: each KV head is in one of them.
         scale: factor on the logits, usually H ** -0.5.
         implementation: "auto" takes the GPU's Pallas kernel where it serves, and else attends over one cache after the other.

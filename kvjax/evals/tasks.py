@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import cast, get_args
 
-from kvjax.nearest import hint, letters
+from kvjax.suggestions import hint, letters
 from kvjax.texts import read_text
 
 from . import longbench, ruler

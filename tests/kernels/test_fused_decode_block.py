@@ -1,6 +1,6 @@
 """From one attention to the next: the plain products against NumPy in float64, and how the Hopper kernel divides them.
 
-That body runs on the GPU alone; `python -m benchmarks.kernels between_attentions` compares it there with NumPy in float64.
+That body runs on the GPU alone; `python -m benchmarks.kernels fused_decode_block` compares it there with NumPy in float64.
 """
 
 import re
@@ -12,9 +12,9 @@ import pytest
 from kernels.lowering import decoding_step, on
 
 from kvjax.bench.case import Case
-from kvjax.pallas_kernels import Between, Norm, between_attentions
-from kvjax.pallas_kernels.between_attentions import pallas_mosaic_gpu
-from kvjax.pallas_kernels.between_attentions.plan import HALF, PROGRAMS, ROWS, Plan, plan
+from kvjax.pallas_kernels import BlockWeights, Norm, fused_decode_block
+from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
+from kvjax.pallas_kernels.fused_decode_block.plan import HALF, PROGRAMS, ROWS, Plan, plan
 from kvjax.pallas_kernels.op import WITHOUT, Unsupported
 
 LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
@@ -32,14 +32,14 @@ def draw(rows, attended, width, wide, heads, dtype=jnp.float32):
     q, k = heads
     o, gate, up, down = normal(width, attended), normal(wide, width), normal(wide, width), normal(width, wide)
     norms = [Norm(normal(width), 1e-5) for _ in range(2)]
-    weights = Between(o, norms[0], gate, up, down, norms[1], normal(q, width), normal(k, width), normal(k, width))
+    weights = BlockWeights(o, norms[0], gate, up, down, norms[1], normal(q, width), normal(k, width), normal(k, width))
     return normal(rows, attended), normal(rows, width), weights
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
 def test_products(implementation):
     attended, x, weights = draw(3, 48, 32, 80, (48, 16))
-    moved = between_attentions(attended, x, weights, implementation=implementation)
+    moved = fused_decode_block(attended, x, weights, implementation=implementation)
     exact = jax.tree.map(lambda a: np.asarray(a, np.float64), (attended, x, weights))
     attended, x, w = exact
 
@@ -143,7 +143,7 @@ def test_refuses():
 
 def test_asked_for_by_name():
     with pytest.raises(Unsupported, match="not for a Hopper GPU"):
-        between_attentions(*draw(1, 48, 32, 80, (48, 16)), implementation="gpu")
+        fused_decode_block(*draw(1, 48, 32, 80, (48, 16)), implementation="gpu")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
@@ -151,9 +151,9 @@ def test_lowers_for_hopper(rows):
     """Not anew for each layer; the first one's inputs come from outside the mesh that stands for the device, and count as others."""
 
     def layers(attended, x, weights):
-        moved = [between_attentions(attended, x, weights)]
+        moved = [fused_decode_block(attended, x, weights)]
         for _ in range(3):
-            moved.append(between_attentions(moved[-1].q, moved[-1].x, weights))
+            moved.append(fused_decode_block(moved[-1].q, moved[-1].x, weights))
         return moved
 
     with on():
@@ -164,7 +164,7 @@ def test_lowers_for_hopper(rows):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("spared", [None, "nearest", "nearest, between_attentions"])
+@pytest.mark.parametrize("spared", [None, "nearest", "nearest, fused_decode_block"])
 def test_decoding_uses_it(spared, monkeypatch):
     """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to."""
     if spared:
@@ -173,5 +173,5 @@ def test_decoding_uses_it(spared, monkeypatch):
     text = decoding_step(case)
     kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
     calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
-    without = spared is not None and "between_attentions" in spared
+    without = spared is not None and "fused_decode_block" in spared
     assert len(calls) == (0 if without else case.config.num_layers - 1)

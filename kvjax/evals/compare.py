@@ -11,10 +11,10 @@ from kvjax import strict_json
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
 
-from .matching import held, matched
-from .measuring import Outcome, measure, sizes
-from .naming import Inputs
+from .budgets import held, matched
+from .measure import Outcome, measure, sizes
 from .report import header, model_fingerprint, write
+from .tasks import Inputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 
-class Held(NamedTuple):
+class CacheShard(NamedTuple):
     """What one of the caches holds.
 
     Attributes:

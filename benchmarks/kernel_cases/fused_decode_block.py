@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Between, Norm, between_attentions
-from kvjax.pallas_kernels.between_attentions import pallas_mosaic_gpu, plan, reference
+from kvjax.pallas_kernels import BlockWeights, Norm, fused_decode_block
+from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu, plan, reference
 
 from .case import Case, relative_error
 
@@ -31,7 +31,7 @@ def cases() -> Iterator[Case]:
     weights = sum(outputs * inputs for outputs, inputs in MATRICES)
     for rows in (1, 2, 4, 8):
         yield Case(
-            operation="between_attentions",
+            operation="fused_decode_block",
             shape=f"{rows} x {WIDTH}, MLP of {WIDE}, {WIDTH} + {KEYS} + {KEYS} heads, {LAYERS} layers",
             dtype="bfloat16",
             inputs=partial(_inputs, rows),
@@ -48,9 +48,9 @@ def cases() -> Iterator[Case]:
         )
 
 
-def _weights(gains: list[Any], matrices: list[Any]) -> Between:
+def _weights(gains: list[Any], matrices: list[Any]) -> BlockWeights:
     o, gate, up, down, q, k, v = matrices
-    return Between(o, Norm(gains[0], 1e-5), gate, up, down, Norm(gains[1], 1e-5), q, k, v)
+    return BlockWeights(o, Norm(gains[0], 1e-5), gate, up, down, Norm(gains[1], 1e-5), q, k, v)
 
 
 def _way(
@@ -64,11 +64,11 @@ def _way(
             assert isinstance(found, plan.Plan)
             held = found.inputs * found.chunk // sizes[0]
             found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
-            out = pallas_mosaic_gpu.between_attentions(attended, x, weights, sizes=found)
+            out = pallas_mosaic_gpu.fused_decode_block(attended, x, weights, sizes=found)
         elif implementation is None:
-            out = reference.between_attentions(attended, x, weights)
+            out = reference.fused_decode_block(attended, x, weights)
         else:
-            out = between_attentions(attended, x, weights, implementation=implementation)
+            out = fused_decode_block(attended, x, weights, implementation=implementation)
         x, attended, *_ = out
     return list(out)
 

@@ -8,8 +8,8 @@ import pytest
 from kernels.lowering import decoding_step
 
 from kvjax.bench.case import Case
-from kvjax.pallas_kernels import Held, Turned, divided_attention
-from kvjax.pallas_kernels.divided import head_at, is_among, place_among
+from kvjax.pallas_kernels import CacheShard, DeferredRope, sharded_decode_attention
+from kvjax.pallas_kernels.head_shards import head_at, is_among, place_among
 from kvjax.pallas_kernels.op import Unsupported
 
 ROWS, GROUP, DIM, SCALE = 2, 2, 16, 0.3
@@ -25,7 +25,7 @@ def draw(division, dtype):
         shape = ROWS, len(heads), slots
         weight = random.choice([0, 1, 80, 0, 1, 2000], shape)
         held = [np.where(weight[..., None] > 0, random.normal(size=(*shape, DIM)), np.nan) for _ in "kv"]
-        caches.append(Held(*(jnp.asarray(x, dtype) for x in held), jnp.asarray(weight, jnp.float32), heads))
+        caches.append(CacheShard(*(jnp.asarray(x, dtype) for x in held), jnp.asarray(weight, jnp.float32), heads))
     count = GROUP * sum(len(heads) for heads, _ in division)
     return jnp.asarray(random.normal(size=(ROWS, count, DIM)), dtype), caches
 
@@ -49,7 +49,7 @@ class TestDividedAttention:
 
         def attend(q, caches):
             interpret = request.param != "xla"
-            return divided_attention(q, caches, scale=SCALE, implementation=request.param, interpret=interpret)
+            return sharded_decode_attention(q, caches, scale=SCALE, implementation=request.param, interpret=interpret)
 
         return attend
 
@@ -65,7 +65,7 @@ class TestDividedAttention:
     def test_queries_are_rotated_on_the_way(self, attend):
         q, caches = draw(DIVISIONS[0], "float32")
         angle = jnp.asarray([[3.0], [50.0]]) * jnp.logspace(0, -2, DIM // 2)
-        turned = Turned(q, jnp.cos(angle), jnp.sin(angle))
+        turned = DeferredRope(q, jnp.cos(angle), jnp.sin(angle))
         np.testing.assert_allclose(attend(turned, caches), expected(turned(), caches), atol=1e-5)
 
     def test_a_head_with_nothing_gives_zeros(self, attend):
@@ -79,7 +79,7 @@ class TestDividedAttention:
 def test_who_cannot_serve_says_why():
     q, caches = draw([((0,), 8), ((1,), 32)], "float32")
     with pytest.raises(Unsupported, match="8 slots are fewer than a block"):
-        divided_attention(q, caches, scale=1.0, implementation="gpu", interpret=True)
+        sharded_decode_attention(q, caches, scale=1.0, implementation="gpu", interpret=True)
 
 
 @pytest.mark.parametrize("heads", [(0, 1, 2), (4, 0, 2)])
@@ -101,8 +101,8 @@ def test_two_kinds_of_heads_take_as_many_kernels_as_one():
         bodies = re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL)
         named = {name: re.findall(r'name = "(\w+)"', body) for name, body in bodies}
         called = re.findall(r"call @(\w+)\(", text[: text.index("func.func private")])
-        return [kernel.replace("divided", "decode") for name in called for kernel in named.get(name, [])]
+        return [kernel.replace("sharded_decode", "decode") for name in called for kernel in named.get(name, [])]
 
-    divided, whole = kernels("catekv", {"share_adaptive": 0.4}), kernels("full", {})
+    sharded, whole = kernels("catekv", {"share_adaptive": 0.4}), kernels("full", {})
     assert whole.count("decode_attention") == 3
-    assert divided == whole
+    assert sharded == whole

@@ -2,7 +2,7 @@
 
 A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
 one's outputs. One warpgroup does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots;
-two multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
+two multiply them, by turns, add residuals and norm. BlockWeights products the programs meet: slots go on being filled meanwhile, so that
 memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us a layer, four kernels
 115, and reading the weights 98. From when the last program is done until all have their next inputs 2 to 4 us pass. Ordering weights into
 the L2 cache meanwhile made it 111 to 115, and the next layer's first ones into it while attention runs 1 to 4 us more than nothing; writing
@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from ..device import hopper, target
 from .plan import HALF, PROGRAMS, ROWS, WARPGROUPS, Plan, columns, plan
-from .types import Between
+from .types import BlockWeights
 
 SWIZZLE = 128
 """Bytes of a row of shared memory that are interleaved."""
@@ -33,7 +33,7 @@ for both.
 """
 
 
-def unsupported_reason(attended: Array, x: Array, weights: Between) -> str | None:
+def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     if not hopper():
         return "this program is not for a Hopper GPU"
@@ -49,14 +49,14 @@ def unsupported_reason(attended: Array, x: Array, weights: Between) -> str | Non
     return found if isinstance(found, str) else None
 
 
-def _plan(attended: Array, x: Array, weights: Between) -> Plan | str:
+def _plan(attended: Array, x: Array, weights: BlockWeights) -> Plan | str:
     heads = weights.q.shape[0], weights.k.shape[0]
     rows, inputs = attended.shape
     return plan(rows, inputs, x.shape[1], weights.gate.shape[0], heads)
 
 
-def between_attentions(
-    attended: Array, x: Array, weights: Between, *, sizes: Plan | None = None
+def fused_decode_block(
+    attended: Array, x: Array, weights: BlockWeights, *, sizes: Plan | None = None
 ) -> tuple[Array, Array, Array, Array]:
     """The residual stream, the next layer's q, k and v; see the public function.
 
@@ -366,6 +366,6 @@ def _call(
             barrier(),
             barrier(num_arrivals=WARPGROUPS),
         ],
-        kernel_name="between_attentions",
+        kernel_name="fused_decode_block",
     )(split(attended), x, *gains, *map(split, matrices), counters)
     return out[0], out[1], out[2], out[3]

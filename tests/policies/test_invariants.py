@@ -1,4 +1,4 @@
-"""What every policy promises, checked on each one that is registered."""
+"""The invariants of every policy, checked on each one that is registered."""
 
 import re
 from functools import partial

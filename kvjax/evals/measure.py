@@ -15,11 +15,11 @@ from kvjax.models import Params
 from kvjax.policies import Full, Policy
 
 from . import fidelity
-from .naming import MEASURES, Inputs, make_task, task_name
 from .perplexity import Perplexity, stream, streaming, windowed
 from .report import ResultFile, header, model_fingerprint
-from .running import described, evaluate
+from .runner import described, evaluate
 from .task import Format
+from .tasks import MEASURES, Inputs, make_task, task_name
 
 Progress = Callable[[int, int], None]
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from ..projection import Norm
 
 
-class Between(NamedTuple):
+class BlockWeights(NamedTuple):
     """Weights that a token meets between one layer's attention and the next, matrices as checkpoints keep them, outputs first.
 
     Attributes:
@@ -30,7 +30,7 @@ class Between(NamedTuple):
     v: Float[Array, "K D"]
 
 
-class Moved(NamedTuple):
+class BlockOutput(NamedTuple):
     """Where a token is after that.
 
     Attributes:
