@@ -105,9 +105,8 @@ class AdaKVLayer(PromptScorerLayer[AdaKV]):
 
     @property
     def capacity(self) -> int:
-        """Slots of the layer's store: of all its heads together."""
-        most = min(self.policy.max_budget(self.spec), self.spec.prompt_len)
-        return cache.round_slots(self.spec.num_kv_heads * (most + self.spec.new_tokens))
+        """Slots of the layer's store: of all its heads together, which hold `max_kept` on average."""
+        return cache.round_slots(self.spec.num_kv_heads * self.max_kept)
 
     def init(self) -> Ragged:
         spec, size = self.spec, self.capacity

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import decoding
 from kvjax.cache import Prompt, layer_specs
 from kvjax.models import transformer
-from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv
+from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_head, by_layer, chunk_token_hybrid, chunkkv
 from kvjax.policies.budget import budget_rows
 from kvjax.policies.capabilities import as_cache
 
@@ -289,6 +289,16 @@ def test_reuse_beside_other_policies(deep):
     assert held[0] == held[1] == own[0]
     assert held[2] != own[2]
     assert held[3] == own[3]  # layer 2 would have chosen, but has another policy
+
+
+def test_a_layer_with_other_heads_chooses_for_itself(deep):
+    """In by_head a choice is taken over by the same heads, and not by as many others."""
+    other, profile = StreamingLLM(budget=24), [["a", "b"], ["a", "b"], ["b", "a"], ["a", "b"]]
+    own = prefilled(by_head({"a": SMALL, "b": other}, profile), deep, PROMPT)
+    held = prefilled(by_head({"a": dataclasses.replace(SMALL, reuse=2), "b": other}, profile), deep, PROMPT)
+    assert held == [own[0], own[0], own[2], own[3]]
+    assert own[0][0] != own[1][0]
+    assert own[2][1] != own[3][0]
 
 
 def test_hybrid_of_chunks_and_tokens(deep):

@@ -2,20 +2,20 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from kvjax.cache import LayerSpec
 from kvjax.models.config import ModelConfig
 
 from ..base import Layer, Policy
 from ..fields import check_fields
-from ..info import PolicyError, PolicyInfo
+from ..info import PolicyError
 from .by_layer import by_layer
-from .wrapper import transform_text
+from .wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
-class Pyramid(Policy):
+class Pyramid(Wrapper):
     """Another policy with PyramidKV's budgets; made by `pyramid`.
 
     Attributes:
@@ -23,7 +23,8 @@ class Pyramid(Policy):
         beta: see `PyramidKV`.
     """
 
-    policy: Policy
+    transform: ClassVar[str] = "pyramid"
+
     beta: int = 20
 
     def __post_init__(self) -> None:
@@ -32,14 +33,6 @@ class Pyramid(Policy):
             raise PolicyError(
                 f"pyramid: policy {self.policy.info.name!r} has no budget to divide among layers; give one that has"
             )
-
-    @property
-    def info(self) -> PolicyInfo:
-        inner = self.policy.info
-        return dataclasses.replace(inner, name=f"pyramid({inner.name})")
-
-    def __str__(self) -> str:
-        return transform_text("pyramid", self.policy, self)
 
     def bind(self, config: ModelConfig) -> Policy:
         policy: Any = self.policy
