@@ -22,6 +22,7 @@ from benchmarks import report
 from kvjax import decoding
 from kvjax.models import ModelConfig, init
 from kvjax.models.rope import RopeConfig
+from kvjax.policies.text import split_policies
 
 CONFIG = ModelConfig(
     family="llama",
@@ -55,7 +56,7 @@ def main() -> None:
     print(
         f"{'policy':10s} {'new tokens':>10s} {'cache bytes':>12s} {'program bytes':>14s} {'process peak MB':>16s} {'seconds':>8s}"
     )
-    for policy in args.policies.split(","):
+    for policy in split_policies(args.policies):
         for tokens in args.tokens:
             command = [
                 sys.executable,

@@ -22,15 +22,15 @@ from queue import Empty, Queue
 
 from kvjax.bench.case import Case
 from kvjax.bench.results import Results
-from kvjax.bench.running import Worker, environments, run
+from kvjax.bench.runner import Worker, environments, run
 from kvjax.cli.bench import draw, print_row, read_cases
 
-_SPARSER = "catekv:eta=0.7:share_adaptive=0.3"
+_SPARSER = "catekv:eta=0.7,share_adaptive=0.3"
 _POLICIES = f"full,treekv:0.2,chunkkv:0.2,chelsea:0.2,catekv:share_adaptive=0.4,{_SPARSER},clusterkv:1024,quest:1024"
 
 GRID = (
     (_POLICIES, "16384,32768,65536", "1,8", False),
-    (f"{_POLICIES},snapkv:0.2,chunkkv:0.2:reuse=2", "32768,65536", "1", True),
+    (f"{_POLICIES},snapkv:0.2,chunkkv:0.2,reuse=2", "32768,65536", "1", True),
     ("full", "16384", "1,8", True),
     ("full,chelsea:0.2", "65536", "largest", False),
     ("full,clusterkv:1024", "32768", "largest", False),

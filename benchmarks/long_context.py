@@ -24,6 +24,7 @@ from kvjax.compilation_cache import keep_compiled_programs
 from kvjax.compiling import program_bytes
 from kvjax.models import Params, init
 from kvjax.policies import get_policy
+from kvjax.policies.text import split_policies
 
 MARKS = 10
 """Points on the way of which the time is noted."""
@@ -47,7 +48,7 @@ def main() -> None:
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
     rows, params = [], None
-    for text in args.policies.split(","):
+    for text in split_policies(args.policies):
         name, settings = read_policy(text)
         case = Case(name, settings, args.tokens, 1, args.shape, dtype=args.dtype, layers=args.layers)
         params = init(case.config, jax.random.key(0), case.dtype) if params is None else params

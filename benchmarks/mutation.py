@@ -55,7 +55,7 @@ OWN = {
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",
     "conversion/config_json.py": "tests/conversion/test_hf_config.py",
-    "conversion/describing.py": "tests/conversion/test_loading.py",
+    "conversion/describe.py": "tests/conversion/test_loading.py",
     "conversion/gguf_file.py": "tests/conversion/test_gguf.py",
     "conversion/gguf_tokenizer.py": "tests/conversion/test_tokenizer.py | tests/conversion/test_gguf.py",
     "conversion/huggingface.py": "tests/conversion/test_loading.py | tests/conversion/test_writing.py",
@@ -87,7 +87,7 @@ OWN = {
 WIDER = {
     "models": "tests/models tests/conversion/test_hf_config.py tests/conversion/test_gguf.py",
     "conversion": "tests/conversion tests/cli/test_convert.py tests/cli/test_process.py",
-    "policies": f"{POLICIES}/test_promises.py -k {{name}}",
+    "policies": f"{POLICIES}/test_invariants.py -k {{name}}",
     "all": f"{POLICIES}/test_traps.py {POLICIES}/test_compose.py {POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
     "tests/test_session.py tests/test_question.py tests/test_prefill_chunks.py tests/test_costs.py tests/cli/test_hyperparameters.py",
 }

@@ -130,7 +130,7 @@ def check(config: ModelConfig, name: str, mode: str, steps: int) -> float:
     if mode != "plain":
         assert got[0].stats.host_cache_bytes > 0
         assert got[0].stats.cache_bytes < want[0].stats.cache_bytes
-        assert (got[0].stats.hit_rate is not None) == (policy.memory == "bandwidth")
+        assert (got[0].stats.hit_rate is not None) == (policy.info.memory == "sparse")
     return max(float(np.max(np.abs(np.subtract(a.logprobs, b.logprobs)))) for a, b in zip(got, want, strict=True))
 
 

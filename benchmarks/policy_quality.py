@@ -25,6 +25,7 @@ import numpy as np
 import kvjax
 from benchmarks import report, tables
 from kvjax.evals import Continuation, continuation
+from kvjax.policies.text import split_policies
 
 
 def main() -> None:
@@ -49,9 +50,9 @@ def main() -> None:
 
     prepare(args)
     total = args.prompt + args.scored
-    policies = chosen(args.policies.split(","), [float(budget) for budget in args.budgets.split(",")])
+    policies = chosen(split_policies(args.policies), [float(budget) for budget in args.budgets.split(",")])
     for policy in policies:  # what cannot work is told before anything runs
-        policy.bind(SHARED["params"].config).check(total)
+        policy.bind(SHARED["params"].config).validate(total)
     header = report.header(
         model=Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)",
         texts=[path.name for path in args.text],
@@ -145,7 +146,7 @@ def row(measured: Measured, full: Measured, paths: list[Path]) -> dict[str, Any]
 def name(policy: kvjax.Policy) -> str:
     """What the table calls a policy."""
     bits = getattr(policy, "bits", None)
-    return str(policy.name) if bits is None else f"{policy.name}, {bits} bits"
+    return str(policy.info.name) if bits is None else f"{policy.info.name}, {bits} bits"
 
 
 def perplexity(texts: list[Continuation]) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 import kvjax
 from benchmarks import report
 from kvjax.evals import Perplexity, streaming, windowed
+from kvjax.policies.text import split_policies
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
         dtype=args.dtype,
     )
     rows = []
-    for name in args.policies.split(","):
+    for name in split_policies(args.policies):
         start = time.perf_counter()
         result = measure(params, tokens, name, args.budget)
         seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The README's tables, from the result files; `python -m benchmarks.tables` prints them."""
+"""The tables of README.md and docs/, from the result files; `python -m benchmarks.tables` prints them."""
 
 import json
 from pathlib import Path
@@ -124,7 +124,7 @@ def compression() -> str:
 def published() -> str:
     """What the papers report for their methods against the full cache, beside the same ratio here."""
     measured = _decoded("kvjax")
-    sparser = "catekv:eta=0.7:share_adaptive=0.3"
+    sparser = "catekv:eta=0.7,share_adaptive=0.3"
     lines = ["| method | ratio | paper | here |", "| --- | --- | ---: | --- |"]
 
     def add(
@@ -143,19 +143,19 @@ def published() -> str:
                 cells.append(f"{ratio:.2f} ({said})")
         lines.append(f"| {method} | {what} | {paper} | {', '.join(cells) or 'not measured'} |")
 
-    add("Chelsea, 20 %", "time a token, 64k", "3.19", ("full", "chelsea:0.2"), 65536, (1, "tpot_ms"), (8, "tpot_ms"))
+    add("Chelsea, 20 %", "TPOT, 64k", "3.19", ("full", "chelsea:0.2"), 65536, (1, "tpot_ms"), (8, "tpot_ms"))
     add("Chelsea, 20 %", "throughput, 64k", "", ("full", "chelsea:0.2"), 65536, ("largest", "tokens_per_s"))
-    add("ClusterKV, 1024", "time a token, 32k", "2", ("full", "clusterkv:1024"), 32768, (1, "tpot_ms"), (8, "tpot_ms"))
+    add("ClusterKV, 1024", "TPOT, 32k", "2", ("full", "clusterkv:1024"), 32768, (1, "tpot_ms"), (8, "tpot_ms"))
     add("ClusterKV, 1024", "throughput, 32k", "2.5", ("full", "clusterkv:1024"), 32768, ("largest", "tokens_per_s"))
     add("CateKV, r = 0.3, η = 0.7", "memory, 500k", "2.72", ("full", sparser), 512000, (1, "peak_bytes"))
-    add("CateKV, r = 0.3, η = 0.7", "time a token, 500k", "2.18", ("full", sparser), 512000, (1, "tpot_ms"))
+    add("CateKV, r = 0.3, η = 0.7", "TPOT, 500k", "2.18", ("full", sparser), 512000, (1, "tpot_ms"))
     add("CateKV, r = 0.3, η = 0.7", "throughput, 40k", "3.96", ("full", sparser), 40960, ("largest", "tokens_per_s"))
     for context in (32768, 65536):
         add(
             "ChunkKV, index reuse 2",
             f"compression, {context // 1024}k, without over with",
             "",
-            ("chunkkv:0.2", "chunkkv:0.2:reuse=2"),
+            ("chunkkv:0.2", "chunkkv:0.2,reuse=2"),
             context,
             (1, "compression_s"),
         )
@@ -194,7 +194,7 @@ def peers() -> str:
         if row["policy"] == "full" and row["ttft_s"] is not None
     }
     lines = [
-        "| program | policy | case | ms a token | kvjax | ratio | first token, s | kvjax, full cache |",
+        "| program | policy | case | TPOT, ms | kvjax | ratio | TTFT, s | kvjax, full cache |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in theirs:
@@ -214,7 +214,7 @@ def _decoded(program: str) -> list[dict[str, Any]]:
 
 def _name(row: dict[str, Any]) -> str:
     """A policy as the benchmark's command line has it."""
-    return ":".join([row["policy"], *(_setting(*item) for item in row["settings"].items())])
+    return ":".join(filter(None, [row["policy"], ",".join(_setting(*item) for item in row["settings"].items())]))
 
 
 def _setting(name: str, value: Any) -> str:

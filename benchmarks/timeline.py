@@ -25,6 +25,7 @@ from kvjax.bench.case import Case, read_policy
 from kvjax.cache import layer_specs
 from kvjax.compilation_cache import keep_compiled_programs
 from kvjax.models import Params, init
+from kvjax.policies.text import split_policies
 from kvjax.sampling import Greedy
 
 STEPS = 48
@@ -48,7 +49,7 @@ def main() -> None:
     keep_compiled_programs()
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
     rows, params = [], None
-    for text in args.policies.split(","):
+    for text in split_policies(args.policies):
         name, settings = read_policy(text)
         case = Case(name, settings, args.context, args.batch, args.shape, dtype=args.dtype, layers=args.layers)
         params = init(case.config, jax.random.key(0), case.dtype) if params is None else params

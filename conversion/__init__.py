@@ -1,7 +1,7 @@
 """Checkpoints in and out: Hugging Face safetensors, GGUF, Orbax; tokenizers and chat templates with them."""
 
-from .describing import Description as Description
-from .describing import describe as describe
+from .describe import Description as Description
+from .describe import describe as describe
 from .errors import CheckpointError as CheckpointError
 from .hf_config import from_hf as from_hf
 from .hf_config import to_hf as to_hf

@@ -16,11 +16,11 @@ from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling,
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, shortened, told
-from .files import present
 from .gguf_tokenizer import read_tokenizer
 from .hf_config import FAMILIES
 from .layout import Layout, hf_layout
 from .schema import Id, Layers, Positive, Size, Strict, checked_under
+from .text_files import present
 
 ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,

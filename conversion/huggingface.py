@@ -15,10 +15,10 @@ from kvjax.models.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor
 from .errors import CheckpointError, listed, told
-from .files import present, read_json, unique
 from .hf_config import from_hf
 from .layout import hf_layout
 from .schema import Strict, checked
+from .text_files import present, read_json, unique
 from .tokenizer import Tokenizer
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -13,10 +13,10 @@ from kvjax.models.params import Params
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble
 from .errors import CheckpointError
-from .files import present
 from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
+from .text_files import present
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -25,8 +25,8 @@ from kvjax.models.config import ModelConfig
 from .checkpoint import Checkpoint, StoredTensor, parameter_shapes
 from .config_json import Header, config_from_json, config_to_json
 from .errors import CheckpointError, told
-from .files import present, read_json
 from .schema import Size, Strict, checked
+from .text_files import present, read_json
 from .tokenizer import Tokenizer
 
 MARK = "kvjax.json"

@@ -19,8 +19,8 @@ from pydantic import BeforeValidator
 
 from . import chat
 from .errors import CheckpointError, shortened, told
-from .files import present, read_json, read_text
 from .schema import Strict, checked
+from .text_files import present, read_json, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -203,15 +203,16 @@ class Tokenizer:
         return frozenset(token for token, text in added.items() if text.special)
 
     @functools.cached_property
-    def _digest(self) -> bytes:
+    def digest(self) -> bytes:
+        """SHA-256 of all that makes it the tokenizer it is; equal ones have the same."""
         fields = [self.backend.to_str(), self.eos, self.bos, self.chat_template, sorted(self.special.items())]
         return hashlib.sha256(json.dumps(fields).encode()).digest()
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Tokenizer) and self._digest == other._digest)
+        return self is other or (isinstance(other, Tokenizer) and self.digest == other.digest)
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, eos={self.eos}, bos={self.bos}, chat={self.chat_template is not None})"

@@ -168,7 +168,7 @@ def compile(
         dtype = jnp.bfloat16 if isinstance(model, ModelConfig) else model.dtype
     dtype = _floating(dtype)
     policy = get_policy(policy, budget=budget).bind(config)
-    policy.check(prompt_len + max_new_tokens)
+    policy.validate(prompt_len + max_new_tokens)
     specs = layer_specs(config, batch, prompt_len, max_new_tokens, dtype)
     before = decoding.prefill.compile_seconds + decoding.decode.compile_seconds
     prefill, decode = executables(policy, specs, abstract(config, dtype), sampler, len(ends))

@@ -23,6 +23,15 @@ def optional(module: str, purpose: str, extra: str = "eval") -> Any:
         raise ImportError(f"{purpose} needs {module.partition('.')[0]}: {install(extra)} ({error})") from None
 
 
+def import_matplotlib() -> tuple[Any, Any]:
+    """Matplotlib's module of figures, which need no display, and its colour maps.
+
+    Raises:
+        ImportError: it is not installed; the message says how it is.
+    """
+    return optional("matplotlib.figure", "a picture", "plot"), optional("matplotlib", "a picture", "plot").colormaps
+
+
 def install(extra: str) -> str:
     """The command that installs an extra's packages by their own names, which works wherever kvjax itself came from."""
     try:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding, host_memory
+from kvjax import decoding
 from kvjax.arguments import short, whole
-from kvjax.cache import bucket, layer_specs
+from kvjax.cache import bucket, host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.growing_text import GrowingText
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, PolicyError, get_policy, takes_budget
-from kvjax.policies.offload import hits
+from kvjax.policies import Full, Policy, PolicyError, get_policy
+from kvjax.policies.transforms.offload import hits
 from kvjax.prompts import Prompt, Question, question_ids, token_ids
 from kvjax.request import Request, check_request, row_seeds
 
@@ -271,9 +271,9 @@ class _Run:
         self.params, self.request = params, request
         self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.prefill_chunk = None if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
-        if prefill_chunk is not None and self.policy.grows:
+        if prefill_chunk is not None and self.policy.info.budget_excludes_new_tokens:
             raise PolicyError(
-                f"{self.policy.name} chooses what it keeps from the prompt as a whole, so the prompt cannot be read in pieces; leave "
+                f"{self.policy.info.name} chooses what it keeps from the prompt as a whole, so the prompt cannot be read in pieces; leave "
                 "prefill_chunk out, or take a policy that compresses while decoding, such as treekv or chelsea"
             )
         prompts, self.single = token_ids(params, prompt, one=streamed)
@@ -310,17 +310,17 @@ class _Run:
             step_bytes_read=self.step_bytes_read,
             hit_rate=self.found / self.recalled if self.recalled else None,
             question_tokens=sum(len(row.question) for row in self.rows),
-            budget_applies=takes_budget(self.policy),
+            budget_applies=self.policy.info.takes_budget,
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
     def _check_lengths(self) -> None:
         window = self.params.config.max_position
         for row in self.rows:
-            self.policy.check(len(row.prompt) + self._new_tokens(row))
+            self.policy.validate(len(row.prompt) + self._new_tokens(row))
         longest = max(len(row.prompt) for row in self.rows)
         last = max(len(row.prompt) + len(row.question) for row in self.rows) + self.request.max_new_tokens
-        reach = longest if self.policy.positions == "cache" else last
+        reach = longest if self.policy.info.positions == "cache_rank" else last
         if reach > window:
             warnings.warn(
                 f"positions up to {reach} are beyond the {window} this model was trained on, where its text degrades"

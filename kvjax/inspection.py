@@ -11,6 +11,7 @@ from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Policy
+from kvjax.policies.capabilities import as_cache
 from kvjax.prompts import token_ids
 from kvjax.sampling import Greedy
 
@@ -40,7 +41,7 @@ def retained_positions(
         raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
     reach = len(ids) + max_new_tokens
     policy = policy.bind(params.config)
-    policy.check(reach)
+    policy.validate(reach)
     specs = layer_specs(params.config, 1, len(ids), max_new_tokens, params.dtype)
     tokens, lengths = decoding.padded([ids])
     rest = Greedy(), jnp.zeros((0,), jnp.int32)
@@ -55,7 +56,7 @@ def retained_positions(
 def _held(policy: Policy, specs: decoding.Specs, state: decoding.Decoding, positions: int) -> Float[np.ndarray, " P"]:
     counts, heads = np.zeros(positions), 0
     for spec, layer in zip(specs, state.caches, strict=True):
-        slots = policy.slots(spec, layer)
+        slots = as_cache(policy.layer(spec), layer)
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         counts += np.bincount(pos[live], minlength=positions)
         heads += len(pos)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import files
-from kvjax.extras import optional
+from kvjax.extras import import_matplotlib
 from kvjax.generation import Stats
 from kvjax.inspection import retained_positions
 from kvjax.models import Params
@@ -40,7 +40,7 @@ def kept_tokens(
         ImportError: matplotlib is not installed.
         ValueError: there is no policy to draw, or as `kvjax.inspection.retained_positions`.
     """
-    _matplotlib()
+    import_matplotlib()
     named = policies if isinstance(policies, Mapping) else {_title(policy): policy for policy in policies}
     return draw({name: retained_positions(params, prompt, policy, max_new_tokens) for name, policy in named.items()})
 
@@ -51,7 +51,7 @@ def draw(held: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
     Args:
         held: panels by title.
     """
-    figures, colormaps = _matplotlib()
+    figures, colormaps = import_matplotlib()
     if not held:
         raise ValueError("no policy to draw; give at least one")
     figure = figures.Figure(figsize=(2.2 + 3.1 * len(held), 4.2), layout="constrained")
@@ -83,7 +83,7 @@ def head_map(profile: HeadProfile) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     counts = Counter(label for layer in profile.labels for label in layer)
     marked = min(counts, key=lambda label: (counts[label], label))
     scores = np.asarray(profile.scores)
@@ -112,7 +112,7 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
         ImportError: matplotlib is not installed.
         ValueError: there are no rows.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not rows:
         raise ValueError("no results to draw; give the rows of a needle task")
     lengths, depths = (sorted({row["labels"][name] for row in rows}) for name in ("length", "depth"))
@@ -145,7 +145,7 @@ def costs(stats: Mapping[str, Stats]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there are no runs.
     """
-    figures, colormaps = _matplotlib()
+    figures, colormaps = import_matplotlib()
     if not stats:
         raise ValueError("no runs to draw; give the stats of at least one")
     figure = figures.Figure(figsize=(8.0, 1.1 + 0.4 * len(stats)), layout="constrained")
@@ -181,7 +181,7 @@ def coloured_text(
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw, or arrays have other lengths than the passage.
     """
-    figures, colormaps = _matplotlib()
+    figures, colormaps = import_matplotlib()
     if not shares:
         raise ValueError("no shares to draw; give at least one array")
     for title, values in shares.items():
@@ -242,7 +242,7 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there are no rows.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not rows:
         raise ValueError("no results to draw; give the rows of a comparison")
     tasks, policies = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "policy"))
@@ -349,7 +349,7 @@ def check_format(path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: matplotlib knows no format of that name.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     known, ending = figures.Figure().canvas.get_supported_filetypes(), Path(path).suffix[1:]
     if ending and ending.lower() not in known:
         raise ValueError(
@@ -359,8 +359,4 @@ def check_format(path: str | Path) -> None:
 
 def _title(policy: Policy) -> str:
     budget: Any = getattr(policy, "budget", None)
-    return policy.name if budget is None else f"{policy.name}, budget {budget}"
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    return optional("matplotlib.figure", "a picture", "plot"), optional("matplotlib", "a picture", "plot").colormaps
+    return policy.info.name if budget is None else f"{policy.info.name}, budget {budget}"

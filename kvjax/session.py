@@ -84,7 +84,7 @@ class Session:
             raise ValueError("the prompt has one token; give one prompt of two tokens or more")
         self._params, self._prompt_len = params, len(ids)
         self._weights = dataclasses.replace(params, tokenizer=None)  # which is no part of a program
-        self._policy.check(len(ids) + self._room)
+        self._policy.validate(len(ids) + self._room)
         # One more for the token that is held back.
         self._specs = layer_specs(params.config, 1, len(ids) - 1, self._room + 1, params.dtype)
         prompts, ends = decoding.padded([ids[:-1]]), jnp.zeros((0,), jnp.int32)

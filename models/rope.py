@@ -30,7 +30,7 @@ class Rope:
     amplitude: float = 1.0
     interleaved: bool = False
 
-    def turns_halves_of(self, dim: int) -> bool:
+    def rotates_halves_of(self, dim: int) -> bool:
         """Whether it rotates all of `dim` channels, each of the first half with its like in the second."""
         return 2 * len(self.inv_freq) == dim and not self.interleaved
 

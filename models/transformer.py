@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import (
-    Between,
+    BlockWeights,
     Norm,
-    between_attentions,
+    fused_decode_block,
     gated_projection,
     prefill_attention,
     projection,
@@ -32,7 +32,6 @@ from kvjax.policies.capabilities import look_ahead, read_block
 from .config import ModelConfig
 from .params import MLP, Layer, Params
 from .rope import Rope
-
 
 HEAD_BLOCK = 256
 """Positions that go through the vocabulary head at a time when a whole text is scored."""
@@ -213,8 +212,8 @@ def _next_heads(
         x = _rest(config, layer, x, out)
         return x, _first_heads(config, following, x)
     norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
-    weights = Between(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
-    moved = between_attentions(out, x, weights)
+    weights = BlockWeights(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
+    moved = fused_decode_block(out, x, weights)
     return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
 
 

@@ -1,7 +1,5 @@
 """Attention operations the cache policies are built on: one folder an operation, a readable XLA reference first."""
 
-from .between_attentions import Between as Between
-from .between_attentions import between_attentions as between_attentions
 from .centroid_scores import centroid_scores as centroid_scores
 from .chunk_similarity import chunk_similarity as chunk_similarity
 from .cluster_tokens import Always as Always
@@ -9,8 +7,8 @@ from .cluster_tokens import cluster_tokens as cluster_tokens
 from .decode_attention import Attended as Attended
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
-from .divided_attention import Held as Held
-from .divided_attention import divided_attention as divided_attention
+from .fused_decode_block import BlockWeights as BlockWeights
+from .fused_decode_block import fused_decode_block as fused_decode_block
 from .gather_attention import gather_attention as gather_attention
 from .kmeans import Distance as Distance
 from .kmeans import kmeans as kmeans
@@ -26,14 +24,16 @@ from .projection import Norm as Norm
 from .projection import gated_projection as gated_projection
 from .projection import projection as projection
 from .ragged_attention import ragged_attention as ragged_attention
-from .rotary import Turned as Turned
+from .rotary import DeferredRope as DeferredRope
 from .rotary import heads_of as heads_of
+from .sharded_decode_attention import CacheShard as CacheShard
+from .sharded_decode_attention import sharded_decode_attention as sharded_decode_attention
 from .ties import exceeds as exceeds
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .tree_eviction import Ranked as Ranked
 from .tree_eviction import tree_eviction as tree_eviction
 from .window_scores import window_scores as window_scores
-from .write_slots import Writing as Writing
-from .write_slots import write_divided_slots as write_divided_slots
+from .write_slots import SlotUpdate as SlotUpdate
+from .write_slots import write_sharded_slots as write_sharded_slots
 from .write_slots import write_slots as write_slots

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def turned_halves(
+def rotate_halves(
     x: Float[Array, "*B H"], cos: Float[Array, "*#B R"], sin: Float[Array, "*#B R"]
 ) -> Float[Array, "*B H"]:
     """`x` rotated in float32: channel i of the first half of a head with channel i of the second, as in Llama."""
@@ -14,8 +14,8 @@ def turned_halves(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-class Turned(NamedTuple):
-    """Heads before their rotary embedding, for a kernel that rotates them on the way. Pairs are as in `turned_halves`.
+class DeferredRope(NamedTuple):
+    """Heads before their rotary embedding, for a kernel that rotates them on the way. Pairs are as in `rotate_halves`.
 
     Attributes:
         x: unrotated.
@@ -28,14 +28,14 @@ class Turned(NamedTuple):
 
     def __call__(self) -> Float[Array, "B N H"]:
         """The heads, rotated in float32."""
-        return turned_halves(self.x, self.cos[:, None], self.sin[:, None])
+        return rotate_halves(self.x, self.cos[:, None], self.sin[:, None])
 
 
-def parts_of(q: Array | Turned) -> tuple[Array, ...]:
+def parts_of(q: Array | DeferredRope) -> tuple[Array, ...]:
     """The heads as they are, and what they are still to be rotated by, if they are."""
-    return tuple(q) if isinstance(q, Turned) else (q,)
+    return tuple(q) if isinstance(q, DeferredRope) else (q,)
 
 
-def heads_of(q: Array | Turned) -> Array:
+def heads_of(q: Array | DeferredRope) -> Array:
     """The heads, rotated if they are not yet."""
-    return q() if isinstance(q, Turned) else q
+    return q() if isinstance(q, DeferredRope) else q

@@ -14,9 +14,9 @@ import pytest
 
 import kvjax
 from benchmarks import decode, long_context
-from kvjax.bench import compression, figures, floor, measuring, states
+from kvjax.bench import compression, figures, floor, measure, states
 from kvjax.bench.case import Case, read_policy
-from kvjax.bench.running import environments, run
+from kvjax.bench.runner import environments, run
 from kvjax.cache import layer_specs
 from kvjax.models import Params, presets
 from kvjax.policies import get_policy
@@ -78,7 +78,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tiny: Params) -> Case:
 
 
 def test_a_row(small: Case, tiny: Params) -> None:
-    row = measuring.measure(small, tiny, bandwidth=1e9, memory=None)
+    row = measure.measure(small, tiny, bandwidth=1e9, memory=None)
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny)) - tiny.embed.nbytes
     live = 2 * 2 * (50 + 70) * 2 * 2 * 16 * 4  # rows, layers, tokens, KV heads, k and v, head dim, bytes
     assert (row["weight_bytes_read"], row["cache_bytes_read"]) == (weights, live)
@@ -128,23 +128,23 @@ def shapes_of(tree: object) -> object:
 def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: Params) -> None:
     case = dataclasses.replace(small, batch="largest", prefill=False, new_tokens=4)
     memory = 800_000
-    row = measuring.measure(case, tiny, bandwidth=None, memory=memory)
+    row = measure.measure(case, tiny, bandwidth=None, memory=memory)
     assert row["peak_bytes"] <= memory
     assert [row[name] for name in ("ttft_s", "compression_s", "latency_s", "floor_ms")] == [None] * 4
     assert row["tpot_ms"] > 0
     assert list(row["program_bytes"]) == ["decode"]
     more = row["batch_run"] + max(row["batch_run"] // 16, 1) + 1
     specs = layer_specs(tiny.config, more, 50, 4, "float32")
-    assert max(measuring._needed(case, get_policy("full"), specs).values()) > memory
+    assert max(measure._needed(case, get_policy("full"), specs).values()) > memory
     with pytest.raises(ValueError, match="a single row needs"):
-        measuring.measure(case, tiny, bandwidth=None, memory=1000)
+        measure.measure(case, tiny, bandwidth=None, memory=1000)
     with pytest.raises(ValueError, match="give one"):
-        measuring.measure(case, tiny, bandwidth=None, memory=None)
+        measure.measure(case, tiny, bandwidth=None, memory=None)
 
 
 def test_a_case_that_needs_too_much_is_not_tried(small: Case, tiny: Params) -> None:
     with pytest.raises(ValueError, match="of the device's memory, of which there are 1000"):
-        measuring.measure(dataclasses.replace(small, prefill=False, new_tokens=4), tiny, bandwidth=None, memory=1000)
+        measure.measure(dataclasses.replace(small, prefill=False, new_tokens=4), tiny, bandwidth=None, memory=1000)
 
 
 def test_failures_are_rows_and_the_next_case_runs(tmp_path: Path) -> None:
@@ -300,13 +300,13 @@ def test_a_program_may_have_imports_of_its_own(tmp_path: Path, monkeypatch: pyte
 
 def test_policies_as_they_are_written(small: Case) -> None:
     assert read_policy("full") == ("full", {})
-    assert read_policy("treekv:0.2:sinks=2") == ("treekv", {"budget": 0.2, "sinks": 2})
-    name, settings = read_policy("catekv:32:eta=0.7:share_adaptive=0.5:chunk=4")
+    assert read_policy("treekv:0.2,sinks=2") == ("treekv", {"budget": 0.2, "sinks": 2})
+    name, settings = read_policy("catekv:32,eta=0.7,share_adaptive=0.5,chunk=4")
     assert settings == {"budget": 32, "eta": 0.7, "share_adaptive": 0.5, "chunk": 4}
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
     assert policy.heads == (((0,), (0,)), ((1,), (1,)))  # consistent, adaptive; [group][layer]
     with pytest.raises(ValueError, match="give a whole number"):
-        read_policy("treekv:budget=0.2:sinks=few")
+        read_policy("treekv:budget=0.2,sinks=few")
 
 
 def test_figures(tmp_path: Path) -> None:

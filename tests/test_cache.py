@@ -1,4 +1,4 @@
-"""The verbs of the slot pytree."""
+"""The verbs of the cache pytree."""
 
 import dataclasses
 
@@ -12,6 +12,12 @@ from policies.driver import make_case
 from kvjax import cache
 from kvjax.models import ModelConfig
 from kvjax.models.rope import RopeConfig
+
+
+def token(case, at, position):
+    """Every row's inputs of one place, as a token at a position."""
+    q, k, v = (jnp.asarray(x[:, at]) for x in (case.q, case.k, case.v))
+    return cache.Token(q, k, v, jnp.asarray(position, jnp.int32), case.spec.rope)
 
 
 def test_buckets_are_few_and_not_wasteful():
@@ -39,7 +45,7 @@ def test_what_layers_are_told():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 48))
 def test_compact_is_nonzero(keep, capacity):
-    index, live = cache.compact(jnp.asarray([keep]), capacity)
+    index, live = cache.compact_indices(jnp.asarray([keep]), capacity)
     expected = np.flatnonzero(keep)[:capacity]
     assert np.asarray(index)[0, : len(expected)].tolist() == expected.tolist()
     assert np.asarray(live)[0].tolist() == [i < len(expected) for i in range(capacity)]
@@ -53,7 +59,9 @@ def test_select_insert_evict():
     k[:, :8], v[:, :8] = case.k, case.v
     keep = np.zeros((2, 1, spec.prompt_len), bool)
     keep[:, :, [0, 3, 5]] = True
-    slots, index = cache.select(spec, 8, jnp.asarray(k), jnp.asarray(v), jnp.asarray(keep), jnp.asarray(case.lengths))
+    q, k, v = (jnp.asarray(x) for x in (np.zeros((2, spec.prompt_len, 2, 8), np.float32), k, v))
+    prompt = cache.Prompt.of(spec.rope, q, k, v, jnp.asarray(case.lengths))
+    slots, index = cache.gather_kept(spec, 8, prompt, jnp.asarray(keep), rotated=False)
     assert np.asarray(index)[0, 0, :3].tolist() == [0, 3, 5]
     assert np.asarray(slots.pos)[:, 0].tolist() == [
         [0, 3, 5] + [-1] * 5,
@@ -64,7 +72,7 @@ def test_select_insert_evict():
 
     slots = cache.evict(slots, jnp.asarray([[1], [0]], jnp.int32), jnp.asarray([[True], [False]]))
     assert np.asarray(slots.live)[0, 0, :4].tolist() == [True, False, True, False]
-    slots = cache.insert(slots, jnp.asarray(case.k[:, 6]), jnp.asarray(case.v[:, 6]), jnp.asarray([6, 2], jnp.int32))
+    slots, _ = cache.insert(slots, token(case, 6, [6, 2]), rotated=False)
     assert np.asarray(slots.pos)[:, 0, :3].tolist() == [[0, 6, 5], [0, 2, -1]]
     np.testing.assert_array_equal(slots.k[0, 0, 1], case.k[0, 6, 0])
     assert np.asarray(slots.seen).tolist() == [7, 3]
@@ -73,12 +81,9 @@ def test_select_insert_evict():
 @pytest.mark.parametrize("window", [1, 3, 100])
 def test_sliding_window_counts_original_positions(window):
     case = make_case(1, [6], steps=1, heads=1, kv_heads=1)
-    import dataclasses
-
     spec = dataclasses.replace(case.spec, window=window)
     slots = cache.empty(spec, 8)
     for pos in range(6):
-        vectors = (jnp.asarray(x[:, pos]) for x in (case.k, case.v))
-        slots = cache.insert(slots, *vectors, jnp.asarray([pos], jnp.int32))
-    _, probs = cache.attend(spec, slots, jnp.asarray(case.q[:, 5]), jnp.asarray([5], jnp.int32), probs=True)
+        slots, _ = cache.insert(slots, token(case, pos, [pos]))
+    _, probs = cache.attend(spec, slots, token(case, 5, [5]), probs=True)
     assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]

@@ -33,7 +33,7 @@ def step(name: str, context: int, **settings: Any) -> tuple[Any, int]:
     """One decoding step after so many tokens, compiled; and the bytes of its caches."""
     policy = get_policy(name, **settings)
     specs = layer_specs(CONFIG, 1, context, 64, jnp.float32)
-    caches = tuple(jax.eval_shape(partial(policy.init, spec)) for spec in specs)
+    caches = tuple(jax.eval_shape(policy.layer(spec).init) for spec in specs)
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
     args = abstract(CONFIG), caches, token, token
     return jax.jit(partial(decoding.step, policy, specs), donate_argnums=1).lower(*args).compile(), nbytes(caches)
@@ -67,7 +67,7 @@ def test_only_the_last_position_of_a_prompt_goes_through_the_vocabulary_head() -
     for vocabulary in (CONFIG.vocab_size, CONFIG.vocab_size + more):
         config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
         specs = layer_specs(config, rows, length, 8, jnp.float32)
-        program = jax.jit(partial(transformer.prefill, policy=get_policy("full"), specs=specs))
+        program = jax.jit(partial(transformer.prefill, caches=[get_policy("full").layer(spec) for spec in specs]))
         shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,))]
         flops.append(program.lower(abstract(config), *shapes).compile().cost_analysis()["flops"])
     assert flops[1] - flops[0] == pytest.approx(2 * rows * CONFIG.hidden_size * more, rel=0.01)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax import cache, decoding, program
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
-from kvjax.policies import Chelsea, ClusterKV, Full, Policy, StreamingLLM, by_head, by_layer
-from kvjax.program import ONE_GRAPH, SIDE_BY_SIDE
+from kvjax.policies import Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
+from kvjax.policies.capabilities import needs_compression
+from kvjax.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS
 from kvjax.sampling import Greedy
 
 STEPS = 24
@@ -63,9 +64,10 @@ def test_rows_are_due_as_often_as_they_have_waited(tiny, policy, times):
     @jax.jit
     def advance(caches, token, pos):
         """The caches after a step, and which rows were due before they were compressed and after."""
-        _, caches = transformer.decode_step(tiny, caches, token, pos, policy, specs)
-        after = [policy.compress(spec, x) for spec, x in zip(specs, caches, strict=True)]
-        return after, *(policy.due(specs[0], x[0]) for x in (caches, after))
+        layers = decoding.layers_of(policy, specs)
+        _, caches = transformer.decode_step(tiny, caches, token, pos, layers)
+        after = [layer.compress(x) for layer, x in zip(layers, caches, strict=True)]
+        return after, *(needs_compression(layers[0], x[0]) for x in (caches, after))
 
     caches, counts = state.caches, np.zeros(2, int)
     for i in range(STEPS):
@@ -75,16 +77,16 @@ def test_rows_are_due_as_often_as_they_have_waited(tiny, policy, times):
     assert tuple(counts) == times
 
 
-def test_who_is_never_due_and_who_always(tiny):
-    specs = cache.layer_specs(tiny.config, 1, 8, 8, jnp.float32)
+def test_who_never_compresses_and_who_always(tiny):
+    spec = cache.layer_specs(tiny.config, 1, 8, 8, jnp.float32)[0]
     told = {
-        name: policy.bind(tiny.config).due(specs[0], policy.bind(tiny.config).init(specs[0]))
+        name: policy.bind(tiny.config).layer(spec).traits.compression
         for name, policy in [("full", Full()), ("stream", StreamingLLM(budget=8)), ("mixed", MIXED)]
     }
-    assert told == {"full": "never", "stream": "always", "mixed": "always"}
-    short = ClusterKV(budget=4, sinks=2, window=20).bind(tiny.config)  # no tail will ever be as long
-    assert short.due(specs[0], short.init(specs[0])) == "never"
-    assert Policy.due(Full(), specs[0], None) == "never"
+    assert told == {"full": "never", "stream": "every_step", "mixed": "every_step"}
+    short = ClusterKV(budget=4, sinks=2, exempt=0, window=20).bind(tiny.config)  # no tail will ever be as long
+    assert short.layer(spec).traits.sparse
+    assert short.layer(spec).traits.compression == "never"
 
 
 @pytest.mark.parametrize(("policy", "together"), [(Full(), True), (CLUSTERKV, False), (CHELSEA, False)])
@@ -92,10 +94,10 @@ def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(ti
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     assert decoding.decode._options((policy, specs)) == {}  # these are for GPUs alone
     monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
-    wanted = ONE_GRAPH | SIDE_BY_SIDE if together else ONE_GRAPH
+    wanted = CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS if together else CUDA_GRAPH_OPTIONS
     assert decoding.decode._options((policy, specs)) == wanted
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-    assert decoding.decode._options((policy, specs)) == (SIDE_BY_SIDE if together else {})
+    assert decoding.decode._options((policy, specs)) == (CONCURRENT_GRAPH_OPTIONS if together else {})
 
 
 END = 63

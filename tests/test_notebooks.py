@@ -52,8 +52,8 @@ def test_its_badge_and_its_first_cell_give_the_projects_address(path):
     root = path.parents[1]
     address = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
     colab = address.replace("https://github.com/", "https://colab.research.google.com/github/")
-    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"| [{path.stem}](notebooks/{path.name}) |"))
+    lines = path.with_name("README.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| [{path.stem}]({path.name}) |"))
     assert f"colab-badge.svg)]({colab}/blob/main/notebooks/{path.name})" in line
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     first = next(cell for cell in cells if cell["cell_type"] == "code")

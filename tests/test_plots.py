@@ -82,7 +82,7 @@ def test_map_of_heads_that_are_all_alike() -> None:
 
 def test_costs_are_those_of_the_runs(tiny: Params) -> None:
     options = {"max_new_tokens": STEPS, "ignore_eos": True}
-    stats = {p.name: kvjax.generate(tiny, PROMPT, policy=p, **options).stats for p in (Full(), STREAMING)}
+    stats = {p.info.name: kvjax.generate(tiny, PROMPT, policy=p, **options).stats for p in (Full(), STREAMING)}
     figure = plots.costs(stats)
     memory, speed = ([bar.get_width() for bar in panel.patches] for panel in figure.axes)
     assert memory == [run.cache_bytes / 1e6 for run in stats.values()]

@@ -1,7 +1,6 @@
 """Prompts that are read in pieces: `generate(..., prefill_chunk=)`."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from policies.driver import ROPE, compositions, make_case, rotate, softmax
 
 import kvjax
 from kvjax import decoding
-from kvjax.cache import layer_specs
+from kvjax.cache import TokenBlock, layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
 
@@ -42,7 +41,7 @@ def test_full_in_pieces_is_full(tiny: Params) -> None:
     same(kvjax.generate(tiny, PROMPTS, prefill_chunk=5, **OPTIONS), whole)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)
 def test_pieces_are_what_tokens_one_by_one_are(tiny: Params, policy: Policy) -> None:
     one_by_one, pieces = (
         kvjax.generate(tiny, PROMPTS, policy, prefill_chunk=chunk, **OPTIONS) for chunk in (BY_ONE, 16)
@@ -64,14 +63,16 @@ def test_full_attention_over_cache_and_piece(window: int | None) -> None:
     lengths, size = [24] * 5, 24
     first = make_case(0, lengths, 0)
     spec = dataclasses.replace(first.spec, prompt_len=0, new_tokens=size, window=window)
-    extend = jax.jit(partial(Full().extend, spec))
+    layer = Full().layer(spec)
+    extend = jax.jit(layer.read_block)
     for seed in range(10):
         case = make_case(seed, lengths, 0)
-        state, outs = Full().init(spec), []
+        state, outs = layer.init(), []
         for at in range(0, size, 8):
             piece = slice(at, at + 8)
             pos = jnp.full(5, at, jnp.int32)
-            out, state, _ = extend(state, case.q[:, piece], case.k[:, piece], case.v[:, piece], pos, None)
+            block = TokenBlock(case.q[:, piece], case.k[:, piece], case.v[:, piece], pos, spec.rope)
+            out, state, _ = extend(state, block, {})
             outs.append(np.asarray(out))
         got = np.concatenate(outs, axis=1)
         for row, head in np.ndindex(5, 4):

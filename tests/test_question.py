@@ -38,7 +38,7 @@ def by_hand(params, prompt, question, policy):
     return drawn
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)
 def test_rows_read_their_questions_and_go_on(tiny, policy):
     """Ragged prompts and questions in one batch: each row gets what its prompt, compressed alone, goes on to."""
     results = kvjax.generate(tiny, PROMPTS, policy, question=QUESTIONS, **OPTIONS)

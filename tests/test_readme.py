@@ -1,4 +1,4 @@
-"""The README's code runs and prints what the README says."""
+"""What README.md and docs/ show: their code runs and prints what they say, their tables are those of the result files."""
 
 import contextlib
 import io
@@ -14,8 +14,12 @@ from benchmarks import tables
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLE, POLICY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+README, METHODS, QUALITY, SPEED, KERNELS = (
+    (ROOT / page).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/methods.md", "docs/quality.md", "docs/speed.md", "docs/kernels.md")
+)
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+(POLICY,) = re.findall(r"```python\n(.*?)```", METHODS, flags=re.DOTALL)
 PRINTED = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -29,8 +33,8 @@ def test_example_prints_what_the_readme_says(smollm2, monkeypatch):
     assert out.getvalue() == PRINTED[0]
 
 
-def test_policy_of_the_readme_works(tiny):
-    namespace = {"__name__": "readme"}
+def test_own_policy_of_the_docs_works(tiny):
+    namespace = {"__name__": "methods"}
     exec(POLICY, namespace)
     try:
         assert POLICY.count("\n") <= 40
@@ -52,23 +56,24 @@ def test_policy_of_the_readme_works(tiny):
 
 
 def test_policies_are_all_listed():
-    listed = re.findall(r"^\| `(\w+)` \| (?:the plain|a control|\[)", README, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \| (?:the plain|a control|\[)", METHODS, flags=re.MULTILINE)
     assert sorted(listed) == sorted(registry.policies())
     for cls in registry.policies().values():
-        assert f"| {cls.keeps} |" in README
+        assert f"| {cls.keeps} |" in METHODS
+    (table,) = re.findall(r"^\| what happens to the past \|.*?\n\n", README, flags=re.MULTILINE | re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(registry.policies())
 
 
 def test_tables_are_those_of_the_result_files():
-    assert tables.perplexity() in README
-    assert tables.memory() in README
-    assert tables.quality(tables.measured_quality()) in README
     assert tables.speed() in README
+    for table in (tables.perplexity(), tables.memory(), tables.quality(tables.measured_quality())):
+        assert table in QUALITY
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
-        assert table in (ROOT / "docs/speed.md").read_text(encoding="utf-8")
-    assert tables.kernels() in (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+        assert table in SPEED
+    assert tables.kernels() in KERNELS
 
 
-def test_result_files_say_what_the_readme_claims():
+def test_result_files_say_what_the_docs_claim():
     """Within the trained window TreeKV is near the full cache; beyond it stays where it was while the full cache fails."""
     rows = {row["policy"]: row["parts"] for row in tables.rows("streaming-perplexity-h200.json")}
     inside, beyond = "6144-8192", "14336-16384"

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.evals import Perplexity, perplexity, windowed
 from kvjax.policies import H2O, TOVA, Policy, StreamingLLM
@@ -100,5 +101,5 @@ def streamed(bench: Bench, policy: Policy, texts: list[list[int]]) -> list[Perpl
     params, tokens = bench.params, np.asarray(texts, np.int32)
     policy = policy.bind(params.config)
     specs = layer_specs(params.config, len(texts), 0, tokens.shape[1], params.dtype)
-    caches = jax.tree.map(jnp.copy, tuple(policy.init(spec) for spec in specs))
+    caches = jax.tree.map(jnp.copy, tuple(layer.init() for layer in decoding.layers_of(policy, specs)))
     return [Perplexity(row) for row in perplexity.read(params, policy, specs, caches, tokens, 0)[0]]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Turned, widen_bounds
+from kvjax.pallas_kernels import DeferredRope, widen_bounds
 
 from .case import Case
 
@@ -36,7 +36,7 @@ def cases() -> Iterator[Case]:
 
 
 def _widen(bounds: jax.Array, key: jax.Array, angle: jax.Array, pos: jax.Array, implementation: Any) -> jax.Array:
-    turned = Turned(key, jnp.cos(angle), jnp.sin(angle))
+    turned = DeferredRope(key, jnp.cos(angle), jnp.sin(angle))
     return widen_bounds(bounds, turned, pos, page=PAGE, implementation=implementation)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Turned, Writing, write_divided_slots
+from kvjax.pallas_kernels import DeferredRope, SlotUpdate, write_sharded_slots
 
 from .case import Case
 
@@ -38,12 +38,12 @@ def cases() -> Iterator[Case]:
 
 def _write(caches: Any, *inputs: Any, implementation: Any) -> list[list[jax.Array]]:
     k, v, angle, pos, *states = inputs
-    values = [Turned(k, jnp.cos(angle), jnp.sin(angle)), v, pos[:, None], 1.0]
+    values = [DeferredRope(k, jnp.cos(angle), jnp.sin(angle)), v, pos[:, None], 1.0]
     writings = [
-        Writing(arrays, slot, values, [slot, seen], heads)
+        SlotUpdate(arrays, slot, values, [slot, seen], heads)
         for (arrays, slot, seen), (_, heads) in zip(states, caches, strict=True)
     ]
-    return write_divided_slots(writings, implementation=implementation)
+    return write_sharded_slots(writings, implementation=implementation)
 
 
 def _inputs(rows: int, caches: Any, seed: int) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.plots import _matplotlib
+from kvjax.extras import import_matplotlib
 from kvjax.policies.profile import Labels
 
 from .recording import Recorded
@@ -100,7 +100,7 @@ def draw_overlap(share: Float[np.ndarray, " S"], often: Float[np.ndarray, "L K"]
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     figure = figures.Figure(figsize=(8.0, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(np.arange(len(share)), share, "o", markersize=3)
@@ -121,7 +121,7 @@ def draw_recall(curves: Mapping[str, Float[np.ndarray, "L K"]]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not curves:
         raise ValueError("no recall to draw; give at least one")
     figure = figures.Figure(figsize=(6.0, 3.8), layout="constrained")

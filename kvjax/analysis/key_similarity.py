@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.plots import _matplotlib
+from kvjax.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def draw_maps(maps: Mapping[str, Float[np.ndarray, "T T"]]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not maps:
         raise ValueError("no similarity to draw; give at least one head's")
     figure = figures.Figure(figsize=(1.2 + 3.4 * len(maps), 3.7), layout="constrained")
@@ -75,7 +75,7 @@ def draw_by_distance(curves: Mapping[str, Float[np.ndarray, " D"]]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, colormaps = _matplotlib()
+    figures, colormaps = import_matplotlib()
     if not curves:
         raise ValueError("no curve to draw; give at least one")
     figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")

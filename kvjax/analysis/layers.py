@@ -14,9 +14,10 @@ from jaxtyping import Bool, Float
 
 from kvjax import decoding
 from kvjax.cache import layer_specs
+from kvjax.extras import import_matplotlib
 from kvjax.models import Params
-from kvjax.plots import _matplotlib
 from kvjax.policies import Policy
+from kvjax.policies.capabilities import as_cache
 from kvjax.sampling import Greedy
 
 from .recording import Recorded
@@ -38,13 +39,13 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
     if not len(tokens):
         raise ValueError("the prompt is empty; give at least one token")
     policy = policy.bind(params.config)
-    policy.check(len(tokens) + new_tokens)
+    policy.validate(len(tokens) + new_tokens)
     specs = layer_specs(params.config, 1, len(tokens), new_tokens, params.dtype)
     rest = jnp.zeros((1,), jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
     state, _ = decoding.prefill(policy, specs, params, *decoding.padded([list(tokens)]), *rest)
     held = np.zeros((len(specs), params.config.num_kv_heads, len(tokens)), bool)
     for mask, spec, layer in zip(held, specs, state.caches, strict=True):
-        slots = policy.slots(spec, layer)
+        slots = as_cache(policy.layer(spec), layer)
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         for head, places, full in zip(mask, pos, live, strict=True):
             head[places[full]] = True
@@ -135,7 +136,7 @@ def draw_similarity(similarity: Mapping[str, Float[np.ndarray, "L L"]]) -> "Figu
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not similarity:
         raise ValueError("no similarity to draw; give at least one")
     figure = figures.Figure(figsize=(1.2 + 3.4 * len(similarity), 3.9), layout="constrained")
@@ -161,7 +162,7 @@ def draw_layers(values: Mapping[str, Float[np.ndarray, " L"]], measure: str) -> 
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not values:
         raise ValueError("no values to draw; give at least one policy's")
     figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")

@@ -6,17 +6,17 @@ Queries are those of the plain model reading a text, so that all policies are as
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.extras import import_matplotlib
 from kvjax.models.rope import Rope
-from kvjax.plots import _matplotlib
-from kvjax.policies import ClusterKV, InfiniGen, Quest
+from kvjax.policies import ClusterKV, InfiniGen, Quest, SparseLayer
 
 from .recording import Recorded
 
@@ -72,7 +72,7 @@ def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray,
     spec = _spec(policy, layer, prompt)
     lengths = jnp.full((1,), prompt, jnp.int32)
     q, k, v = (jnp.asarray(x)[None, :prompt] for x in (layer.q, layer.k, layer.v))
-    state, _ = jax.jit(policy.prefill, static_argnums=0)(spec, q, k, v, lengths, None)
+    state, _ = jax.jit(policy.layer(spec).prefill)(Prompt.of(spec.rope, q, k, v, lengths), {})
     found = np.full((spec.num_kv_heads, prompt), -1)
     heads = (np.asarray(x[0]) for x in (state.order, state.starts, state.sizes))
     for labels, order, starts, sizes in zip(found, *heads, strict=True):
@@ -150,7 +150,7 @@ def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> "Figure":
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     if not rates:
         raise ValueError("no rates to draw; give at least one policy's")
     figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -183,7 +183,7 @@ def _spec(policy: Recaller, layer: Recorded, prompt: int) -> LayerSpec:
         scale=dim**-0.5,
         window=layer.window,
     )
-    if not policy.recalls(spec):
+    if not policy.layer(spec).traits.sparse:
         raise ValueError(
             f"a budget of {policy.budget} covers the text of {total} tokens, so all is read; give a smaller one"
         )
@@ -195,19 +195,19 @@ def _replay(
     policy: Recaller, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
 ) -> tuple[Bool[Array, "S R T"], Int[Array, " S"]]:
     """What each head chooses at each step of the tokens before the tail, and where the tail begins by then."""
-    size = spec.prompt_len
+    layer, size = cast(SparseLayer[Any], policy.layer(spec)), spec.prompt_len
     lengths = jnp.full((1,), size, jnp.int32)
-    start, _ = policy.prefill(spec, q[None, :size], k[None, :size], v[None, :size], lengths, None)
-    pos = jnp.arange(size, spec.max_tokens, dtype=jnp.int32)[:, None]
+    start, _ = layer.prefill(Prompt.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths), {})
+    position = jnp.arange(size, spec.max_tokens, dtype=jnp.int32)[:, None]
 
     def step(state: Any, inputs: tuple[Array, Array, Array, Array]) -> tuple[Any, tuple[Array, Array]]:
-        q, k, v, pos = inputs
-        state = policy.append(spec, state, k, v, pos)
-        index, live = (x[0] for x in policy.recall(spec, state, q))
-        tail = policy.tail(state)[0]
-        live &= index < tail
-        chosen = jnp.zeros((len(index), policy.capacity(spec)), bool)
-        chosen = chosen.at[jnp.arange(len(index), dtype=jnp.int32)[:, None], index].max(live)
-        return policy.compress(spec, state), (chosen[:, : spec.max_tokens], tail)
+        token = Token(*inputs, spec.rope)
+        state = layer.append(state, token)
+        index, valid = (x[0] for x in layer.slots_to_read(state, token.query))
+        tail = layer.tail_start(state)[0]
+        valid &= index < tail
+        chosen = jnp.zeros((len(index), layer.capacity), bool)
+        chosen = chosen.at[jnp.arange(len(index), dtype=jnp.int32)[:, None], index].max(valid)
+        return layer.compress(state), (chosen[:, : spec.max_tokens], tail)
 
-    return jax.lax.scan(step, start, (q[size:, None], k[size:, None], v[size:, None], pos))[1]
+    return jax.lax.scan(step, start, (q[size:, None], k[size:, None], v[size:, None], position))[1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.plots import _matplotlib
+from kvjax.extras import import_matplotlib
 
 from .recording import Recorded
 
@@ -99,7 +99,7 @@ def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], ends: int = 32) -> "Fig
         ImportError: matplotlib is not installed.
         ValueError: no position is left to draw.
     """
-    figures, colormaps = _matplotlib()
+    figures, colormaps = import_matplotlib()
     levels, total = magnitude.shape
     if total <= 2 * ends:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvjax.models import ModelConfig
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
+from kvjax.policies.text import parse_settings, split
 
 LARGEST = "largest"
 
@@ -64,27 +65,15 @@ class Case:
 
 
 def read_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """A policy and its settings from ``name[:budget][:setting=value]...``: ``treekv:0.2``, ``catekv:2048:eta=0.7:share_adaptive=0.4``.
+    """A policy and its settings, as `kvjax.policies.text` has them, and shares of kinds of heads: ``catekv:2048,eta=0.7,share_adaptive=0.4``.
 
     Raises:
-        ValueError: a setting is not written so, or does not take that value.
+        PolicyError: a setting is not written so, or does not take that value.
     """
-    from kvjax.cli.hyperparameters import parse_value, setting_name
-
-    name, *parts = text.split(":")
+    name, _, settings = text.partition(":")
     cls = policy_class(name)
     hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | typing.get_type_hints(cls)
-    settings = {}
-    for i, part in enumerate(parts):
-        if i == 0 and "=" not in part:
-            part = f"budget={part}"
-        setting = setting_name(part)
-        value = part.partition("=")[2]
-        try:
-            settings[setting] = parse_value(value, hints.get(setting, int | float | str))
-        except ValueError as error:
-            raise ValueError(f"{text}: {setting}={value!r}; {error}") from None
-    return name, settings
+    return name, parse_settings(text, hints, split(settings, ","))
 
 
 def _labels(config: ModelConfig, kinds: Sequence[str], shares: dict[str, float]) -> tuple[tuple[str, ...], ...]:

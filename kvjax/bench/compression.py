@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import Prompt
 from kvjax.decoding import Specs
 from kvjax.policies import Policy
+from kvjax.policies.base import Carry
 
 REPEATS = 4
 """Times that it is run; the first warms up."""
@@ -56,8 +58,10 @@ def _every_layer(
     factors: Float[Array, " L"],
 ) -> list[Any]:
     """Each layer's state. The layers' inputs differ by factors that the compiler does not know, or it would work out one for all."""
-    states, carry = [], None
+    states: list[Any] = []
+    carry: Carry = {}
     for spec, factor in zip(specs, factors, strict=True):
-        state, carry = policy.prefill(spec, q * factor, k * factor, v * factor, lengths, carry)
+        prompt = Prompt.of(spec.rope, q * factor, k * factor, v * factor, lengths)
+        state, carry = policy.layer(spec).prefill(prompt, carry)
         states.append(state)
     return states

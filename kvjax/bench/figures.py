@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.bench.case import LARGEST
-from kvjax.plots import _matplotlib
+from kvjax.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def _measured(rows: Sequence[Row]) -> list[Row]:
 
 
 def _panels(height: int, width: int) -> tuple["Figure", Any]:
-    figures, _ = _matplotlib()
+    figures, _ = import_matplotlib()
     figure = figures.Figure(figsize=(1.2 + 4.0 * width, 0.8 + 3.2 * height), layout="constrained")
     return figure, figure.subplots(height, width, squeeze=False)
 

@@ -8,6 +8,7 @@ from kvjax.cache import LayerSpec
 from kvjax.decoding import Specs
 from kvjax.models import Params
 from kvjax.policies import Policy
+from kvjax.policies.capabilities import as_cache
 
 BANDWIDTH = {
     "B200": 8.0e12,
@@ -51,7 +52,10 @@ def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
 
     @jax.jit
     def live(caches: tuple[object, ...]) -> list[jax.Array]:
-        return [jnp.sum(policy.slots(spec, x).live, dtype=jnp.int32) for spec, x in zip(specs, caches, strict=True)]
+        return [
+            jnp.sum(as_cache(policy.layer(spec), x).live, dtype=jnp.int32)
+            for spec, x in zip(specs, caches, strict=True)
+        ]
 
     return sum(
         _layer(policy, spec, int(count), cache) for spec, count, cache in zip(specs, live(caches), caches, strict=True)
@@ -60,8 +64,8 @@ def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
 
 def _layer(policy: Policy, spec: LayerSpec, live: int, cache: object) -> int:
     held = sum(x.nbytes for x in jax.tree.leaves(cache))
-    if policy.memory == "quantised":
-        shape = jax.eval_shape(lambda x: policy.slots(spec, x).pos, cache).shape
+    if policy.info.memory == "quantized":
+        shape = jax.eval_shape(lambda x: as_cache(policy.layer(spec), x).pos, cache).shape
         return held * live // int(np.prod(shape))
     pairs = live * 2 * spec.head_dim * spec.dtype.itemsize
-    return min(pairs, policy.layer_bytes_read(spec))
+    return min(pairs, policy.layer(spec).bytes_read)

@@ -2,13 +2,15 @@
 
 from collections.abc import Hashable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt
 from kvjax.decoding import Decoding, Specs
 from kvjax.policies import Policy
+from kvjax.policies.base import Carry
 
 
 def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
@@ -17,7 +19,8 @@ def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
     The policy's own prefill makes the cache, so slots, scores and metadata are as full as they would be. It runs once for each
     shape of cache: layers of one shape get copies.
     """
-    made, caches, carry = {}, [], None
+    made, caches = {}, []
+    carry: Carry = {}
     for spec in specs:
         kind = _kind(policy, spec)
         if kind in made:
@@ -30,7 +33,8 @@ def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
 
 def compile_filling(policy: Policy, specs: Specs, context: int) -> None:
     """Have the programs of `filled` in the compilation cache."""
-    key, carry = jax.eval_shape(lambda: jax.random.key(0)), None
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    carry: Any = {}
     for spec in {_kind(policy, spec): spec for spec in reversed(specs)}.values():
         fill = jax.jit(partial(_prefill, policy, spec, context))
         fill.lower(key, carry).compile()
@@ -39,13 +43,13 @@ def compile_filling(policy: Policy, specs: Specs, context: int) -> None:
 
 def _kind(policy: Policy, spec: LayerSpec) -> Hashable:
     """What layers have in common whose caches are alike."""
-    leaves, tree = jax.tree.flatten(jax.eval_shape(partial(policy.init, spec)))
+    leaves, tree = jax.tree.flatten(jax.eval_shape(policy.layer(spec).init))
     return tree, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def shapes(policy: Policy, specs: Specs) -> Decoding:
     """Shapes of such a state."""
-    return jax.eval_shape(lambda: _started(tuple(policy.init(spec) for spec in specs), specs[0].batch, 0))
+    return jax.eval_shape(lambda: _started(tuple(policy.layer(spec).init() for spec in specs), specs[0].batch, 0))
 
 
 def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
@@ -59,10 +63,11 @@ def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
     )
 
 
-def _prefill(policy: Policy, spec: LayerSpec, context: int, key: jax.Array, carry: object) -> tuple[object, object]:
+def _prefill(policy: Policy, spec: LayerSpec, context: int, key: jax.Array, carry: Carry) -> tuple[object, Carry]:
     heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
     q, k, v = (
         jax.random.normal(one, (spec.batch, spec.prompt_len, count, spec.head_dim), spec.dtype)
         for one, count in zip(jax.random.split(key, 3), heads, strict=True)
     )
-    return policy.prefill(spec, q, k, v, jnp.full((spec.batch,), context, jnp.int32), carry)
+    lengths = jnp.full((spec.batch,), context, jnp.int32)
+    return policy.layer(spec).prefill(Prompt.of(spec.rope, q, k, v, lengths), carry)

@@ -47,7 +47,7 @@ def main() -> None:
 
     from .case import Case
     from .floor import bandwidth
-    from .measuring import compile_only, measure
+    from .measure import compile_only, measure
 
     device = jax.devices()[0]
     rate = options["bandwidth"] or bandwidth(device.device_kind)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Held, Rotation, decode_attention, divided_attention
+from kvjax.pallas_kernels import CacheShard, Rotation, decode_attention, sharded_decode_attention
 
 from .spec import LayerSpec
 from .state import LayerCache
@@ -38,7 +38,7 @@ def attend(
     """
     rope, weight, keys = spec.rope, _seen(spec, cache, token.position), cache.k
     query, rotation = token.query if ranks is None else token.q, None
-    if ranks is not None and rope.turns_halves_of(spec.head_dim):
+    if ranks is not None and rope.rotates_halves_of(spec.head_dim):
         rotation = Rotation(*ranks, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
     elif ranks is not None:
         query = rope.rotate(token.q, jnp.repeat(ranks[1], spec.num_heads // spec.num_kv_heads, axis=1))
@@ -58,10 +58,10 @@ def attend_split(
         token: of all heads.
     """
     held = [
-        Held(cache.k, cache.v, _seen(spec, cache, token.position), mine)
+        CacheShard(cache.k, cache.v, _seen(spec, cache, token.position), mine)
         for cache, mine in zip(caches, heads, strict=True)
     ]
-    return divided_attention(token.query, held, scale=spec.scale)
+    return sharded_decode_attention(token.query, held, scale=spec.scale)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.models.rope import Rope
-from kvjax.pallas_kernels import Turned
-from kvjax.pallas_kernels.divided import query_heads
+from kvjax.pallas_kernels import DeferredRope
+from kvjax.pallas_kernels.head_shards import query_heads
 
-Rotated = Float[Array, "B N H"] | Turned
+Rotated = Float[Array, "B N H"] | DeferredRope
 """Rotated queries or keys of one token a row, if need be such as the kernel that reads them rotates; opaque to policies."""
 
 
@@ -159,8 +159,8 @@ class TokenBlock:
 
 def deferred_rope(rope: Rope, x: Float[Array, "B N H"], position: Int[Array, " B"]) -> Rotated:
     """`x` rotated to each row's position, if need be later, by the kernel that reads it."""
-    if rope.turns_halves_of(x.shape[-1]):
-        return Turned(x, *rope.cos_sin(position))
+    if rope.rotates_halves_of(x.shape[-1]):
+        return DeferredRope(x, *rope.cos_sin(position))
     return rope.rotate(x, position[:, None])
 
 

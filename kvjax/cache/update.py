@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kvjax.pallas_kernels import Writing, heads_of, write_divided_slots, write_slots
+from kvjax.pallas_kernels import SlotUpdate, heads_of, write_sharded_slots, write_slots
 
 from . import host_memory
 from .state import LayerCache
@@ -52,9 +52,9 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
         token: of all heads.
     """
     values = [token.key, token.v, token.position[:, None], 1.0]
-    written = write_divided_slots(
+    written = write_sharded_slots(
         [
-            Writing([cache.k, cache.v, cache.pos, cache.weight], cache.next, values, [cache.next, cache.seen], mine)
+            SlotUpdate([cache.k, cache.v, cache.pos, cache.weight], cache.next, values, [cache.next, cache.seen], mine)
             for cache, mine in zip(caches, heads, strict=True)
         ]
     )

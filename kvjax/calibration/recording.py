@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from kvjax.cache import LayerSpec, layer_specs
+from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.models import Params, transformer
-from kvjax.policies import Policy, rotated
-from kvjax.policies.base import Carry
+from kvjax.policies.base import Carry, Layer, Policy
 from kvjax.program import Program
 
 Measure = Callable[[LayerSpec, Array, Array, Array], Any]
@@ -26,16 +25,16 @@ class Recorder(Policy):
 
     measure: Measure
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Any, Carry]:
-        return self.measure(spec, rotated(spec, q), rotated(spec, k), v), carry
+    def layer(self, spec: LayerSpec) -> "RecorderLayer":
+        return RecorderLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecorderLayer(Layer[Recorder]):
+    """One layer of a `Recorder`."""
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+        return self.policy.measure(self.spec, prompt.q_rotated, prompt.k_rotated, prompt.v), carry
 
 
 def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
@@ -77,7 +76,7 @@ def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple
 
 def _record(measure: Measure, specs: tuple[LayerSpec, ...], params: Params, tokens: Int[Array, "B T"]) -> Any:
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    return transformer.prefill(params, tokens, lengths, Recorder(measure), specs)[1]
+    return transformer.prefill(params, tokens, lengths, [Recorder(measure).layer(spec) for spec in specs])[1]
 
 
 _recorded = Program(_record, static=2)

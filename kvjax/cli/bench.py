@@ -76,7 +76,7 @@ def bench(
     throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
     Rows are written as they come; one that fails says why.
     """
-    from kvjax.bench.running import run
+    from kvjax.bench.runner import run
     from kvjax.memory import parse_bytes
 
     for value, option in (
@@ -132,7 +132,7 @@ def read_cases(
     """All combinations; lists are separated by commas. What is wrong is refused here, before anything runs."""
     from kvjax.bench.case import LARGEST, Case
     from kvjax.models.presets import PRESETS
-    from kvjax.nearest import hint
+    from kvjax.suggestions import hint
 
     numbers: dict[str, list[Any]] = {"context": [], "batch": []}
     for name, text in (("context", contexts), ("batch", batches)):
@@ -164,18 +164,19 @@ def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[s
     """Names and settings: each policy at each budget, unless it has one of its own or takes none."""
     from kvjax.bench.case import read_policy
     from kvjax.policies import policy_class
+    from kvjax.policies.text import split_policies
 
     wanted = None if budgets is None else checks.listed(budgets, "--budgets")
     found = []
-    for text in checks.listed(policies, "--policies"):
+    for text in split_policies(policies):
         name, settings = read_policy(text)
         cls = policy_class(name)
-        if not hasattr(cls, "budget"):
+        if not cls.about.takes_budget:
             settings.pop("budget", None)
         elif wanted is not None and "budget" not in settings:
-            found += [(cls.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
+            found += [(cls.about.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
             continue
-        found.append((cls.name, settings))
+        found.append((cls.about.name, settings))
     checks.once(found, "--policies")
     return found
 

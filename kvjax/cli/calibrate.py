@@ -63,7 +63,7 @@ def calibrate(
     The profile that is written holds a score and a label for every KV head; for infinigen, the directions in which its queries are
     largest. Give it to the policy with `--set profile=FILE`. The default model needs none: its profiles come with kvjax.
     """
-    from kvjax.calibration.making import METHODS, make_profile
+    from kvjax.calibration.make_profile import METHODS, make_profile
     from kvjax.policies import HeadProfile
 
     # Before the model is loaded: mistakes show at once.

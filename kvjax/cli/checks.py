@@ -9,10 +9,9 @@ from typing import TypeVar
 
 import typer
 
-T = TypeVar("T", int, float)
+from kvjax.settings import MOST as MOST
 
-MOST = 2**31 - 1
-"""No count of tokens or examples is larger: positions are 32-bit numbers."""
+T = TypeVar("T", int, float)
 
 
 def listed(text: str, option: str) -> list[str]:

@@ -68,9 +68,9 @@ def compare(
     targets = checks.numbers(budgets, float, "--budgets", "shares above 0, up to 1", lambda share: 0 < share <= 1)
     inputs = read_inputs(length, samples, seed, text, data, examples, shots)
 
-    from kvjax.evals import comparing
-    from kvjax.evals.measuring import check
-    from kvjax.evals.naming import task_name
+    from kvjax.evals.compare import compare as compare_all
+    from kvjax.evals.measure import check
+    from kvjax.evals.tasks import task_name
 
     names = [task_name(name) for name in names]
     checks.once(names, "--tasks")
@@ -81,7 +81,7 @@ def compare(
     params = read_model(model, dtype, compilation_cache)
     with bar() as begin:
         begin("Making tasks")
-        cells = comparing.compare(
+        cells = compare_all(
             params,
             chosen,
             targets,

@@ -48,7 +48,7 @@ def draw(
     checks.picture(out)
     text = read_prompt(prompt, prompt_file)
     params = read_model(model, dtype, compilation_cache)
-    with waiting("Running " + ", ".join(policy.name for policy in chosen)):
+    with waiting("Running " + ", ".join(policy.info.name for policy in chosen)):
         figure = kept_tokens(params, text, chosen, max_new_tokens)
     save(figure, out)
     if errors().is_terminal:

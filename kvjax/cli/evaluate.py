@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,7 +33,7 @@ from .task_options import (
 )
 
 if TYPE_CHECKING:
-    from kvjax.evals.measuring import Outcome
+    from kvjax.evals.measure import Outcome
 
 
 def evaluate(
@@ -110,8 +110,8 @@ def evaluate(
         more["depths"] = checks.numbers(depths, float, "--depths", "shares from 0 to 1", lambda depth: 0 <= depth <= 1)
     inputs = read_inputs(length, samples, seed, text, data, examples, shots, **more)
 
-    from kvjax.evals.measuring import check, measure
-    from kvjax.evals.naming import task_name
+    from kvjax.evals.measure import check, measure
+    from kvjax.evals.tasks import task_name
 
     task = task_name(task)
     if plot is not None and (out is None or several or not task.startswith("needle-")):
@@ -125,7 +125,7 @@ def evaluate(
     outcomes = []
     with bar() as begin:
         for each in chosen:
-            budgeted = f"{each.name}-{each.budget}" if isinstance(each, _Budgeted) else each.name
+            budgeted = each.info.name + (f"-{budget}" if (budget := getattr(each, "budget", None)) is not None else "")
             outcome = measure(
                 params,
                 task,
@@ -147,11 +147,6 @@ def evaluate(
         _print_table(outcomes)
     else:
         _print(outcomes[0])
-
-
-@runtime_checkable
-class _Budgeted(Protocol):
-    budget: int | float
 
 
 def _print_table(outcomes: "Sequence[Outcome]") -> None:

@@ -123,7 +123,7 @@ def _print_result(
             "logprobs": result.logprobs,
             "stop_reason": result.stop_reason,
             "model": {"source": source, "family": params.config.family, "dtype": params.dtype.name},
-            "policy": {"name": policy.name, **dataclasses.asdict(policy)},
+            "policy": {"name": policy.info.name, **dataclasses.asdict(policy)},
             "stats": dataclasses.asdict(stats)
             | {
                 "prefill_tokens_per_second": stats.prefill_tokens_per_second,

@@ -86,7 +86,7 @@ def _report(
     for done, cls in enumerate(policies().values()):
         progress(done, len(policies()))
         policy = cls()
-        entry: dict[str, Any] = {"policy": cls.name, **dataclasses.asdict(policy)}
+        entry: dict[str, Any] = {"policy": cls.about.name, **dataclasses.asdict(policy)}
         caches.append(entry)
         try:
             policy = policy.bind(config)

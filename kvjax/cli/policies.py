@@ -20,12 +20,12 @@ def policies(as_json: JsonOption = False) -> None:
         print_json(
             [
                 {
-                    "name": cls.name,
-                    "paper": cls.paper,
-                    "keeps": cls.keeps,
-                    "memory": cls.memory,
-                    "stage": cls.stage,
-                    "positions": cls.positions,
+                    "name": cls.about.name,
+                    "paper": cls.about.paper,
+                    "keeps": cls.about.summary,
+                    "memory": cls.about.memory,
+                    "stage": cls.about.stage,
+                    "positions": cls.about.positions,
                     "hyperparameters": {field.name: field.default for field in dataclasses.fields(cls)},
                 }
                 for cls in known.values()
@@ -36,12 +36,12 @@ def policies(as_json: JsonOption = False) -> None:
         ["Policy", "Paper", "Keeps", "Memory", "Stage", "Positions", "Hyperparameters"],
         [
             [
-                cls.name,
-                cls.paper,
-                cls.keeps,
-                cls.memory,
-                cls.stage,
-                cls.positions,
+                cls.about.name,
+                cls.about.paper,
+                cls.about.summary,
+                cls.about.memory,
+                cls.about.stage,
+                cls.about.positions,
                 ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(cls)) or "none",
             ]
             for cls in known.values()

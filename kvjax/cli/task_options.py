@@ -8,7 +8,7 @@ import typer
 from . import checks
 
 if TYPE_CHECKING:
-    from kvjax.evals.naming import Inputs
+    from kvjax.evals.tasks import Inputs
 
 LengthOption = Annotated[
     str | None,
@@ -76,7 +76,7 @@ def read_inputs(
     Raises:
         FileNotFoundError: one of the paths does not exist.
     """
-    from kvjax.evals.naming import Inputs
+    from kvjax.evals.tasks import Inputs
 
     for path in (text, data, examples):
         if path is not None and not path.exists():

@@ -9,8 +9,8 @@ from .needle import NeedleInAHaystack as NeedleInAHaystack
 from .perplexity import Perplexity as Perplexity
 from .perplexity import streaming as streaming
 from .perplexity import windowed as windowed
-from .running import Evaluation as Evaluation
-from .running import evaluate as evaluate
+from .runner import Evaluation as Evaluation
+from .runner import evaluate as evaluate
 from .task import Example as Example
 from .task import Format as Format
 from .task import Task as Task

@@ -68,7 +68,7 @@ def continuation(
             f"prompt_tokens={prompt_tokens} of texts of {lengths[0]}; give 1 to {lengths[0] - 2}, so that two or more follow"
         )
     policy = get_policy(policy, budget=budget).bind(params.config)
-    policy.check(lengths[0])
+    policy.validate(lengths[0])
     tokens = np.asarray(texts, np.int32)
     rows = len(tokens)
     specs = layer_specs(params.config, rows, prompt_tokens, lengths[0] - prompt_tokens, params.dtype)

@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.analysis.layers import jaccard
-from kvjax.cache import LayerSpec, layer_specs
+from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
 from kvjax.models import Params, transformer
-from kvjax.policies import Policy, get_policy, rotated
+from kvjax.policies import Policy, get_policy
+from kvjax.policies.base import Carry, Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ def fidelity(
     if top < 1:
         raise ValueError(f"top={top}; give 1 or more")
     policy = get_policy(policy, budget=budget).bind(params.config)
-    policy.check(total)
+    policy.validate(total)
     rows = 1 + -(-total // dim)
     specs = layer_specs(params.config, rows, prompt, total - prompt, jnp.float32)
     outputs = _replay(policy, specs, prompt, reading)
@@ -125,17 +126,17 @@ def fidelity(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader(Policy):
+class _ReaderLayer(Layer[Policy]):
     """Keeps of a prompt what attention is given."""
 
-    def prefill(self, spec: LayerSpec, q: Array, k: Array, v: Array, lengths: Array, carry: Any) -> tuple[Any, Any]:
-        return tuple(x[0].astype(jnp.float32) for x in (q, k, v)), carry
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+        return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
 
 
 @partial(jax.jit, static_argnums=0)
 def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[Any, ...]:
     lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
-    return transformer.prefill(params, tokens, lengths, _Reader(), specs)[1]
+    return transformer.prefill(params, tokens, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -161,20 +162,23 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
         return jnp.pad(x[:, :prompt], ((0, 0), (0, specs[0].prompt_len - prompt), (0, 0), (0, 0)))
 
     layers = [(spread(q), spread(k), named(v)) for q, k, v in zip(*reading, strict=True)]
-    states, carry = [], None
-    for spec, layer in zip(specs, layers, strict=True):
+    caches = [policy.layer(spec) for spec in specs]
+    states: list[Any] = []
+    carry: Carry = {}
+    for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
-        state, carry = policy.prefill(spec, q, k, v, lengths, carry)
+        state, carry = cache.prefill(Prompt.of(cache.spec.rope, q, k, v, lengths), carry)
         states.append(state)
 
     def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:
         arrays, at = inputs
         pos = jnp.full((rows,), at, jnp.int32)
-        kept, outputs, carry = [], [], None
-        for spec, state, (q, k, v) in zip(specs, states, arrays, strict=True):
-            state = policy.append(spec, state, k, v, pos)
-            out, state, carry = policy.attend(spec, state, q, pos, carry)
-            kept.append(policy.compress(spec, state))
+        kept, outputs = [], []
+        carry: Carry = {}
+        for cache, state, (q, k, v) in zip(caches, states, arrays, strict=True):
+            token = Token(q, k, v, pos, cache.spec.rope)
+            out, state, carry = cache.attend(cache.append(state, token), token, carry)
+            kept.append(cache.compress(state))
             outputs.append(out)
         return kept, outputs
 
@@ -186,7 +190,8 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
 @partial(jax.jit, static_argnums=(0, 1))
 def _attention(spec: LayerSpec, prompt: int, q: Array, k: Array) -> Float[Array, "S N T"]:
     """Full attention's probabilities of every token after the prompt."""
-    q, k = rotated(spec, q[None])[0, prompt:], rotated(spec, k[None])[0]
+    position = jnp.arange(len(k), dtype=jnp.int32)[:, None]
+    q, k = spec.rope.rotate(q, position)[prompt:], spec.rope.rotate(k, position)
     group = q.shape[1] // k.shape[1]
     logits = jnp.einsum("snh,tnh->snt", q, jnp.repeat(k, group, axis=1)) * jnp.float32(spec.scale)
     distance = jnp.arange(prompt, len(k), dtype=jnp.int32)[:, None] - jnp.arange(len(k), dtype=jnp.int32)

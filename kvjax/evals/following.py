@@ -56,7 +56,7 @@ def following(
     policy = policy.bind(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
-        policy.check(len(context) + bucket(len(continuation)))
+        policy.validate(len(context) + bucket(len(continuation)))
         groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
     found: dict[int, Following] = {}
     for (_, room), group in groups.items():
@@ -80,7 +80,7 @@ def _score(params: Params, policy: Policy, pairs: Sequence[Any], room: int) -> l
         rest = jnp.zeros((len(pairs),), jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
         caches = decoding.prefill(policy, specs, params, *prompts, *rest)[0].caches
     else:
-        caches = jax.tree.map(jnp.copy, tuple(policy.init(spec) for spec in specs))
+        caches = jax.tree.map(jnp.copy, tuple(layer.init() for layer in decoding.layers_of(policy, specs)))
     texts = [[context[-1], *continuation] for context, continuation in pairs]
     tokens = np.zeros((len(pairs), max(map(len, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):

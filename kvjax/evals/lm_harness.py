@@ -97,7 +97,7 @@ def register() -> type[Any]:
         @property
         def tokenizer_name(self) -> str:
             """What the harness keeps its cache of prompts by."""
-            return f"kvjax-{self.params.tokenizer._digest.hex()[:16]}"
+            return f"kvjax-{self.params.tokenizer.digest.hex()[:16]}"
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return self.params.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
@@ -121,7 +121,7 @@ def register() -> type[Any]:
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             windows = [list(map(utils.make_disjoint_window, self._windows(request.args[0]))) for request in requests]
-            if isinstance(self.policy, Full):  # one pass a window is the same, and sooner done
+            if self.policy == Full():  # one pass a window is the same, and sooner done
                 return [sum(_likelihood(self.params, *window) for window in each) for each in windows]
             pairs = [pair for each in windows for pair in each]
             scores = iter(following(self.params, self.policy, pairs, self.batch_size))

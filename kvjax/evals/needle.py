@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from . import haystack
-from .sizing import largest
+from .lengths import largest
 from .task import Example, Format
 
 Kind = Literal["number", "uuid", "passkey", "sentence"]

@@ -115,9 +115,9 @@ def streaming(
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
     policy = get_policy(policy, budget=budget).bind(params.config)
-    policy.check(len(tokens))
+    policy.validate(len(tokens))
     specs = layer_specs(params.config, 1, 0, len(tokens), params.dtype)
-    caches = tuple(policy.init(spec) for spec in specs)
+    caches = tuple(layer.init() for layer in decoding.layers_of(policy, specs))
     caches = jax.tree.map(jnp.copy, caches)  # leaves may share a buffer when made, and the loop is given each to reuse
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
     text, first, before = np.asarray(tokens, np.int32)[None], 0, np.zeros((1, 0), np.float32)

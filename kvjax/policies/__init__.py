@@ -28,14 +28,13 @@ from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV
 from .quest import Quest as Quest
 from .random_eviction import Random as Random
-from .registry import get_policy as get_policy
 from .registry import policies as policies
 from .registry import policy_class as policy_class
 from .registry import register as register
-from .registry import takes_budget as takes_budget
 from .shadowkv import ShadowKV as ShadowKV
 from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM
+from .text import get_policy as get_policy
 from .tova import TOVA as TOVA
 from .transforms.by_head import ByHead as ByHead
 from .transforms.by_head import by_head as by_head

@@ -1,19 +1,73 @@
 """Ada-KV: heads whose attention is spread out get slots that others do not need."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 from kvjax.pallas_kernels import ragged_attention, top_k
 
-from .base import Carry, PolicyError, budget_rows, check_fields, rotated
+from .base import Carry, Layer, Traits
+from .budget import budget_rows
+from .families.scoring import PromptScorerLayer
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
 from .snapkv import SnapKV
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV with one budget for all heads of a layer, which the best tokens of all heads share (Feng et al. 2024, Ada-SnapKV).
+
+    Of K heads with b slots each beside the window, the K · b highest scores of the layer say how many tokens each head wants.
+    It gets (1 - alpha) · wanted + alpha · b, rounded down, so that every head has something. (The published code rounds to the
+    nearest, so that a layer may hold a few tokens more than its budget.)
+
+    What a head does not need holds no memory: a layer has one store, in which each head has a segment as long as it needs. A
+    decoding step reads the store once, see `kvjax.pallas_kernels.ragged_attention`.
+
+    Attributes:
+        budget: slots for the prompt in the average head, window included: tokens, or a fraction of prompt + new tokens.
+        window, pool, kernel: see `SnapKV`.
+        alpha: the safeguard: share of its part of the budget that every head has in any case.
+    """
+
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="adakv",
+        paper="Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
+        summary="as SnapKV, more in heads with spread-out attention and less in others",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+    )
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_fields(self, alpha=0)
+        if self.alpha > 1:
+            raise PolicyError(f"{self.info.name}: alpha={self.alpha}; give a share, 0 to 1")
+        super().__post_init__()
+
+    def keep_mask(
+        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+    ) -> Bool[Array, "B K T"]:
+        candidates, kept = (x[:, None] for x in self.regions(scores.shape[-1], lengths, budget))
+        scores, heads = jnp.where(candidates, scores, -jnp.inf), scores.shape[1]
+        share = budget - sum(self.always_kept(budget))
+        best = top_k(scores.reshape(scores.shape[0], -1), share * heads).reshape(scores.shape) & candidates
+        wanted = jnp.sum(best, axis=-1, dtype=jnp.int32)
+        given = share[:, None] + budget_rows(float(1 - self.alpha), wanted - share[:, None])
+        return top_k(scores, given) & candidates | kept
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return AdaKVLayer(self, spec)
 
 
 @flax.struct.dataclass
@@ -43,55 +97,20 @@ class Ragged:
         return self.pos >= 0
 
 
-@register
 @dataclasses.dataclass(frozen=True)
-class AdaKV(SnapKV):
-    """SnapKV with one budget for all heads of a layer, which the best tokens of all heads share (Feng et al. 2024, Ada-SnapKV).
+class AdaKVLayer(PromptScorerLayer[AdaKV]):
+    """One layer of `AdaKV`."""
 
-    Of K heads with b slots each beside the window, the K · b highest scores of the layer say how many tokens each head wants.
-    It gets (1 - alpha) · wanted + alpha · b, rounded down, so that every head has something. (The published code rounds to the
-    nearest, so that a layer may hold a few tokens more than its budget.)
+    traits: Traits = Traits(has_own_store=True)
 
-    What a head does not need holds no memory: a layer has one store, in which each head has a segment as long as it needs. A
-    decoding step reads the store once, see `kvjax.pallas_kernels.ragged_attention`.
-
-    Attributes:
-        budget: slots for the prompt in the average head, window included: tokens, or a fraction of prompt + new tokens.
-        window, pool, kernel: see `SnapKV`.
-        alpha: the safeguard: share of its part of the budget that every head has in any case.
-    """
-
-    name: ClassVar[str] = "adakv"
-    paper: ClassVar[str] = (
-        "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference"
-    )
-    keeps: ClassVar[str] = "as SnapKV, more in heads with spread-out attention and less in others"
-
-    alpha: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_fields(self, alpha=0)
-        if self.alpha > 1:
-            raise PolicyError(f"{self.name}: alpha={self.alpha}; give a share, 0 to 1")
-        super().__post_init__()
-
-    def capacity(self, spec: LayerSpec) -> int:
+    @property
+    def capacity(self) -> int:
         """Slots of the layer's store: of all its heads together."""
-        return cache.round_slots(spec.num_kv_heads * (min(self.most(spec), spec.prompt_len) + spec.new_tokens))
+        most = min(self.policy.max_budget(self.spec), self.spec.prompt_len)
+        return cache.round_slots(self.spec.num_kv_heads * (most + self.spec.new_tokens))
 
-    def choose(
-        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
-    ) -> Bool[Array, "B K T"]:
-        candidates, kept = (x[:, None] for x in self.regions(scores.shape[-1], lengths, budget))
-        scores, heads = jnp.where(candidates, scores, -jnp.inf), scores.shape[1]
-        share = budget - sum(self.ends(budget))
-        best = top_k(scores.reshape(scores.shape[0], -1), share * heads).reshape(scores.shape) & candidates
-        wanted = jnp.sum(best, axis=-1, dtype=jnp.int32)
-        given = share[:, None] + budget_rows(float(1 - self.alpha), wanted - share[:, None])
-        return top_k(scores, given) & candidates | kept
-
-    def init(self, spec: LayerSpec) -> Ragged:
-        size = self.capacity(spec)
+    def init(self) -> Ragged:
+        spec, size = self.spec, self.capacity
         start = jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
         start = jnp.broadcast_to(start, (spec.batch, spec.num_kv_heads))
         return Ragged(
@@ -103,74 +122,56 @@ class AdaKV(SnapKV):
             seen=jnp.zeros((spec.batch,), jnp.int32),
         )
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Ragged, Carry]:
-        keep = self.choose(self.scores(spec, q, k, v, lengths), lengths, self.rows(spec, lengths))
-        return _stored(spec, self.capacity(spec), rotated(spec, k), v, keep, lengths), carry
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Ragged, Carry]:
+        _, _, keep = self.choose(prompt)
+        return _stored(self.spec, self.capacity, prompt, keep), carry
 
-    def append(
-        self, spec: LayerSpec, state: Ragged, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> Ragged:
-        at = (jnp.arange(k.shape[0], dtype=jnp.int32)[:, None], state.next)
+    def append(self, state: Ragged, token: Token) -> Ragged:
+        at = (jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None], state.next)
         return dataclasses.replace(
             state,
-            k=state.k.at[at].set(spec.rope.rotate(k, pos[:, None]).astype(state.k.dtype)),
-            v=state.v.at[at].set(v.astype(state.v.dtype)),
-            pos=state.pos.at[at].set(pos[:, None]),
+            k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype)),
+            v=state.v.at[at].set(token.v.astype(state.v.dtype)),
+            pos=state.pos.at[at].set(token.position[:, None]),
             next=state.next + 1,
             seen=state.seen + 1,
         )
 
-    def attend(
-        self, spec: LayerSpec, state: Ragged, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], Ragged, Carry]:
+    def attend(self, state: Ragged, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Ragged, Carry]:
+        window = self.spec.window
         out = ragged_attention(
-            spec.rope.rotate(q, pos[:, None]),
+            token.q_rotated,
             state.k,
             state.v,
             state.start,
             state.next,
-            scale=spec.scale,
-            visible=None if spec.window is None else state.pos > pos[:, None] - spec.window,
+            scale=self.spec.scale,
+            visible=None if window is None else state.pos > token.position[:, None] - window,
         )
         return out, state, carry
 
-    def slots(self, spec: LayerSpec, state: Ragged) -> Slots:
-        width = min(spec.max_tokens, state.pos.shape[-1])
+    def as_cache(self, state: Ragged) -> LayerCache:
+        width = min(self.spec.max_tokens, state.pos.shape[-1])
         index = state.start[..., None] + jnp.arange(width, dtype=jnp.int32)
         live = index < state.next[..., None]
-        flat = jnp.where(live, index, 0).reshape(spec.batch, -1)
+        flat = jnp.where(live, index, 0).reshape(self.spec.batch, -1)
 
         def segments(x: Float[Array, "B S H"]) -> Float[Array, "B K C H"]:
             rows = jnp.take_along_axis(x, flat[..., None], axis=1)
             return jnp.where(live[..., None], rows.reshape(*live.shape, -1), jnp.zeros((), x.dtype))
 
         pos = jnp.where(live, jnp.take_along_axis(state.pos, flat, axis=1).reshape(live.shape), -1)
-        return Slots(
+        return LayerCache(
             segments(state.k), segments(state.v), pos, live.astype(jnp.float32), state.next - state.start, state.seen
         )
 
 
-def _stored(
-    spec: LayerSpec,
-    size: int,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    keep: Bool[Array, "B K T"],
-    lengths: Int[Array, " B"],
-) -> Ragged:
+def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T"]) -> Ragged:
     """The kept tokens of a prompt in a store of `size` slots, head after head, with room for new tokens after each."""
     kept = jnp.sum(keep, axis=-1, dtype=jnp.int32)
     before = jnp.cumsum(kept, axis=-1) - kept  # tokens of the heads before, of those that are kept
     start = before + jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
-    source, _ = cache.compact(keep.reshape(spec.batch, -1), size)  # head · T + position, in order
+    source, _ = cache.compact_indices(keep.reshape(spec.batch, -1), size)  # head · T + position, in order
 
     slots = jnp.arange(size, dtype=jnp.int32)
     head = jnp.sum(slots >= start[..., None], axis=1, dtype=jnp.int32) - 1  # whose segment a slot is in
@@ -184,4 +185,6 @@ def _stored(
         return jnp.where(live[..., None], x[rows, token, head], jnp.zeros((), x.dtype)).astype(spec.dtype)
 
     pos = jnp.where(live, token, -1)
-    return Ragged(gathered(k), gathered(v), pos, start, start + kept, lengths.astype(jnp.int32))
+    return Ragged(
+        gathered(prompt.k_rotated), gathered(prompt.v), pos, start, start + kept, prompt.lengths.astype(jnp.int32)
+    )

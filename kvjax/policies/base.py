@@ -60,6 +60,11 @@ class Policy:
         """What is said of this policy; a combination composes it of what is said of its parts."""
         return self.about
 
+    def __str__(self) -> str:
+        """As `get_policy` reads it: its name, and hyperparameters that are not at their defaults."""
+        settings = ",".join(changed_fields(self, dataclasses.fields(self)))
+        return f"{self.info.name}:{settings}" if settings else self.info.name
+
     def bind(self, config: ModelConfig) -> "Policy":
         """The policy for one model: where a method treats heads or layers differently, the composition that does so.
 
@@ -147,9 +152,15 @@ class Layer(Generic[P]):
     traits: Traits = Traits(plain=True)
 
     @property
+    def max_kept(self) -> int:
+        """The most tokens that one head holds between two steps."""
+        return self.spec.max_tokens
+
+    @property
     def capacity(self) -> int:
-        """Slots to allocate in one head."""
-        return cache.round_slots(self.spec.max_tokens)
+        """Slots to allocate in one head: also for the newest token, which comes before another one goes."""
+        newest = 0 if self.traits.compression == "never" else 1
+        return cache.round_slots(min(self.max_kept + newest, self.spec.max_tokens))
 
     @property
     def bytes_read(self) -> int:
@@ -184,6 +195,17 @@ class Layer(Generic[P]):
         and policies composed with one another, each keep their own time.
         """
         return state
+
+
+def changed_fields(policy: Policy, fields: Iterable[Any]) -> list[str]:
+    """`name=value` of a policy's hyperparameters that are not at their defaults, as they are written in text."""
+    values = [
+        (field.name, getattr(policy, field.name)) for field in fields if getattr(policy, field.name) != field.default
+    ]
+    return [
+        f"{name}=({value})" if hasattr(value, "layer") else f"{name}={'none' if value is None else value}"
+        for name, value in values
+    ]
 
 
 def held_bytes(layer: Layer[Any]) -> tuple[int, int]:

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import top_k, window_scores
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
-from .compose import by_head
+from .base import Carry, Layer, Policy
+from .budget import budget_rows, budget_tokens
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
+from .transforms.by_head import by_head
 
 Order = Literal["max_then_sum", "sum_then_max"]
 
@@ -47,7 +50,7 @@ class Layout:
         recent = budget // 8 if self.recent is None else budget * 0 + self.recent
         return sinks, recent
 
-    def check(self, name: str, tokens: int) -> None:
+    def validate(self, name: str, tokens: int) -> None:
         """Raise `PolicyError` if sinks and recent tokens leave no room for a chunk in the budget."""
         budget = budget_tokens(self.budget, tokens)
         sinks, recent = self.regions(budget)
@@ -59,97 +62,110 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chunks(Policy):
+class ChunkHead(Policy):
     """Keep sinks, recent tokens and the chunks of the prompt that its last queries attend to most, and all new tokens."""
-
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "prompt"
-    grows: ClassVar[bool] = True
 
     layout: Layout
 
-    def check(self, tokens: int) -> None:
-        self.layout.check(self.name, tokens)
+    def validate(self, tokens: int) -> None:
+        self.layout.validate(self.info.name, tokens)
 
-    def chosen(self, chunks: Int[Array, " B"], room: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many of a prompt's chunks are kept, where sinks, tail and recent tokens leave `room` slots of the budget."""
+    def chosen(self, chunks: Int[Array, " B"], free: Int[Array, " B"]) -> Int[Array, " B"]:
+        """How many of a prompt's chunks are kept, where sinks, tail and recent tokens leave `free` slots of the budget."""
         raise NotImplementedError
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Slots, Carry]:
-        parts, keys = self.layout, rotated(spec, k)
-        budget = budget_rows(parts.budget, lengths + spec.new_tokens)
+    def max_kept(self, spec: LayerSpec) -> int:
+        """The most slots that tokens of a prompt take."""
+        raise NotImplementedError
+
+    def layer(self, spec: LayerSpec) -> "ChunkHeadLayer":
+        return ChunkHeadLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkHeadLayer(Layer[ChunkHead]):
+    """Heads of one kind in one layer."""
+
+    @property
+    def max_kept(self) -> int:
+        return min(self.policy.max_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+        parts, lengths = self.policy.layout, prompt.lengths
+        budget = budget_rows(parts.budget, lengths + self.spec.new_tokens)
         sinks, recent = parts.regions(budget)
         middle = jnp.maximum(lengths - sinks - recent, 0)
         chunks, tail = middle // parts.chunk, middle % parts.chunk
 
         scores = chunk_scores(
-            rotated(spec, q),
-            keys,
+            prompt.q_rotated,
+            prompt.k_rotated,
             lengths,
             middle=(sinks, middle),
             window=parts.window,
-            scale=spec.scale,
-            sliding_window=spec.window,
+            scale=self.spec.scale,
+            sliding_window=self.spec.window,
             chunk=parts.chunk,
             order=parts.order,
         )
-        best = top_chunks(scores, chunks, self.chosen(chunks, budget - sinks - recent - tail))
+        best = top_chunks(scores, chunks, self.policy.chosen(chunks, budget - sinks - recent - tail))
 
-        pos = jnp.arange(k.shape[1], dtype=jnp.int32)
+        pos = jnp.arange(prompt.size, dtype=jnp.int32)
         chunk = (pos - sinks[:, None]) // parts.chunk  # [B, T]; below 0 for sinks
         inside = (chunk >= 0) & (chunk < chunks[:, None])
         of_best = jnp.take_along_axis(best, jnp.where(inside, chunk, 0)[:, None], axis=-1)
         outside = (pos < sinks[:, None]) | (pos >= (lengths - recent - tail)[:, None])
         keep = (inside[:, None] & of_best) | outside[:, None] | (lengths <= budget)[:, None, None]
-        slots, _ = cache.select(spec, self.capacity(spec), keys, v, keep, lengths)
-        return slots, carry
+        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
 
 
 @dataclasses.dataclass(frozen=True)
-class Consistent(_Chunks):
+class Consistent(ChunkHead):
     """A consistent head: a fixed budget of the prompt, chosen once (Jiang et al. 2025, section 3.2)."""
 
-    name: ClassVar[str] = "catekv_consistent"
-    keeps: ClassVar[str] = "sinks, recent tokens, and a fixed budget of chunks of the prompt"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="catekv_consistent",
+        summary="sinks, recent tokens, and a fixed budget of chunks of the prompt",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+    )
 
     @property
     def budget(self) -> int | float:
         """Slots for the prompt."""
         return self.layout.budget
 
-    def chosen(self, chunks: Int[Array, " B"], room: Int[Array, " B"]) -> Int[Array, " B"]:
-        return jnp.minimum(room // self.layout.chunk, chunks)
+    def chosen(self, chunks: Int[Array, " B"], free: Int[Array, " B"]) -> Int[Array, " B"]:
+        return jnp.minimum(free // self.layout.chunk, chunks)
 
-    def capacity(self, spec: LayerSpec) -> int:
-        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.prompt_len) + spec.new_tokens)
+    def max_kept(self, spec: LayerSpec) -> int:
+        return budget_tokens(self.budget, spec.max_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(_Chunks):
+class Adaptive(ChunkHead):
     """An adaptive head: a share of the prompt's chunks, all of them by default.
 
     Attributes:
         eta: η in the paper, share of the chunks between sinks and recent tokens that is kept.
     """
 
-    name: ClassVar[str] = "catekv_adaptive"
-    keeps: ClassVar[str] = "sinks, recent tokens, and a share of the prompt's chunks"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="catekv_adaptive",
+        summary="sinks, recent tokens, and a share of the prompt's chunks",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+    )
 
     eta: float = 1.0
 
-    def chosen(self, chunks: Int[Array, " B"], room: Int[Array, " B"]) -> Int[Array, " B"]:
+    def chosen(self, chunks: Int[Array, " B"], free: Int[Array, " B"]) -> Int[Array, " B"]:
         return budget_rows(self.eta, chunks)
 
-    def capacity(self, spec: LayerSpec) -> int:
-        """Slots for the longest row: all of a prompt within the budget, else sinks, recent tokens and the most of the middle.
+    def max_kept(self, spec: LayerSpec) -> int:
+        """All of a prompt within the budget, else sinks, recent tokens and the most of the middle.
 
         Of a middle of m tokens with a tail of t < chunk, η (m - t) + t are kept at most, which is η m + (1 - η) t.
         """
@@ -157,7 +173,7 @@ class Adaptive(_Chunks):
         ends = sum(self.layout.regions(budget))
         eta = Fraction(self.eta).limit_denominator(10_000)
         middle = eta * max(spec.prompt_len - ends, 0) + (1 - eta) * (self.layout.chunk - 1)
-        return cache.round_slots(min(max(budget, ends + math.ceil(middle)), spec.prompt_len) + spec.new_tokens)
+        return max(budget, ends + math.ceil(middle))
 
 
 @register
@@ -182,17 +198,17 @@ class CateKV(Policy):
             its best token's sum over queries ("sum_then_max", Algorithm 1 as printed).
         profile: a `HeadProfile` or a file of one; or labels "consistent" and "adaptive" as [layer][head]; None takes the
             profile that comes with kvjax for the model.
-        adaptive: another policy for adaptive heads, such as one that recalls tokens by the query; `eta` is then not used.
+        adaptive: another policy for adaptive heads, such as a sparse one; `eta` is then not used.
     """
 
-    name: ClassVar[str] = "catekv"
-    paper: ClassVar[str] = (
-        "Jiang et al. 2025, CateKV: On Sequential Consistency for Long-Context LLM Inference Acceleration"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="catekv",
+        paper="Jiang et al. 2025, CateKV: On Sequential Consistency for Long-Context LLM Inference Acceleration",
+        summary="in heads that look at the same tokens all along, only those; in the others most or all",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
     )
-    keeps: ClassVar[str] = "in heads that look at the same tokens all along, only those; in the others most or all"
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "prompt"
-    grows: ClassVar[bool] = True
     labels: ClassVar[tuple[str, ...]] = ("consistent", "adaptive")
 
     budget: int | float = 2048
@@ -208,20 +224,18 @@ class CateKV(Policy):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, chunk=1, window=1)
         if not 0 <= self.eta <= 1:
-            raise PolicyError(f"{self.name}: eta={self.eta}; give a share of the chunks, 0 to 1")
+            raise PolicyError(f"{self.info.name}: eta={self.eta}; give a share of the chunks, 0 to 1")
         if self.adaptive is not None and self.eta != 1:
             raise PolicyError(
-                f"{self.name}: eta={self.eta} and a policy for adaptive heads; give one of them, since that policy gets all tokens"
+                f"{self.info.name}: eta={self.eta} and a policy for adaptive heads; give one of them, since that policy gets all tokens"
             )
         if not isinstance(self.profile, tuple | HeadProfile | str | None):
             raise PolicyError(
-                f"{self.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
+                f"{self.info.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
             )
-        if isinstance(self.budget, int):
-            self.check(0)
 
-    def check(self, tokens: int) -> None:
-        self._layout.check(self.name, tokens)
+    def validate(self, tokens: int) -> None:
+        self._layout.validate(self.info.name, tokens)
 
     def bind(self, config: ModelConfig) -> Policy:
         """Both kinds of heads with the policies that they have, as a `ByHead`."""
@@ -229,10 +243,8 @@ class CateKV(Policy):
         adaptive = Adaptive(self._layout, float(self.eta)) if self.adaptive is None else self.adaptive
         return by_head({"consistent": Consistent(self._layout), "adaptive": adaptive}, labels).bind(config)
 
-    def capacity(self, spec: LayerSpec) -> int:
-        raise PolicyError(
-            f"{self.name}: heads differ, so there is no one capacity; bind(config) gives a model's policy"
-        )
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
 
     @property
     def _layout(self) -> Layout:
@@ -240,9 +252,9 @@ class CateKV(Policy):
 
     def _profile(self, config: ModelConfig) -> HeadProfile:
         given = None if isinstance(self.profile, tuple) else self.profile
-        found = find(self.name, config, given)
+        found = find(self.info.name, config, given)
         if found is None:
-            raise missing(self.name, config)
+            raise missing(self.info.name, config)
         return found
 
 

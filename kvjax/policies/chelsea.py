@@ -11,18 +11,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import Clusters, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
 
-from . import soft_matching
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
-from .compose import by_head
+from .base import Carry, Layer, Policy, Traits
+from .budget import budget_rows, budget_tokens
+from .families import soft_matching
+from .fields import check_fields
 from .full import Full
-from .offload import offloaded
+from .info import PolicyError, PolicyInfo
 from .profile import HeadProfile, find
 from .registry import register
+from .transforms.by_head import by_head
+from .transforms.offload import offloaded
 
 SCHEDULES = {"llama-2": (0.45, 0.05, 3), "llama-3": (0.35, 0.1, 2), "qwen": (0.2, 0.1, 2), "constant": (0.25, 0.0, 0)}
 """r_init, alpha and number of decreasing steps by model family (appendix C.2); "constant" is the paper's needle test."""
@@ -42,12 +45,12 @@ class Centroids:
     """A Chelsea cache. B rows.
 
     Attributes:
-        slots: rotated keys, and values, in order; those of a row fill equally many slots in every head.
+        cache: rotated keys, and values, in order; those of a row fill equally many slots in every head.
         steps: i, clustering steps that each row has been through, which the ratio schedule depends on.
         budget: B, slots that clustering leaves.
     """
 
-    slots: Slots
+    cache: LayerCache
     steps: Int[Array, " B"]
     budget: Int[Array, " B"]
 
@@ -75,7 +78,7 @@ class Chelsea(Policy):
     """Merge tokens with similar keys into centroids (Hu et al. 2025, Algorithm 1 and section 5).
 
     When a row holds `every` slots more than its budget, those between sinks and recent tokens go through Chunked Soft Matching
-    (`kvjax.policies.soft_matching`), step after step until exactly the budget is left. A step removes a share
+    (`kvjax.policies.families.soft_matching`), step after step until exactly the budget is left. A step removes a share
     r = max(r_min, r_init - alpha · min(steps, i)) of them, i counting all steps since the row began, though at least one and
     no more than the budget asks. A cluster of n tokens attends like n tokens: log n is added to its logit.
 
@@ -101,12 +104,14 @@ class Chelsea(Policy):
         profile: which heads they are: a profile, its file, or None for the one that comes with the library, if there is one.
     """
 
-    name: ClassVar[str] = "chelsea"
-    paper: ClassVar[str] = "Hu et al. 2025, Efficient Long-Context LLM Inference via KV Cache Clustering"
-    keeps: ClassVar[str] = "sinks, recent tokens, and centroids of older tokens with similar keys"
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "both"
-    merges: ClassVar[bool] = True
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="chelsea",
+        paper="Hu et al. 2025, Efficient Long-Context LLM Inference via KV Cache Clustering",
+        summary="sinks, recent tokens, and centroids of older tokens with similar keys",
+        memory="freed",
+        stage="both",
+        merges=True,
+    )
 
     budget: int | float = 0.2
     sinks: int = 16
@@ -124,24 +129,22 @@ class Chelsea(Policy):
 
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, chunk=2, every=1, alpha=0, steps=0, r_min=0)
-        if self.schedule not in SCHEDULES:
-            raise PolicyError(f"{self.name}: schedule={self.schedule!r}; give one of {', '.join(map(repr, SCHEDULES))}")
-        if min(self._ratios) <= 0 or max(self._ratios) > _UNIT // 2:
+        if min(self.ratios) <= 0 or max(self.ratios) > _UNIT // 2:
             raise PolicyError(
-                f"{self.name}: ratios from {self._ratios[0] / _UNIT} to {self._ratios[-1] / _UNIT}; a step removes more than "
+                f"{self.info.name}: ratios from {self.ratios[0] / _UNIT} to {self.ratios[-1] / _UNIT}; a step removes more than "
                 "0 and at most 0.5 of the tokens, so raise r_min, or lower r_init"
             )
 
     def bind(self, config: ModelConfig) -> Policy:
         if not self.outliers or isinstance(self.budget, int):
             return self
-        profile = find(self.name, config, self.profile)
+        profile = find(self.info.name, config, self.profile)
         if profile is None or not profile.heads(OUTLIER):
             return self
         share = Fraction(len(profile.heads(OUTLIER)), config.num_layers * config.num_kv_heads)
         if self.budget <= share:
             raise PolicyError(
-                f"{self.name}: budget={self.budget} is less than what the outlier heads alone take, which are "
+                f"{self.info.name}: budget={self.budget} is less than what the outlier heads alone take, which are "
                 f"{float(share):.3f} of all; raise budget, or set outliers to False"
             )
         budget = float((Fraction(self.budget).limit_denominator(_UNIT) - share) / (1 - share))
@@ -149,12 +152,29 @@ class Chelsea(Policy):
         full = offloaded(Full()) if self.offload_outliers else Full()
         return by_head({OUTLIER: full, CLUSTERED: clustered}, profile.labels).bind(config)
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         if budget_tokens(self.budget, tokens) < 1:
-            raise PolicyError(f"{self.name}: a budget of {self.budget} gives 0 slots for {tokens} tokens; raise budget")
+            raise PolicyError(
+                f"{self.info.name}: a budget of {self.budget} gives 0 slots for {tokens} tokens; raise budget"
+            )
+
+    def layer(self, spec: LayerSpec) -> "ChelseaLayer":
+        return ChelseaLayer(self, spec)
+
+    def max_budget(self, spec: LayerSpec) -> int:
+        """B of a row that holds all the tokens it can."""
+        return max(budget_tokens(self.budget, spec.max_tokens), 1)
+
+    def row_budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """B of each row; all tokens can be merged into one, but no further."""
+        return jnp.maximum(budget_rows(self.budget, tokens), 1)
+
+    def is_full(self, state: Centroids) -> Bool[Array, " B"]:
+        """Rows that have waited long enough."""
+        return state.cache.next[:, 0] >= state.budget + self.every
 
     @property
-    def _ratios(self) -> tuple[int, ...]:
+    def ratios(self) -> tuple[int, ...]:
         """r at steps 0, 1, … until it no longer changes, in parts of `_UNIT`."""
         r_init, alpha, steps = SCHEDULES[self.schedule]
         r_init = r_init if self.r_init is None else self.r_init
@@ -162,98 +182,9 @@ class Chelsea(Policy):
         steps = steps if self.steps is None else self.steps
         return tuple(round(max(r_init - alpha * i, self.r_min) * _UNIT) for i in range(steps + 1))
 
-    def capacity(self, spec: LayerSpec) -> int:
-        most = self._budget(spec) + self.every
-        return cache.round_slots(min(most, spec.max_tokens))
-
-    def init(self, spec: LayerSpec) -> Centroids:
-        tokens = jnp.full((spec.batch,), spec.new_tokens, jnp.int32)
-        return Centroids(cache.empty(spec, self.capacity(spec)), jnp.zeros_like(tokens), self._budgets(tokens))
-
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Centroids, Carry]:
-        capacity, prompt = self.capacity(spec), k.shape[1]
-        slots = cache.whole(spec, max(capacity, prompt), rotated(spec, k), v, lengths)
-        state = Centroids(slots, jnp.zeros_like(slots.seen), self._budgets(lengths + spec.new_tokens))
-        budget = self._budget(spec)
-        if prompt < budget + self.every:  # then shorter rows are not due either
-            return state, carry
-        return self._cluster(capacity, _usual(self, slots.pos.shape[-1], prompt, budget, 0), state), carry
-
-    def append(
-        self,
-        spec: LayerSpec,
-        state: Centroids,
-        k: Float[Array, "B K H"],
-        v: Float[Array, "B K H"],
-        pos: Int[Array, " B"],
-    ) -> Centroids:
-        return dataclasses.replace(state, slots=super().append(spec, state.slots, k, v, pos))
-
-    def attend(
-        self, spec: LayerSpec, state: Centroids, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], Centroids, Carry]:
-        out, _, carry = super().attend(spec, state.slots, q, pos, carry)
-        return out, state, carry
-
-    def extend(
-        self,
-        spec: LayerSpec,
-        state: Centroids,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
-        pos: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Float[Array, "B S N H"], Centroids, Carry]:
-        """Tokens between two clusterings at once, up to `every`: they see the same slots, and each other."""
-        count, block = q.shape[1], min(self.every, q.shape[1])
-        places = cache.places(pos, count)
-        q, k = (spec.rope.rotate(x, places[..., None]) for x in (q, k))
-        more = (0, 0), (0, block)
-        tokens = [jnp.pad(x, more + ((0, 0),) * (x.ndim - 2)) for x in (q, k, v, places)]
-
-        def unread(loop: tuple[Array, Centroids, Array]) -> Array:
-            return loop[0] < count
-
-        def read(loop: tuple[Array, Centroids, Array]) -> tuple[Array, Centroids, Array]:
-            done, state, out = loop
-            room = jnp.min(state.budget + self.every - state.slots.next[:, 0])  # until the first row is due
-            fresh = jnp.minimum(jnp.minimum(room, block), count - done)
-            q, k, v, at = (jax.lax.dynamic_slice_in_dim(x, done, block, axis=1) for x in tokens)
-            slots = cache.insert_many(state.slots, k, v, at, fresh)
-            # What stands beyond the fresh ones is overwritten by the next ones' output, or cut off.
-            out = jax.lax.dynamic_update_slice_in_dim(out, cache.attend_many(spec, slots, q, at), done, axis=1)
-            return done + fresh, self.compress(spec, dataclasses.replace(state, slots=slots)), out
-
-        begin = jnp.zeros((), jnp.int32), state, jnp.zeros_like(tokens[0])
-        _, state, out = jax.lax.while_loop(unread, read, begin)
-        return out[:, :count], state, carry
-
-    def compress(self, spec: LayerSpec, state: Centroids) -> Centroids:
-        capacity = state.slots.pos.shape[-1]
-        budget = self._budget(spec)
-        usual = _usual(self, capacity, budget + self.every, budget, len(self._ratios))
-        cluster = partial(self._cluster, capacity, usual)
-        return jax.lax.cond(jnp.any(self._due(state)), cluster, lambda state: state, state)
-
-    def due(self, spec: LayerSpec, state: Centroids) -> Bool[Array, " B"]:
-        """Rows that have waited long enough."""
-        return self._due(state)
-
-    def _due(self, state: Centroids) -> Bool[Array, " B"]:
-        return state.slots.next[:, 0] >= state.budget + self.every
-
     @partial(jax.jit, static_argnums=(0, 1, 2))
-    def _cluster(self, capacity: int, usual: int, state: Centroids) -> Centroids:
-        """The rows that are due, clustered to exactly their budgets, in `capacity` slots; traced once for all layers of one shape.
+    def cluster(self, capacity: int, usual: int, state: Centroids) -> Centroids:
+        """The rows that are full, clustered to exactly their budgets, in `capacity` slots; traced once for all layers of one shape.
 
         Args:
             usual: steps that it takes most often: so many are taken at once, and only then rows are asked whether they need more,
@@ -264,13 +195,13 @@ class Chelsea(Policy):
             "clustering goes on until the budget is reached, through which there is no gradient; take it of another policy, such as "
             "treekv or snapkv"
         )
-        k, v = without_gradient((state.slots.k, state.slots.v), PolicyError(f"{self.name}: {endless}"))
-        slots = dataclasses.replace(state.slots, k=k, v=v)
-        places = slots.pos.shape[-1]
+        k, v = without_gradient((state.cache.k, state.cache.v), PolicyError(f"{self.info.name}: {endless}"))
+        held = dataclasses.replace(state.cache, k=k, v=v)
+        places = held.pos.shape[-1]
         chunk = self._chunk(places)
         sinks, recent = self._regions(state.budget)
-        size = slots.next[:, 0]
-        goal = jnp.where(self._due(state), state.budget, size)
+        size = held.next[:, 0]
+        goal = jnp.where(self.is_full(state), state.budget, size)
 
         def step(loop: Loop) -> Loop:
             middle = jnp.maximum(loop.size - sinks - recent, 0)
@@ -281,7 +212,7 @@ class Chelsea(Policy):
         def back(loop: Loop) -> Loop:
             return Loop(copy_clusters(loop.tokens, loop.size, loop.room), loop.tokens, loop.size, loop.steps)
 
-        tokens = Clusters(slots.k, slots.v, slots.pos, slots.weight)
+        tokens = Clusters(held.k, held.v, held.pos, held.weight)
         room = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), tokens)
         loop = Loop(tokens, room, size, state.steps)
         # Two at a time, after which tokens and room are where they were, so that XLA need not copy them.
@@ -294,23 +225,15 @@ class Chelsea(Policy):
 
         live = (jnp.arange(capacity, dtype=jnp.int32) < loop.size[:, None])[:, None]
         k, v, pos, weight = (x[:, :, :capacity] for x in loop.tokens)
-        slots = dataclasses.replace(
-            slots,
+        held = dataclasses.replace(
+            held,
             k=k,
             v=v,
             pos=jnp.where(live, pos, -1),
             weight=jnp.where(live, weight, 0.0),
-            next=jnp.broadcast_to(loop.size[:, None], slots.next.shape),
+            next=jnp.broadcast_to(loop.size[:, None], held.next.shape),
         )
-        return dataclasses.replace(state, slots=slots, steps=loop.steps)
-
-    def _budget(self, spec: LayerSpec) -> int:
-        """B of a row that holds all the tokens it can."""
-        return max(budget_tokens(self.budget, spec.max_tokens), 1)
-
-    def _budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
-        """B of each row; all tokens can be merged into one, but no further."""
-        return jnp.maximum(budget_rows(self.budget, tokens), 1)
+        return dataclasses.replace(state, cache=held, steps=loop.steps)
 
     def _chunk(self, places: int) -> int:
         """c in a cache of so many places."""
@@ -326,11 +249,80 @@ class Chelsea(Policy):
         self, middle: Int[Array, " B"], steps: Int[Array, " B"], chunk: int, excess: Int[Array, " B"]
     ) -> Int[Array, " B"]:
         """M, how many edges the next step keeps among `middle` tokens."""
-        table = jnp.asarray(self._ratios, jnp.int32)
-        ratio = table[jnp.minimum(steps, len(self._ratios) - 1)]
+        table = jnp.asarray(self.ratios, jnp.int32)
+        ratio = table[jnp.minimum(steps, len(self.ratios) - 1)]
         share = middle // _UNIT * ratio + middle % _UNIT * ratio // _UNIT
         most = jnp.minimum(middle // 2, soft_matching.edges(middle, chunk))
         return jnp.minimum(jnp.minimum(jnp.maximum(share, 1), most), excess)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChelseaLayer(Layer[Chelsea]):
+    """One layer of `Chelsea`."""
+
+    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reads_blocks=True)
+
+    @property
+    def max_kept(self) -> int:
+        return self.policy.max_budget(self.spec) + self.policy.every - 1
+
+    def init(self) -> Centroids:
+        tokens = jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32)
+        empty = cache.empty(self.spec, self.capacity)
+        return Centroids(empty, jnp.zeros_like(tokens), self.policy.row_budgets(tokens))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Centroids, Carry]:
+        policy, capacity, size = self.policy, self.capacity, prompt.size
+        held = cache.from_prompt(self.spec, max(capacity, size), prompt)
+        budgets = policy.row_budgets(prompt.lengths + self.spec.new_tokens)
+        state = Centroids(held, jnp.zeros_like(held.seen), budgets)
+        budget = policy.max_budget(self.spec)
+        if size < budget + policy.every:  # then shorter rows are not full either
+            return state, carry
+        usual = _usual(policy, held.pos.shape[-1], size, budget, 0)
+        return policy.cluster(capacity, usual, state), carry
+
+    def append(self, state: Centroids, token: Token) -> Centroids:
+        return dataclasses.replace(state, cache=cache.insert(state.cache, token)[0])
+
+    def attend(self, state: Centroids, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Centroids, Carry]:
+        return cache.attend(self.spec, state.cache, token)[0], state, carry
+
+    def read_block(
+        self, state: Centroids, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], Centroids, Carry]:
+        """Tokens between two clusterings at once, up to `every`: they see the same slots, and each other."""
+        every, count = self.policy.every, block.q.shape[1]
+        most = min(every, count)
+        padded = [jnp.pad(x, ((0, 0), (0, most), (0, 0), (0, 0))) for x in (block.q, block.k, block.v)]
+
+        def unread(loop: tuple[Array, Centroids, Array]) -> Array:
+            return loop[0] < count
+
+        def read(loop: tuple[Array, Centroids, Array]) -> tuple[Array, Centroids, Array]:
+            done, state, out = loop
+            room = jnp.min(state.budget + every - state.cache.next[:, 0])  # until the first row is full
+            fresh = jnp.minimum(jnp.minimum(room, most), count - done)
+            q, k, v = (jax.lax.dynamic_slice_in_dim(x, done, most, axis=1) for x in padded)
+            tokens = TokenBlock(q, k, v, block.position + done, block.rope)
+            held = cache.insert_block(state.cache, tokens, fresh)
+            # What stands beyond the fresh ones is overwritten by the next ones' output, or cut off.
+            new = cache.attend_block(self.spec, held, tokens)
+            out = jax.lax.dynamic_update_slice_in_dim(out, new, done, axis=1)
+            return done + fresh, self.compress(dataclasses.replace(state, cache=held)), out
+
+        begin = jnp.zeros((), jnp.int32), state, jnp.zeros_like(padded[0])
+        _, state, out = jax.lax.while_loop(unread, read, begin)
+        return out[:, :count], state, carry
+
+    def compress(self, state: Centroids) -> Centroids:
+        policy, capacity, budget = self.policy, state.cache.pos.shape[-1], self.policy.max_budget(self.spec)
+        usual = _usual(policy, capacity, budget + policy.every, budget, len(policy.ratios))
+        cluster = partial(policy.cluster, capacity, usual)
+        return jax.lax.cond(jnp.any(policy.is_full(state)), cluster, lambda state: state, state)
+
+    def needs_compression(self, state: Centroids) -> Bool[Array, " B"]:
+        return self.policy.is_full(state)
 
 
 @lru_cache(maxsize=256)

@@ -7,18 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt, prompt_mask
 from kvjax.pallas_kernels import top_k, window_scores
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
-from .compose import ByLayer, by_layer
+from .base import Carry, Layer, Policy
+from .budget import budget_rows, budget_tokens
+from .families.scoring import PromptScorer, PromptScorerLayer, pool
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
-from .scoring import pool
+from .transforms.by_layer import ByLayer, by_layer
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class ChunkKV(Policy):
+class ChunkKV(PromptScorer):
     """Keep the chunks of a prompt that its last tokens attend to most (Liu et al. 2025, Algorithms 1 to 3).
 
     The last `window` tokens are kept and observe; what lies before them is cut into chunks of `chunk` tokens (the last may be
@@ -35,7 +38,7 @@ class ChunkKV(Policy):
         chunk: c, tokens in a chunk (10 in all of the paper's experiments). 1 is SnapKV without its pooling.
         window: w, last tokens of the prompt, which observe and are kept (the paper uses 4, 8, 16 and 32).
         reuse: N_reuse: every so many layers one chooses, and the layers after it take over its choice, head by head
-            (Algorithm 2; the paper's timings use 2). A layer that has another number of heads chooses for itself.
+            (Algorithm 2; the paper's timings use 2). A layer that has other heads (see `by_head`) chooses for itself.
         score: "softmax" sums causal attention probabilities, as H2O and SnapKV do; "raw" the products q · k, as printed.
         agg: a chunk's score is its tokens' "sum", or their "mean", with which a short last chunk competes as an equal (kvpress).
         pool: width of an average over neighbouring tokens' scores before they are gathered into chunks; odd, or None for
@@ -50,14 +53,14 @@ class ChunkKV(Policy):
             longer than the window, which kvpress refuses, whole.
     """
 
-    name: ClassVar[str] = "chunkkv"
-    paper: ClassVar[str] = (
-        "Liu et al. 2025, ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="chunkkv",
+        paper="Liu et al. 2025, ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
+        summary="the prompt's most attended chunks, its last tokens, and all new ones",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
     )
-    keeps: ClassVar[str] = "the prompt's most attended chunks, its last tokens, and all new ones"
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "prompt"
-    grows: ClassVar[bool] = True
 
     budget: int | float = 512
     chunk: int = 10
@@ -73,57 +76,44 @@ class ChunkKV(Policy):
     def __post_init__(self) -> None:
         check_fields(self, chunk=1, window=1, reuse=1)
         if self.pool is not None and (self.pool < 1 or self.pool % 2 == 0):
-            raise PolicyError(f"{self.name}: pool={self.pool}; give an odd width (5), or None for no pooling")
+            raise PolicyError(f"{self.info.name}: pool={self.pool}; give an odd width (5), or None for no pooling")
         if self.strict and self.rule == "kvpress":
-            raise PolicyError(f"{self.name}: strict=True is the paper's Algorithm 3; give rule='paper' with it")
-        if isinstance(self.budget, int):
-            self.check(0)
+            raise PolicyError(f"{self.info.name}: strict=True is the paper's Algorithm 3; give rule='paper' with it")
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         if budget < self.window:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} slots, fewer than the {self.window} tokens of the "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, fewer than the {self.window} tokens of the "
                 "window, which are always kept; raise budget or lower window"
             )
 
-    def capacity(self, spec: LayerSpec) -> int:
-        most = budget_tokens(self.budget, self._tokens(spec, spec.prompt_len))
-        if self.rule == "kvpress":
-            most = max(most + self.chunk, self.window)
-        return cache.round_slots(min(most, spec.prompt_len) + spec.new_tokens)
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return ChunkKVLayer(self, spec)
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Slots, Carry]:
-        keys, group = rotated(spec, k), spec.layer // self.reuse
-        if carry is not None and carry[0] == group and carry[1].shape[1] == spec.num_kv_heads:
-            keep = carry[1]  # chosen by the first layer of this one's group
-        else:
-            scores = window_scores(
-                rotated(spec, q),
-                keys,
-                lengths,
-                window=self.window,
-                scale=spec.scale,
-                sliding_window=spec.window,
-                kind="softmax" if self.score == "softmax" else "logits",
-            )
-            keep = self._keep(scores, lengths, budget_rows(self.budget, self._tokens(spec, lengths)))
-        slots, _ = cache.select(spec, self.capacity(spec), keys, v, keep, lengths)
-        return slots, carry if self.reuse == 1 else (group, keep)
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        return window_scores(
+            prompt.q_rotated,
+            prompt.k_rotated,
+            prompt.lengths,
+            window=self.window,
+            scale=spec.scale,
+            sliding_window=spec.window,
+            kind="softmax" if self.score == "softmax" else "logits",
+        )
+
+    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+        return budget_rows(self.budget, self._tokens(spec, lengths))
+
+    def max_budget(self, spec: LayerSpec) -> int:
+        most = budget_tokens(self.budget, self._tokens(spec, spec.prompt_len))
+        return max(most + self.chunk, self.window) if self.rule == "kvpress" else most
 
     def _tokens(self, spec: LayerSpec, prompt: Any) -> Any:
         """What a fractional budget is a share of, for prompts of so many tokens, one or an array of them."""
         return prompt if self.rule == "kvpress" else prompt + spec.new_tokens
 
-    def _keep(
+    def keep_mask(
         self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
     ) -> Bool[Array, "B K T"]:
         """Which prompt tokens are kept, given how much the window attends to each."""
@@ -132,8 +122,8 @@ class ChunkKV(Policy):
         before = lengths - self.window  # tokens before the window
         scored = lengths if self.strict else jnp.maximum(before, 0)
         candidates = lengths if self.rule == "kvpress" else scored
-        scores = self._token_scores(scores, cache.in_prompt(scored, size)[:, None])
-        chunks = self._chunk_scores(self._shared(scores), cache.in_prompt(candidates, size)[:, None])
+        scores = self._token_scores(scores, prompt_mask(scored, size)[:, None])
+        chunks = self._chunk_scores(self._shared(scores), prompt_mask(candidates, size)[:, None])
         chosen = top_k(chunks, self._count(lengths, candidates, budget)[:, None])
         keep = jnp.repeat(chosen, self.chunk, axis=-1)[..., :size] & (pos < candidates[:, None])[:, None]
         if self.rule == "paper":
@@ -180,6 +170,23 @@ class ChunkKV(Policy):
         tokens = totals(candidates.astype(jnp.float32))
         sums = totals(jnp.where(candidates, scores, 0.0))
         return jnp.where(tokens > 0, sums / jnp.maximum(tokens, 1.0) if self.agg == "mean" else sums, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
+    """One layer of `ChunkKV`."""
+
+    @property
+    def key(self) -> str:
+        """The same in the layers that share a choice, where they have the same heads."""
+        return repr((super().key, self.spec.layer // self.policy.reuse))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+        keep = carry.get(self.key)  # chosen by the first layer of this one's group
+        if keep is None:
+            _, _, keep = self.choose(prompt)
+        kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep)
+        return kept, carry if self.policy.reuse == 1 else carry | {self.key: keep}
 
 
 def chunk_token_hybrid(

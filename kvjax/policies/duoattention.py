@@ -4,20 +4,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
-
-from kvjax import cache
 from kvjax.cache import LayerSpec
 from kvjax.models.config import ModelConfig
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, check_fields, rotated
-from .compose import overlaid
+from .base import Layer, Policy
+from .fields import check_fields
 from .full import Full
+from .info import PolicyError, PolicyInfo
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
-from .streaming_llm import Stream, StreamingLLM
+from .streaming_llm import StreamingLayer, StreamingLLM
+from .transforms.by_head import by_head
 
 RETRIEVAL, STREAMING = "retrieval", "streaming"
 """Labels of heads in a profile."""
@@ -30,31 +29,15 @@ RAZOR = "razorattention"
 class Streaming(StreamingLLM):
     """A streaming head: sinks and recent tokens, where they stood in the text (Xiao et al. 2024, section 2.2)."""
 
-    name: ClassVar[str] = "duoattention_streaming"
-    keeps: ClassVar[str] = "the first tokens and the most recent ones"
-    positions: ClassVar[Literal["original", "cache"]] = "original"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="duoattention_streaming",
+        summary="the first tokens and the most recent ones",
+        memory="freed",
+        stage="both",
+    )
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Stream, Carry]:
-        return super().prefill(spec, q, rotated(spec, k), v, lengths, carry)
-
-    def append(
-        self, spec: LayerSpec, state: Stream, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> Stream:
-        return super().append(spec, state, spec.rope.rotate(k, pos[:, None]), v, pos)
-
-    def attend(
-        self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], Stream, Carry]:
-        out, _ = cache.attend(spec, state.slots, cache.turned(spec.rope, q, pos), pos)
-        return out, state, carry
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return StreamingLayer(self, spec, rotated=True)
 
 
 @register
@@ -78,16 +61,16 @@ class DuoAttention(Policy):
         profile: a `HeadProfile` or a file of one; or labels "retrieval" and "streaming" as [layer][head], whose shares are as they
             are; None takes the profile that comes with kvjax for the model, and "razorattention" the one by RazorAttention.
         retrieval: another policy for retrieval heads, such as `Quest()`; or one that has kinds of heads itself, such as `CateKV()`,
-            of which the streaming heads are then taken out.
+            whose heads then share out what does not stream.
     """
 
-    name: ClassVar[str] = "duoattention"
-    paper: ClassVar[str] = (
-        "Xiao et al. 2024, DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="duoattention",
+        paper="Xiao et al. 2024, DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads",
+        summary="in heads that retrieve, every token; in the others the first and the most recent ones",
+        memory="freed",
+        stage="both",
     )
-    keeps: ClassVar[str] = "in heads that retrieve, every token; in the others the first and the most recent ones"
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "both"
     labels: ClassVar[tuple[str, ...]] = (RETRIEVAL, STREAMING)
 
     budget: int | float = 320
@@ -99,18 +82,16 @@ class DuoAttention(Policy):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0)
         if self.sparsity is not None and not 0 <= self.sparsity <= 1:
-            raise PolicyError(f"{self.name}: sparsity={self.sparsity}; give a share of the heads, 0 to 1")
+            raise PolicyError(f"{self.info.name}: sparsity={self.sparsity}; give a share of the heads, 0 to 1")
         if not isinstance(self.profile, tuple | HeadProfile | str | None):
             raise PolicyError(
-                f"{self.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
+                f"{self.info.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
             )
         if isinstance(self.profile, tuple) and self.sparsity is not None:
-            raise PolicyError(f"{self.name}: sparsity={self.sparsity} and labels of all heads; give one of them")
-        if isinstance(self.budget, int):
-            self.check(0)
+            raise PolicyError(f"{self.info.name}: sparsity={self.sparsity} and labels of all heads; give one of them")
 
-    def check(self, tokens: int) -> None:
-        self._streaming.check(tokens)
+    def validate(self, tokens: int) -> None:
+        self._streaming.validate(tokens)
 
     def bind(self, config: ModelConfig) -> Policy:
         """Both kinds of heads with the policies that they have, as a `ByHead`."""
@@ -118,16 +99,13 @@ class DuoAttention(Policy):
         unknown = {label for layer in labels for label in layer} - set(self.labels)
         if unknown:
             raise PolicyError(
-                f"{self.name}: the profile labels heads {sorted(unknown)}; give {' or '.join(self.labels)}"
+                f"{self.info.name}: the profile labels heads {sorted(unknown)}; give {' or '.join(self.labels)}"
             )
-        streaming = tuple(tuple(i for i, label in enumerate(layer) if label == STREAMING) for layer in labels)
-        retrieval = (Full() if self.retrieval is None else self.retrieval).bind(config)
-        return overlaid(retrieval, self._streaming, streaming, config.num_kv_heads).bind(config)
+        retrieval = Full() if self.retrieval is None else self.retrieval
+        return by_head({RETRIEVAL: retrieval, STREAMING: self._streaming}, labels).bind(config)
 
-    def capacity(self, spec: LayerSpec) -> int:
-        raise PolicyError(
-            f"{self.name}: heads differ, so there is no one capacity; bind(config) gives a model's policy"
-        )
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
 
     @property
     def _streaming(self) -> Streaming:
@@ -136,7 +114,7 @@ class DuoAttention(Policy):
     def _labels(self, config: ModelConfig) -> Labels:
         if isinstance(self.profile, tuple):
             return self.profile
-        method = RAZOR if self.profile == RAZOR else self.name
+        method = RAZOR if self.profile == RAZOR else self.info.name
         found = find(method, config, None if self.profile == RAZOR else self.profile, others=(RAZOR,))
         if found is None:
             raise missing(method, config)

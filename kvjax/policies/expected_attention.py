@@ -5,19 +5,19 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import cache
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt
 
-from .base import check_fields, rotated
+from .families.scoring import PromptScorer
+from .fields import check_fields
+from .info import PolicyInfo
 from .registry import register
-from .scoring import ScoredPrompt
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class ExpectedAttention(ScoredPrompt):
+class ExpectedAttention(PromptScorer):
     """Keep what future queries are expected to attend to, weighed by the size of its value (Devoto et al. 2025, section 3).
 
     Queries are taken to be normally distributed before rotation, with the mean and covariance of the prompt's; a future one
@@ -32,12 +32,15 @@ class ExpectedAttention(ScoredPrompt):
         epsilon: added to the expected attention, so that large values count even where it is small.
     """
 
-    name: ClassVar[str] = "expected_attention"
-    paper: ClassVar[str] = (
-        "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
-        "Distribution"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="expected_attention",
+        paper="Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
+        "Distribution",
+        summary="the prompt's tokens that future queries are expected to attend to, and all new ones",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
     )
-    keeps: ClassVar[str] = "the prompt's tokens that future queries are expected to attend to, and all new ones"
 
     sinks: int = 4
     future: int = 512
@@ -45,33 +48,26 @@ class ExpectedAttention(ScoredPrompt):
 
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, future=1, epsilon=0)
-        super().__post_init__()
 
-    def ends(self, budget: Any) -> tuple[Any, Any]:
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0
 
-    def scores(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-    ) -> Float[Array, "B K T"]:
-        batch, length, kv_heads, dim = k.shape
-        inside = cache.in_prompt(lengths, length) & (jnp.arange(length, dtype=jnp.int32) >= self.sinks)
-        mean, covariance = self._future_query(spec, jnp.where(inside[..., None, None], q, 0), inside, lengths)
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        inside = prompt.mask & (jnp.arange(prompt.size, dtype=jnp.int32) >= self.sinks)
+        queries = jnp.where(inside[..., None, None], prompt.q, 0)
+        mean, covariance = self._future_query(spec, queries, inside, prompt.lengths)
+        batch, _, kv_heads, _ = prompt.k.shape
         mean, covariance = (x.reshape(batch, kv_heads, -1, *x.shape[2:]) for x in (mean, covariance))
 
-        keys = jnp.where(inside[..., None, None], rotated(spec, k), 0).astype(jnp.float32)
+        keys = jnp.where(inside[..., None, None], prompt.k_rotated, 0).astype(jnp.float32)
         linear = jnp.einsum("bkgh,btkh->bkgt", mean, keys) * spec.scale
         quadratic = jnp.einsum("btkh,bkghj,btkj->bkgt", keys, covariance, keys) * spec.scale**2 / 2
         logits = jnp.where(inside[:, None, None], linear + quadratic, -jnp.inf)
         expected = jnp.mean(jax.nn.softmax(logits, axis=-1, where=inside[:, None, None]), axis=2)
-        return (expected + self.epsilon) * jnp.linalg.norm(v.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+        return (expected + self.epsilon) * jnp.linalg.norm(prompt.v.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
     def _future_query(
-        self, spec: LayerSpec, q: Float[Array, "B T N H"], inside: Array, lengths: Int[Array, " B"]
+        self, spec: LayerSpec, q: Float[Array, "B T N H"], inside: Bool[Array, "B T"], lengths: Int[Array, " B"]
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         """Mean and covariance of a query's average rotation over the positions to come; what is not `inside` is 0 in `q`."""
         count = jnp.maximum(jnp.sum(inside, axis=1), 1).astype(jnp.float32)[:, None, None]

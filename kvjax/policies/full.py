@@ -19,7 +19,10 @@ class Full(Policy):
     """Keep everything."""
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
-        name="full", paper="Vaswani et al. 2017, Attention Is All You Need", summary="every token"
+        name="full",
+        paper="Vaswani et al. 2017, Attention Is All You Need",
+        summary="every token",
+        takes_budget=False,
     )
 
     def layer(self, spec: LayerSpec) -> Layer["Full"]:

@@ -9,10 +9,10 @@ from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import window_scores
 
 from .budget import budget_tokens
+from .families.scoring import ScoreEviction, attention_mass
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
-from .families.scoring import ScoreEviction, attention_mass
 
 
 @register

@@ -34,6 +34,7 @@ class PolicyInfo:
         accumulates_values: whether values of tokens that go are added to those of tokens that stay.
         positions: "original" (a token stays where it stood in the text) or "cache_rank" (its place among the kept ones, which
             keeps any sequence inside the trained window).
+        takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
         transform: what is done to the policy as a whole, such as "offloaded".
     """
 
@@ -46,6 +47,7 @@ class PolicyInfo:
     merges: bool = False
     accumulates_values: bool = False
     positions: Positions = "original"
+    takes_budget: bool = True
     transform: str = ""
 
 
@@ -64,5 +66,6 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         budget_excludes_new_tokens=any(info.budget_excludes_new_tokens for info in infos),
         merges=any(info.merges for info in infos),
         accumulates_values=any(info.accumulates_values for info in infos),
+        takes_budget=any(info.takes_budget for info in infos),
         positions="cache_rank" if all(info.positions == "cache_rank" for info in infos) else "original",
     )

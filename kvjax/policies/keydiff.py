@@ -1,22 +1,22 @@
 """KeyDiff: the keys that differ most from the others."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from kvjax import cache
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt
 
-from .base import rotated
+from .base import Layer, Traits
+from .families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer
+from .info import PolicyInfo
 from .registry import register
-from .scoring import Evicting, Ranked
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class KeyDiff(Evicting):
+class KeyDiff(ScoreEviction):
     """Evict the keys most like the average key (Park et al. 2025, section 3).
 
     A key's likeness is its cosine with the mean of the normalised keys, over the whole prompt and then, at every step, over
@@ -26,27 +26,31 @@ class KeyDiff(Evicting):
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
     """
 
-    name: ClassVar[str] = "keydiff"
-    paper: ClassVar[str] = (
-        "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in "
-        "Resource-Constrained Environments"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="keydiff",
+        paper="Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in "
+        "Resource-Constrained Environments",
+        summary="the tokens whose keys are least like the average key",
+        memory="freed",
+        stage="both",
     )
-    keeps: ClassVar[str] = "the tokens whose keys are least like the average key"
 
-    def scores(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-    ) -> Float[Array, "B K T"]:
-        inside = cache.in_prompt(lengths, k.shape[1])[:, None]
-        return difference(rotated(spec, k).swapaxes(1, 2), inside)
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        return difference(prompt.k_rotated.swapaxes(1, 2), prompt.mask[:, None])
 
-    def compress(self, spec: LayerSpec, state: Ranked) -> Ranked:
-        score = difference(state.slots.k, state.slots.live)
-        return super().compress(spec, dataclasses.replace(state, score=score))
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return KeyDiffLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
+    """One layer, whose scores are computed anew at every step."""
+
+    traits: Traits = Traits(compression="every_step", compress_reads_kv=True)
+
+    def compress(self, state: ScoredCache) -> ScoredCache:
+        score = difference(state.cache.k, state.cache.live)
+        return super().compress(dataclasses.replace(state, score=score))
 
 
 def difference(k: Float[Array, "B K C H"], live: Bool[Array, "B #K C"]) -> Float[Array, "B K C"]:

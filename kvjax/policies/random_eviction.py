@@ -4,18 +4,19 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, Prompt, Token
 
-from .noise import uniform
+from .families.noise import uniform
+from .families.scoring import ScoreEviction
+from .info import PolicyInfo
 from .registry import register
-from .scoring import Evicting
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Random(Evicting):
+class Random(ScoreEviction):
     """Keep tokens at random, each head its own: a control.
 
     Every token draws a number by its position, and those with the highest stay; so what is kept is at all times a uniform
@@ -26,22 +27,15 @@ class Random(Evicting):
         seed: of the numbers drawn.
     """
 
-    name: ClassVar[str] = "random"
-    paper: ClassVar[str] = "none: a control"
-    keeps: ClassVar[str] = "tokens at random"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="random", paper="none: a control", summary="tokens at random", memory="freed", stage="both"
+    )
 
     seed: int = 0
 
-    def scores(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-    ) -> Float[Array, "B K T"]:
-        drawn = uniform(spec, self.seed, jnp.arange(k.shape[1], dtype=jnp.int32))
-        return jnp.broadcast_to(drawn, (k.shape[0], *drawn.shape))
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        drawn = uniform(spec, self.seed, jnp.arange(prompt.size, dtype=jnp.int32))
+        return jnp.broadcast_to(drawn, (prompt.k.shape[0], *drawn.shape))
 
-    def arrival(self, spec: LayerSpec, k: Float[Array, "B K H"], pos: Int[Array, " B"]) -> Float[Array, "B K"]:
-        return uniform(spec, self.seed, pos).T
+    def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
+        return uniform(spec, self.seed, token.position).T

@@ -4,11 +4,11 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
-from kvjax.nearest import hint
+from kvjax.suggestions import hint
 
 from .base import Policy
 from .budget import check_budget
-from .info import PolicyError
+from .info import PolicyError, PolicyInfo
 
 P = TypeVar("P", bound=type[Policy])
 
@@ -50,39 +50,33 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def takes_budget(policy: Policy) -> bool:
-    """Whether a budget bears on what a policy holds or reads: one of its own, or of a policy that it is made of."""
-    values = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    return hasattr(policy, "budget") or any(takes_budget(part) for part in parts if isinstance(part, Policy))
-
-
-def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
-    """A policy from its name and hyperparameters (those left out, or None, take the method's defaults).
-
-    A `Policy` is returned as it is, with the given hyperparameters replaced. Names are read as `policy_class` says. A policy that has
-    no budget, such as `full` and `kivi`, takes any `budget`, which then has no effect: a sweep needs no exception for it.
+def make_policy(name: str, hyperparameters: dict[str, Any]) -> Policy:
+    """A registered policy with hyperparameters, as `policy_class` reads its name. One that has no budget takes any.
 
     Raises:
         PolicyError: the name is unknown, the policy has no such hyperparameter, or does not take that value.
     """
-    given = {k: v for k, v in hyperparameters.items() if v is not None}
-    if isinstance(policy, str):
-        make: Any = policy_class(policy)
-        budgeted = hasattr(make, "budget")
-    elif isinstance(policy, Policy):
-        make = type(policy)
-        budgeted = takes_budget(policy)
-        given = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)} | given
-    else:
-        raise PolicyError(f"policy={policy!r}; give a name ({', '.join(sorted(_POLICIES))}) or a Policy")
-    if not budgeted and "budget" in given:
-        check_budget(make.about.name if isinstance(policy, str) else policy.info.name, given.pop("budget"))
-    allowed = [f.name for f in dataclasses.fields(make)]
+    cls = policy_class(name)
+    return _made(cls, cls.about, {}, hyperparameters)
+
+
+def replaced(policy: Policy, hyperparameters: dict[str, Any]) -> Policy:
+    """A policy with other hyperparameters. One that has no budget takes any, which then has no effect.
+
+    Raises:
+        PolicyError: the policy has no such hyperparameter, or does not take that value.
+    """
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return _made(type(policy), policy.info, values, hyperparameters) if hyperparameters else policy
+
+
+def _made(cls: type[Policy], info: PolicyInfo, values: dict[str, Any], given: dict[str, Any]) -> Policy:
+    allowed = [field.name for field in dataclasses.fields(cls)]
+    if not info.takes_budget and "budget" in given:
+        given = dict(given)
+        check_budget(info.name, given.pop("budget"))
     for name in given:
         if name not in allowed:
             takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
-            raise PolicyError(
-                f"policy {make.about.name!r} has no hyperparameter {name!r}; {takes}.{hint(name, allowed)}"
-            )
-    return make(**given)
+            raise PolicyError(f"policy {info.name!r} has no hyperparameter {name!r}; {takes}.{hint(name, allowed)}")
+    return cls(**values | given)

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 from kvjax.cache import LayerSpec, Prompt, prompt_mask
 from kvjax.pallas_kernels import window_scores
 
+from .families.scoring import PromptScorer, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
-from .families.scoring import PromptScorer, pool
 
 
 @register

@@ -1,25 +1,22 @@
 """StreamingLLM: attention sinks and a rolling window of recent tokens."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, TypeVar
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields
+from .base import Carry, Layer, Policy, State, Traits
+from .budget import budget_rows, budget_tokens
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
 
-
-@flax.struct.dataclass
-class Stream:
-    """Slots with unrotated keys, and each row's budget."""
-
-    slots: Slots
-    budget: Int[Array, " B"]
+S = TypeVar("S", bound="StreamingLLM")
 
 
 @register
@@ -35,78 +32,93 @@ class StreamingLLM(Policy):
         sinks: first tokens that are never evicted.
     """
 
-    name: ClassVar[str] = "streaming_llm"
-    paper: ClassVar[str] = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks"
-    keeps: ClassVar[str] = "the first tokens and the most recent ones, at positions within the cache"
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "both"
-    positions: ClassVar[Literal["original", "cache"]] = "cache"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="streaming_llm",
+        paper="Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks",
+        summary="the first tokens and the most recent ones, at positions within the cache",
+        memory="freed",
+        stage="both",
+        positions="cache_rank",
+    )
 
     budget: int | float = 1024
     sinks: int = 4
 
     def __post_init__(self) -> None:
         check_fields(self, sinks=0)
-        if isinstance(self.budget, int):
-            self.check(0)
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         if budget <= self.sinks:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks and at least one recent "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks and at least one recent "
                 f"token need {self.sinks + 1}; raise budget or lower sinks"
             )
 
-    def capacity(self, spec: LayerSpec) -> int:
-        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.max_tokens) + 1)
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return StreamingLayer(self, spec)
 
-    def init(self, spec: LayerSpec) -> Stream:
-        tokens = jnp.full((spec.batch,), spec.new_tokens, jnp.int32)
-        return Stream(cache.empty(spec, self.capacity(spec)), budget_rows(self.budget, tokens))
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Stream, Carry]:
-        budget = budget_rows(self.budget, lengths + spec.new_tokens)
-        pos = jnp.arange(k.shape[1], dtype=jnp.int32)
-        keep = (pos < self.sinks) | (pos >= (lengths - budget + self.sinks)[:, None])
-        keep = jnp.broadcast_to(keep[:, None], (spec.batch, spec.num_kv_heads, k.shape[1]))
-        slots, _ = cache.select(spec, self.capacity(spec), k, v, keep, lengths)
-        return Stream(slots, budget), carry
+@flax.struct.dataclass
+class StreamingCache:
+    """A cache of sinks and a window, and each row's budget."""
 
-    def append(
-        self, spec: LayerSpec, state: Stream, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> Stream:
-        return dataclasses.replace(state, slots=cache.insert(state.slots, k, v, pos))
+    cache: LayerCache
+    budget: Int[Array, " B"]
 
-    def attend(
-        self, spec: LayerSpec, state: Stream, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], Stream, Carry]:
-        out, _ = self.read(spec, state.slots, q, pos)
-        return out, state, carry
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLayer(Layer[S]):
+    """One layer of `StreamingLLM`, and of methods that keep the same tokens.
+
+    Attributes:
+        rotated: whether tokens stand at their original positions, instead of at their places in the cache.
+    """
+
+    traits: Traits = Traits(compression="every_step")
+    rotated: bool = False
+
+    @property
+    def max_kept(self) -> int:
+        return budget_tokens(self.policy.budget, self.spec.max_tokens)
+
+    def init(self) -> StreamingCache:
+        tokens = jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32)
+        return StreamingCache(cache.empty(self.spec, self.capacity), budget_rows(self.policy.budget, tokens))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[StreamingCache, Carry]:
+        budget = budget_rows(self.policy.budget, prompt.lengths + self.spec.new_tokens)
+        pos = jnp.arange(prompt.size, dtype=jnp.int32)
+        keep = (pos < self.policy.sinks) | (pos >= (prompt.lengths - budget + self.policy.sinks)[:, None])
+        keep = jnp.broadcast_to(keep[:, None], (self.spec.batch, self.spec.num_kv_heads, prompt.size))
+        kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep, rotated=self.rotated)
+        return StreamingCache(kept, budget), carry
+
+    def append(self, state: State, token: Token) -> StreamingCache:
+        return dataclasses.replace(state, cache=cache.insert(state.cache, token, rotated=self.rotated)[0])
+
+    def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], StreamingCache, Carry]:
+        return self.read(state.cache, token)[0], state, carry
 
     def read(
-        self, spec: LayerSpec, slots: Slots, q: Float[Array, "B N H"], pos: Int[Array, " B"], probs: bool = False
+        self, kept: LayerCache, token: Token, *, probs: bool = False
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
-        """Attention of the newest token with keys and query rotated to their places in the cache; see `cache.attend`."""
-        evicted = slots.seen[:, None] - slots.count  # of the tokens between sinks and window
-        place = jnp.where(slots.pos < self.sinks, slots.pos, slots.pos - evicted[..., None])
-        at = jnp.maximum(place, 0), pos[:, None] - evicted
-        return cache.attend(spec, slots, q, pos, place=at, probs=probs)
+        """Attention of the newest token, and each slot's probability if it is asked for; see `cache.attend`."""
+        ranks = None if self.rotated else self._ranks(kept, token)
+        return cache.attend(self.spec, kept, token, ranks=ranks, probs=probs)
 
-    def compress(self, spec: LayerSpec, state: Stream) -> Stream:
-        return dataclasses.replace(state, slots=cache.evict(state.slots, *self.evicted(state)))
+    def _ranks(self, kept: LayerCache, token: Token) -> tuple[Int[Array, "B K C"], Int[Array, "B K"]]:
+        """Where each slot's token, and the newest one, stand in the cache."""
+        evicted = kept.seen[:, None] - kept.count  # of the tokens between sinks and window
+        rank = jnp.where(kept.pos < self.policy.sinks, kept.pos, kept.pos - evicted[..., None])
+        return jnp.maximum(rank, 0), token.position[:, None] - evicted
 
-    def evicted(self, state: Stream) -> tuple[Int[Array, "B K"], Bool[Array, "B K"]]:
+    def compress(self, state: State) -> StreamingCache:
+        return dataclasses.replace(state, cache=cache.evict(state.cache, *self.evicted(state)))
+
+    def evicted(self, state: StreamingCache) -> tuple[Int[Array, "B K"], Bool[Array, "B K"]]:
         """The slot of the oldest token after the sinks, and whether it has to go."""
-        slots = state.slots
-        window = slots.live & (slots.pos >= self.sinks)
-        oldest = jnp.argmin(jnp.where(window, slots.pos, jnp.iinfo(jnp.int32).max), axis=-1)
-        return oldest.astype(jnp.int32), slots.count > state.budget[:, None]
+        kept = state.cache
+        window = kept.live & (kept.pos >= self.policy.sinks)
+        oldest = jnp.argmin(jnp.where(window, kept.pos, jnp.iinfo(jnp.int32).max), axis=-1)
+        return oldest.astype(jnp.int32), kept.count > state.budget[:, None]

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import window_scores
 
+from .families.scoring import ScoreEviction
 from .info import PolicyInfo
 from .registry import register
-from .families.scoring import ScoreEviction
 
 
 @register

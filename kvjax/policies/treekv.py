@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Slots
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction, window_scores
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, budget_rows, budget_tokens, check_fields, rotated
+from .base import Carry, Layer, Policy, Traits
+from .budget import budget_rows, budget_tokens
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .registry import register
 
 
@@ -22,7 +25,7 @@ class Tree:
     """A TreeKV cache: [sinks | tree | recent], in order of rank. B rows, K KV heads, C slots.
 
     Attributes:
-        slots: unrotated keys, and values.
+        cache: unrotated keys, and values.
         rank: place of a slot's token among those kept, 0 for the oldest; C where free.
         score: S, attention mass that a token has received since it was first attended to.
         steps: C in the paper, the number of queries that S sums over.
@@ -31,7 +34,7 @@ class Tree:
         tree, budget: tokens in the tree region and in all, of each row.
     """
 
-    slots: Slots
+    cache: LayerCache
     rank: Int[Array, "B K C"]
     score: Float[Array, "B K C"]
     steps: Float[Array, "B K C"]
@@ -66,12 +69,14 @@ class TreeKV(Policy):
             Algorithm 1, line 16, which for an even tree skips every second place.
     """
 
-    name: ClassVar[str] = "treekv"
-    paper: ClassVar[str] = "He et al. 2025, TreeKV: Smooth Key-Value Cache Compression with Tree Structures"
-    keeps: ClassVar[str] = "sinks, recent tokens, and ever fewer of the older ones, by average attention"
-    memory: ClassVar[Memory] = "freed"
-    stage: ClassVar[Stage] = "both"
-    positions: ClassVar[Literal["original", "cache"]] = "cache"
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="treekv",
+        paper="He et al. 2025, TreeKV: Smooth Key-Value Cache Compression with Tree Structures",
+        summary="sinks, recent tokens, and ever fewer of the older ones, by average attention",
+        memory="freed",
+        stage="both",
+        positions="cache_rank",
+    )
 
     budget: int | float = 1024
     sinks: int = 4
@@ -82,96 +87,27 @@ class TreeKV(Policy):
 
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, block=1)
-        if isinstance(self.budget, int):
-            self.check(0)
 
-    def check(self, tokens: int) -> None:
+    def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
         least = self.sinks + (self.recent or 0) + 1
         if budget < least:
             raise PolicyError(
-                f"{self.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks, {self.recent or 0} recent "
+                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks, {self.recent or 0} recent "
                 f"tokens and a tree of at least one need {least}; raise budget, or lower sinks or recent"
             )
 
-    def capacity(self, spec: LayerSpec) -> int:
-        return cache.round_slots(min(budget_tokens(self.budget, spec.max_tokens), spec.max_tokens) + 1)
+    def layer(self, spec: LayerSpec) -> "TreeKVLayer":
+        return TreeKVLayer(self, spec)
 
-    def init(self, spec: LayerSpec) -> Tree:
-        slots = cache.empty(spec, self.capacity(spec))
-        zeros = jnp.zeros(slots.pos.shape, jnp.float32)
-        return self._tree(slots, zeros, zeros, jnp.full((spec.batch,), spec.new_tokens, jnp.int32))
-
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[Tree, Carry]:
-        observed = window_scores(
-            rotated(spec, q), rotated(spec, k), lengths, window=self.block, scale=spec.scale, sliding_window=spec.window
-        )
-        tokens = lengths + spec.new_tokens
-        keep = self._keep(observed, lengths, *self._regions(tokens))
-        slots, index = cache.select(spec, self.capacity(spec), k, v, keep, lengths)
-        observers = jnp.minimum(lengths, self.block).astype(jnp.float32)[:, None, None]
-        steps = jnp.where(slots.live, observers, 0.0)
-        score = jnp.where(slots.live, jnp.take_along_axis(observed, index, axis=-1) * observers, 0.0)
-        return self._tree(slots, score, steps, tokens), carry
-
-    def append(
-        self, spec: LayerSpec, state: Tree, k: Float[Array, "B K H"], v: Float[Array, "B K H"], pos: Int[Array, " B"]
-    ) -> Tree:
-        beside = (state.rank, state.count), (state.score, 0.0), (state.steps, 0.0)
-        slots, (rank, score, steps) = cache.insert_with(state.slots, k, v, pos, beside)
-        return dataclasses.replace(state, slots=slots, rank=rank, score=score, steps=steps, count=state.count + 1)
-
-    def attend(
-        self, spec: LayerSpec, state: Tree, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], Tree, Carry]:
-        slots = state.slots
-        out, probs = cache.attend(spec, slots, q, pos, place=(state.rank, state.count - 1), probs=True)
-        assert probs is not None
-        state = dataclasses.replace(
-            state,
-            score=state.score + jnp.where(slots.live, probs, 0.0),
-            steps=state.steps + slots.live.astype(jnp.float32),
-        )
-        return out, state, carry
-
-    def compress(self, spec: LayerSpec, state: Tree) -> Tree:
-        slots = state.slots
-        evicted = tree_eviction(
-            Ranked(state.rank, slots.pos, slots.weight, state.count, slots.next, state.scope),
-            state.score,
-            state.steps,
-            state.tree,
-            state.budget,
-            sinks=self.sinks,
-            stride=self._stride,
-            scored=self.keep == "score",
-        )
-        slots = dataclasses.replace(slots, pos=evicted.pos, weight=evicted.weight, next=evicted.next)
-        return dataclasses.replace(state, slots=slots, rank=evicted.rank, count=evicted.kept, scope=evicted.scope)
-
-    def _tree(self, slots: Slots, score: Array, steps: Array, tokens: Int[Array, " B"]) -> Tree:
-        """A state whose slots are filled in order of position."""
-        _, tree, budget = self._regions(tokens)
-        places = jnp.arange(slots.pos.shape[-1], dtype=jnp.int32)
-        rank = jnp.where(slots.live, places, slots.pos.shape[-1])
-        return Tree(slots, rank, score, steps, slots.count, jnp.zeros_like(slots.next), tree, budget)
-
-    def _regions(self, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+    def regions(self, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
         """Sizes in tokens of the recent region, the tree, and the whole budget."""
         budget = budget_rows(self.budget, tokens)
         recent = jnp.maximum(budget // 2 - self.sinks, 0) if self.recent is None else jnp.full_like(budget, self.recent)
         return recent, budget - self.sinks - recent, budget
 
     @partial(jax.jit, static_argnums=0)  # traced once for all layers: 1 s less for a model of 30
-    def _keep(
+    def keep_mask(
         self, observed: Float[Array, "B K T"], lengths: Int[Array, " B"], recent: Array, tree: Array, budget: Array
     ) -> Bool[Array, "B K T"]:
         """Which prompt tokens survive: sinks, recent ones (the observation block at least), and the blocks the tree keeps.
@@ -265,8 +201,77 @@ class TreeKV(Policy):
 
     def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
         """The scope after an eviction, counted from 0 (Algorithm 1, line 16)."""
-        return (scope + self._stride) % jnp.maximum(tree, 1)
+        return (scope + self.stride) % jnp.maximum(tree, 1)
 
     @property
-    def _stride(self) -> int:
+    def stride(self) -> int:
+        """How far the scope moves after an eviction."""
         return 1 if self.cycle == "text" else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeKVLayer(Layer[TreeKV]):
+    """One layer of a `TreeKV`."""
+
+    traits: Traits = Traits(compression="every_step")
+
+    @property
+    def max_kept(self) -> int:
+        return budget_tokens(self.policy.budget, self.spec.max_tokens)
+
+    def init(self) -> Tree:
+        empty = cache.empty(self.spec, self.capacity)
+        zeros = jnp.zeros(empty.pos.shape, jnp.float32)
+        return self._tree(empty, zeros, zeros, jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Tree, Carry]:
+        spec, block = self.spec, self.policy.block
+        observed = window_scores(
+            prompt.q_rotated,
+            prompt.k_rotated,
+            prompt.lengths,
+            window=block,
+            scale=spec.scale,
+            sliding_window=spec.window,
+        )
+        tokens = prompt.lengths + spec.new_tokens
+        keep = self.policy.keep_mask(observed, prompt.lengths, *self.policy.regions(tokens))
+        kept, index = cache.gather_kept(spec, self.capacity, prompt, keep, rotated=False)
+        observers = jnp.minimum(prompt.lengths, block).astype(jnp.float32)[:, None, None]
+        steps = jnp.where(kept.live, observers, 0.0)
+        score = jnp.where(kept.live, jnp.take_along_axis(observed, index, axis=-1) * observers, 0.0)
+        return self._tree(kept, score, steps, tokens), carry
+
+    def append(self, state: Tree, token: Token) -> Tree:
+        extra = (state.rank, state.count), (state.score, 0.0), (state.steps, 0.0)
+        updated, (rank, score, steps) = cache.insert(state.cache, token, extra, rotated=False)
+        return dataclasses.replace(state, cache=updated, rank=rank, score=score, steps=steps, count=state.count + 1)
+
+    def attend(self, state: Tree, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Tree, Carry]:
+        live, ranks = state.cache.live, (state.rank, state.count - 1)
+        out, probs = cache.attend(self.spec, state.cache, token, ranks=ranks, probs=True)
+        assert probs is not None
+        score, steps = state.score + jnp.where(live, probs, 0.0), state.steps + live.astype(jnp.float32)
+        return out, dataclasses.replace(state, score=score, steps=steps), carry
+
+    def compress(self, state: Tree) -> Tree:
+        kept = state.cache
+        evicted = tree_eviction(
+            Ranked(state.rank, kept.pos, kept.weight, state.count, kept.next, state.scope),
+            state.score,
+            state.steps,
+            state.tree,
+            state.budget,
+            sinks=self.policy.sinks,
+            stride=self.policy.stride,
+            scored=self.policy.keep == "score",
+        )
+        kept = dataclasses.replace(kept, pos=evicted.pos, weight=evicted.weight, next=evicted.next)
+        return dataclasses.replace(state, cache=kept, rank=evicted.rank, count=evicted.kept, scope=evicted.scope)
+
+    def _tree(self, filled: LayerCache, score: Array, steps: Array, tokens: Int[Array, " B"]) -> Tree:
+        """A state whose slots are filled in order of position."""
+        _, tree, budget = self.policy.regions(tokens)
+        places = jnp.arange(filled.pos.shape[-1], dtype=jnp.int32)
+        rank = jnp.where(filled.live, places, filled.pos.shape[-1])
+        return Tree(filled, rank, score, steps, filled.count, jnp.zeros_like(filled.next), tree, budget)

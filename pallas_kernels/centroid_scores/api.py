@@ -3,13 +3,13 @@
 from jaxtyping import Array, Float
 
 from ..op import Implementation, Op
-from ..rotary import Turned
+from ..rotary import DeferredRope
 
 _OP = Op("centroid_scores", __name__, gpu=("pallas_triton",))
 
 
 def centroid_scores(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     centroids: Float[Array, "B K M H"],
     *,
     implementation: Implementation = "auto",
@@ -20,7 +20,7 @@ def centroid_scores(
     Query head n reads KV head n // (N / K); G = N / K query heads share its centroids.
 
     Args:
-        q: queries, rotated or `Turned`.
+        q: queries, rotated or `DeferredRope`.
         centroids: means of the keys of clusters, in float32.
         implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
         interpret: run a Pallas kernel in its interpreter, on any device.

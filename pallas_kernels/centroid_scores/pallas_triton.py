@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 from ..decode_attention.pallas_triton import turned_heads
 from ..device import triton_unsupported
-from ..rotary import Turned, parts_of
+from ..rotary import DeferredRope, parts_of
 from ..tuning import tuned
 
 
-def unsupported_reason(q: Array | Turned, centroids: Array) -> str | None:
+def unsupported_reason(q: Array | DeferredRope, centroids: Array) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     dim, group = centroids.shape[-1], parts_of(q)[0].shape[1] // centroids.shape[1]
     if reason := triton_unsupported():
@@ -33,7 +33,7 @@ def unsupported_reason(q: Array | Turned, centroids: Array) -> str | None:
 
 
 def centroid_scores(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     centroids: Float[Array, "B K M H"],
     *,
     interpret: bool = False,
@@ -53,7 +53,7 @@ def centroid_scores(
 
 @functools.partial(jax.jit, static_argnames=("block", "warps", "interpret"))
 def _call(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     centroids: Float[Array, "B K M H"],
     *,
     block: int,

@@ -3,14 +3,14 @@
 from jaxtyping import Array, Float
 
 from ..op import Implementation, Op
-from ..rotary import Turned
+from ..rotary import DeferredRope
 from .types import Attended, Rotation
 
 _OP = Op("decode_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
 
 
 def decode_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -27,7 +27,7 @@ def decode_attention(
     logit (Chelsea's degree bias); weight 0 is a free slot, whose contents, NaN included, cannot reach the output.
 
     Args:
-        q: queries, rotated or `Turned`, or unrotated with `rotation`.
+        q: queries, rotated or `DeferredRope`, or unrotated with `rotation`.
         k, v: the cache; keys rotated, or unrotated with `rotation`.
         weight: multiplicity of each slot, 0 where free.
         scale: factor on the logits, usually H ** -0.5.

@@ -19,14 +19,16 @@ from jaxtyping import Array, Float
 from ..interpreter import interpreter
 from ..masking import MASKED
 from ..products import dot
-from ..rotary import Turned, heads_of, parts_of
+from ..rotary import DeferredRope, heads_of, parts_of
 from ..tuning import tuned
 from .types import Attended, Rotation
 
 LANES = 128
 
 
-def unsupported_reason(q: Array | Turned, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any) -> str | None:
+def unsupported_reason(
+    q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
+) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     dim = k.shape[-1]
     if dim % 16 or dim > 256:
@@ -39,7 +41,7 @@ def unsupported_reason(q: Array | Turned, k: Array, *_: Any, rotation: Rotation 
 
 
 def decode_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from ..device import triton_unsupported
 from ..masking import MASKED
 from ..products import dot
-from ..rotary import Turned, parts_of
+from ..rotary import DeferredRope, parts_of
 from ..tuning import tuned
 from .types import Attended, Rotation
 
@@ -28,7 +28,9 @@ LOOK = 1024
 """Weights looked at at a time to find the last live slot."""
 
 
-def unsupported_reason(q: Array | Turned, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any) -> str | None:
+def unsupported_reason(
+    q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
+) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     return unserved(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
 
@@ -52,7 +54,7 @@ def unserved(group: int, k: Array, rotation: Rotation | None) -> str | None:
 
 
 def decode_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -75,7 +77,7 @@ def decode_attention(
 
 @functools.partial(jax.jit, static_argnames=("scale", "probs", "interpret", "block", "splits", "warps", "stages"))
 def _attend(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -118,7 +120,7 @@ def _attend(
         inputs += [*tables, rotation.query.reshape(fold, 1), rotation.place.reshape(fold, slots)]
         specs += [pl.BlockSpec(table.shape, lambda h, s: (0, 0)) for table in tables]
         specs += [pl.BlockSpec((None, 1), lambda h, s: (h, 0)), pl.BlockSpec((None, slots), lambda h, s: (h, 0))]
-    elif isinstance(q, Turned):
+    elif isinstance(q, DeferredRope):
         inputs += [q.cos, q.sin]
         specs += [pl.BlockSpec((1, dim // 2), lambda h, s: (h // kv_heads, 0))] * 2
     shapes = [
@@ -135,7 +137,7 @@ def _attend(
         shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
         out_specs.append(pl.BlockSpec((None, group, slots), lambda h, s: (h, 0, 0)))
 
-    turned: Turning = "all" if rotation is not None else "queries" if isinstance(q, Turned) else "nothing"
+    turned: Turning = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
 
     def body(*refs: Any) -> None:
         attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, turned=turned)

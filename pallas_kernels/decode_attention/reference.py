@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..masking import MASKED
-from ..rotary import Turned, heads_of, parts_of, turned_halves
+from ..rotary import DeferredRope, heads_of, parts_of, rotate_halves
 from .types import Attended, Rotation
 
 
 def decode_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
@@ -45,4 +45,4 @@ def decode_attention(
 
 def _rotated(k: Float[Array, "B K C H"], rotation: Rotation) -> Float[Array, "B K C H"]:
     cos, sin = (jnp.take(table, rotation.place, axis=0, mode="clip") for table in rotation.tables())
-    return turned_halves(k, cos, sin)
+    return rotate_halves(k, cos, sin)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..rotary import turned_halves
+from ..rotary import rotate_halves
 
 
 class Rotation(NamedTuple):
@@ -34,7 +34,7 @@ class Rotation(NamedTuple):
         """`q`, rotated."""
         place = jnp.repeat(self.query, q.shape[1] // self.query.shape[1], axis=1)
         cos, sin = (jnp.take(table, place, axis=0, mode="clip") for table in self.tables())
-        return turned_halves(q, cos, sin)
+        return rotate_halves(q, cos, sin)
 
 
 class Attended(NamedTuple):

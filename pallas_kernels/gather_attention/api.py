@@ -4,13 +4,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
 from ..op import Implementation, Op
-from ..rotary import Turned, parts_of
+from ..rotary import DeferredRope, parts_of
 
 _OP = Op("gather_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
 
 
 def gather_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
@@ -28,7 +28,7 @@ def gather_attention(
     A slot selected twice counts twice.
 
     Args:
-        q: queries, rotated or `Turned`.
+        q: queries, rotated or `DeferredRope`.
         k, v: the cache, keys rotated.
         index: slots, or with `page` > 1 pages: page p is the slots from p · page up to (p + 1) · page. All exist, those that are not
             meant too.

@@ -18,7 +18,7 @@ from ..decode_attention import Attended
 from ..interpreter import interpreter
 from ..masking import MASKED
 from ..products import dot
-from ..rotary import Turned, heads_of
+from ..rotary import DeferredRope, heads_of
 from .pages import slots_meant
 
 LANES = 128
@@ -34,7 +34,7 @@ INDICES = 2**17
 
 
 def unsupported_reason(
-    q: Array | Turned, k: Array, v: Array, index: Array, *_: Any, page: int = 1, **__: Any
+    q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, page: int = 1, **__: Any
 ) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     dim = k.shape[-1]
@@ -50,7 +50,7 @@ def unsupported_reason(
 
 
 def gather_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],

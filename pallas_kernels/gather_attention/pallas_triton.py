@@ -17,11 +17,11 @@ from ..decode_attention.pallas_triton import turned_heads
 from ..device import triton_unsupported
 from ..masking import MASKED
 from ..products import dot
-from ..rotary import Turned, parts_of
+from ..rotary import DeferredRope, parts_of
 from ..tuning import tuned
 
 
-def unsupported_reason(q: Array | Turned, k: Array, v: Array, index: Array, *_: Any, **__: Any) -> str | None:
+def unsupported_reason(q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, **__: Any) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     dim, group = k.shape[-1], parts_of(q)[0].shape[1] // index.shape[1]
     if dim & (dim - 1) or not 16 <= dim <= 256:
@@ -34,7 +34,7 @@ def unsupported_reason(q: Array | Turned, k: Array, v: Array, index: Array, *_: 
 
 
 def gather_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],
@@ -59,7 +59,7 @@ def gather_attention(
 
 @partial(jax.jit, static_argnames=("scale", "page", "interpret", "block", "splits", "warps", "stages"))
 def _attend(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],

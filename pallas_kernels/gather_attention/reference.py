@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended, decode_attention
-from ..rotary import Turned
+from ..rotary import DeferredRope
 from .pages import slots_meant
 
 
 def gather_attention(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     k: Float[Array, "B K C H"],
     v: Float[Array, "B K C H"],
     index: Int[Array, "B R P"],

@@ -3,14 +3,14 @@
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
-from ..rotary import Turned
+from ..rotary import DeferredRope
 
 _OP = Op("widen_bounds", __name__, gpu=("pallas_triton",))
 
 
 def widen_bounds(
     bounds: Float[Array, "B K P W"],
-    key: Float[Array, "B K H"] | Turned,
+    key: Float[Array, "B K H"] | DeferredRope,
     pos: Int[Array, " B"],
     *,
     page: int,
@@ -21,7 +21,7 @@ def widen_bounds(
 
     Args:
         bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
-        key: the new token's, rotated or `Turned`.
+        key: the new token's, rotated or `DeferredRope`.
         pos: its position; the first token of a page finds nothing there, and one beyond the last page changes nothing.
         page: tokens to a page.
         implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.

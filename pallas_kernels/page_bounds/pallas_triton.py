@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..decode_attention.pallas_triton import turned_heads
 from ..device import triton_unsupported
-from ..rotary import Turned, parts_of
+from ..rotary import DeferredRope, parts_of
 
 
 def unsupported_reason(bounds: Array, *_: Any, **__: Any) -> str | None:
@@ -30,7 +30,7 @@ def unsupported_reason(bounds: Array, *_: Any, **__: Any) -> str | None:
 @functools.partial(jax.jit, static_argnames=("page", "interpret"))
 def widen_bounds(
     bounds: Float[Array, "B K P W"],
-    key: Float[Array, "B K H"] | Turned,
+    key: Float[Array, "B K H"] | DeferredRope,
     pos: Int[Array, " B"],
     *,
     page: int,

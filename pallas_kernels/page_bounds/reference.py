@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..rotary import Turned, heads_of
+from ..rotary import DeferredRope, heads_of
 
 
 def widen_bounds(
-    bounds: Float[Array, "B K P W"], key: Float[Array, "B K H"] | Turned, pos: Int[Array, " B"], *, page: int
+    bounds: Float[Array, "B K P W"], key: Float[Array, "B K H"] | DeferredRope, pos: Int[Array, " B"], *, page: int
 ) -> Float[Array, "B K P W"]:
     """The bounds of each row's newest page, further apart by one key."""
     key = heads_of(key).astype(bounds.dtype)

@@ -3,13 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
-from ..rotary import Turned
+from ..rotary import DeferredRope
 
 _OP = Op("page_scores", __name__, gpu=("pallas_triton",))
 
 
 def page_scores(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     bounds: Float[Array, "B K P W"],
     tokens: Int[Array, " B"],
     *,
@@ -22,7 +22,7 @@ def page_scores(
     Query head n reads KV head n // (N / K).
 
     Args:
-        q: queries, rotated or `Turned`.
+        q: queries, rotated or `DeferredRope`.
         bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
         tokens: of a row; pages of later ones score -inf, whatever their bounds hold.
         page: tokens to a page.

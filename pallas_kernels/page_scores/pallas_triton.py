@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 from ..decode_attention.pallas_triton import turned_heads
 from ..device import triton_unsupported
 from ..products import dot
-from ..rotary import Turned, parts_of
+from ..rotary import DeferredRope, parts_of
 from ..tuning import tuned
 
 
-def unsupported_reason(q: Array | Turned, bounds: Array, *_: Any, **__: Any) -> str | None:
+def unsupported_reason(q: Array | DeferredRope, bounds: Array, *_: Any, **__: Any) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     x = parts_of(q)[0]
     dim, dtype, group = x.shape[2], x.dtype, x.shape[1] // bounds.shape[1]
@@ -36,7 +36,7 @@ def unsupported_reason(q: Array | Turned, bounds: Array, *_: Any, **__: Any) -> 
 
 
 def page_scores(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     bounds: Float[Array, "B K P W"],
     tokens: Int[Array, " B"],
     *,
@@ -59,7 +59,7 @@ def page_scores(
 
 @functools.partial(jax.jit, static_argnames=("page", "block", "warps", "interpret"))
 def _call(
-    q: Float[Array, "B N H"] | Turned,
+    q: Float[Array, "B N H"] | DeferredRope,
     bounds: Float[Array, "B K P W"],
     tokens: Int[Array, " B"],
     *,

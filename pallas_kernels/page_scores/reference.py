@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..rotary import Turned, heads_of
+from ..rotary import DeferredRope, heads_of
 
 
 def page_scores(
-    q: Float[Array, "B N H"] | Turned, bounds: Float[Array, "B K P W"], tokens: Int[Array, " B"], *, page: int
+    q: Float[Array, "B N H"] | DeferredRope, bounds: Float[Array, "B K P W"], tokens: Int[Array, " B"], *, page: int
 ) -> Float[Array, "B N P"]:
     """A channel's larger product is with its upper bound where the query is positive, and with the lower elsewhere."""
     q = heads_of(q)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from jaxtyping import Array, Int
 
 from ..op import Implementation, Op
-from ..rotary import Turned
-from .types import Writing
+from ..rotary import DeferredRope
+from .types import SlotUpdate
 
 _OP = Op("write_slots", __name__, gpu=("pallas_triton",), forward_only=True)
 
@@ -14,7 +14,7 @@ _OP = Op("write_slots", __name__, gpu=("pallas_triton",), forward_only=True)
 def write_slots(
     arrays: Sequence[Array],
     slot: Int[Array, "B K"],
-    values: Sequence[Array | Turned | int | float],
+    values: Sequence[Array | DeferredRope | int | float],
     counters: Sequence[Array] = (),
     *,
     implementation: Implementation = "auto",
@@ -27,7 +27,7 @@ def write_slots(
     Args:
         arrays: [B, K, C] or [B, K, C, H] each, all of the same B, K and C.
         slot: which, at least 0; where it is C or more, nothing is written.
-        values: for each array [B, K] or [B, K, H], or anything that broadcasts to that; `Turned` to be rotated before it is written.
+        values: for each array [B, K] or [B, K, H], or anything that broadcasts to that; `DeferredRope` to be rotated before it is written.
         counters: integers [B, K] or [B], to be made greater by one; `slot` may be among them.
         implementation: "auto" takes the device's Pallas kernel where it serves.
         interpret: run a Pallas kernel in its interpreter, on any device.
@@ -38,12 +38,12 @@ def write_slots(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    whole = Writing(arrays, slot, values, counters, tuple(range(slot.shape[1])))
-    return write_divided_slots([whole], implementation=implementation, interpret=interpret)[0]
+    whole = SlotUpdate(arrays, slot, values, counters, tuple(range(slot.shape[1])))
+    return write_sharded_slots([whole], implementation=implementation, interpret=interpret)[0]
 
 
-def write_divided_slots(
-    writings: Sequence[Writing], *, implementation: Implementation = "auto", interpret: bool = False
+def write_sharded_slots(
+    writings: Sequence[SlotUpdate], *, implementation: Implementation = "auto", interpret: bool = False
 ) -> list[list[Array]]:
     """`write_slots` in several caches at once, among which a layer's KV heads are divided.
 

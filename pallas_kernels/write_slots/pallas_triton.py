@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from ..device import triton_unsupported
-from ..divided import is_among, place_among
-from ..rotary import Turned
-from .types import Writing
+from ..head_shards import is_among, place_among
+from ..rotary import DeferredRope
+from .types import SlotUpdate
 
 
 class Layout(NamedTuple):
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         return len(self.parts) + self.counters
 
 
-def unsupported_reason(writings: Sequence[Writing]) -> str | None:
+def unsupported_reason(writings: Sequence[SlotUpdate]) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     if reason := triton_unsupported():
         return reason
@@ -56,7 +56,7 @@ def unsupported_reason(writings: Sequence[Writing]) -> str | None:
     return None
 
 
-def write_slots(writings: Sequence[Writing], *, interpret: bool = False) -> list[list[Array]]:
+def write_slots(writings: Sequence[SlotUpdate], *, interpret: bool = False) -> list[list[Array]]:
     """Arrays of each cache with a value in one slot a head, and counters one greater; see the public function."""
     batch, layer_heads = writings[0].slot.shape[0], sum(len(writing.heads) for writing in writings)
     inputs, folded, layouts = [], [], []
@@ -66,7 +66,7 @@ def write_slots(writings: Sequence[Writing], *, interpret: bool = False) -> list
         mine, parts = [writing.slot.reshape(-1)] if counted is None else [], []
         for array, value in zip(writing.arrays, writing.values, strict=True):
             shape = (batch, layer_heads, *array.shape[3:])
-            if isinstance(value, Turned):
+            if isinstance(value, DeferredRope):
                 new = [value.x.reshape(-1, shape[-1]), value.cos, value.sin]
             else:
                 new = [jnp.broadcast_to(jnp.asarray(value, array.dtype), shape).reshape(-1, *shape[2:])]

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from ..rotary import Turned
+from ..rotary import DeferredRope
 
 
-class Writing(NamedTuple):
+class SlotUpdate(NamedTuple):
     """What `write_slots` takes, for one of several caches among which a layer's KV heads are divided.
 
     Attributes:
@@ -19,6 +19,6 @@ class Writing(NamedTuple):
 
     arrays: Sequence[Array]
     slot: Int[Array, "B K"]
-    values: Sequence[Array | Turned | int | float]
+    values: Sequence[Array | DeferredRope | int | float]
     counters: Sequence[Array]
     heads: tuple[int, ...]

@@ -1,7 +1,6 @@
 """Outlier heads against a count by hand, and what Chelsea makes of a profile of them."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,11 @@ import pytest
 import kvjax
 from kvjax.cache import layer_specs
 from kvjax.calibration.chelsea import Edges, Settings, outlier_heads, outlier_scores
-from kvjax.calibration.making import profile
+from kvjax.calibration.make_profile import profile
 from kvjax.calibration.recording import record
 from kvjax.policies import Chelsea, Full, PolicyError, offloaded
-from kvjax.policies.compose import ByHead
 from kvjax.policies.profile import HeadProfile, fingerprint, load, rows
+from kvjax.policies.transforms.by_head import ByHead
 
 TOKENS = np.random.default_rng(0).integers(0, 64, size=200)
 
@@ -122,7 +121,7 @@ def test_outlier_heads_keep_everything_and_the_others_pay(tiny):
     assert clustered.budget == pytest.approx((0.5 - 0.25) / 0.75)
     assert policy.heads == (((0,), ()), ((1,), (0, 1)))
     assert policy.bind(tiny.config) == policy
-    states = jax.eval_shape(partial(policy.init, layer_specs(tiny.config, 1, 64, 64, jnp.float32)[0]))
+    states = jax.eval_shape(policy.layer(layer_specs(tiny.config, 1, 64, 64, jnp.float32)[0]).init)
     assert states[0].pos.shape[-1] == 128
     assert states[1].slots.pos.shape[-1] == 64  # a third of 128 and one, rounded up
 

@@ -9,7 +9,7 @@ from policies.driver import ROPE, make_case
 from policies.oracle_duoattention import mixed
 
 from kvjax.calibration.duoattention import CUE, Settings, gate_values, gated_attention, with_passkeys
-from kvjax.calibration.making import profile
+from kvjax.calibration.make_profile import profile
 from kvjax.policies import DuoAttention
 
 SETTINGS = Settings(steps=12, rate=0.1, sinks=2, recent=4, passkeys=2, length=5)

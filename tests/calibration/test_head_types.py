@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import make_case
+from policies.driver import make_case, rotated
 from policies.oracle_catekv import adaptive_heads, code_score, frequencies, observation_matrix, variation
 
 from kvjax.calibration import catekv
 from kvjax.calibration.catekv import Scores, Settings, adaptive_by_sample, head_scores, vote
 from kvjax.calibration.chelsea import outlier_heads
-from kvjax.calibration.making import METHODS, profile
+from kvjax.calibration.make_profile import METHODS, profile
 from kvjax.calibration.recording import cut, record
-from kvjax.policies import CateKV, rotated
+from kvjax.policies import CateKV
 from kvjax.policies.profile import fingerprint, shipped
 
 
@@ -65,7 +65,7 @@ def test_scores_of_random_matrices(rule, quantile, alpha):
 def test_a_layers_scores_from_queries_and_keys(rule, heads, kv_heads):
     case = make_case(4, [61] * 4, steps=0, heads=heads, kv_heads=kv_heads)
     settings = Settings(quantile=0.9, window=7, sinks=3, recent=5, chunk=4, rule=rule)
-    measure = jax.jit(lambda q, k, v: Scores(settings)(case.spec, rotated(case.spec, q), rotated(case.spec, k), v))
+    measure = jax.jit(lambda *x: Scores(settings)(case.spec, *rotated(case.spec.rope, *x)))
     got = np.asarray(measure(case.q, case.k, case.v))
     group = heads // kv_heads
     for row, head in np.ndindex(4, kv_heads):

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import make_case, rotate, softmax
+from policies.driver import make_case, rotate, rotated, softmax
 
-from kvjax.calibration.making import make_profile
+from kvjax.calibration.make_profile import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
-from kvjax.policies import DuoAttention, PolicyError, rotated
+from kvjax.policies import DuoAttention, PolicyError
 
 
 def matched(rope, q, k, period: int, ahead: int, window: int) -> float:
@@ -34,7 +34,7 @@ def test_scores_are_their_definition(heads, kv_heads, window):
     """36 texts, of which a token comes three times."""
     case = make_case(5, [21] * 36, steps=0, heads=heads, kv_heads=kv_heads)
     spec = dataclasses.replace(case.spec, window=window)
-    measure = jax.jit(lambda q, k, v: Matches(7)(spec, rotated(spec, q), rotated(spec, k), v))
+    measure = jax.jit(lambda *x: Matches(7)(spec, *rotated(spec.rope, *x)))
     got = np.asarray(measure(case.q, case.k, case.v))
     for row, head in np.ndindex(36, heads):
         q, k = case.q[row, :, head], case.k[row, :, head * kv_heads // heads]

@@ -5,7 +5,7 @@ from importlib import resources
 import numpy as np
 
 from kvjax.calibration.infinigen import skewing_matrices
-from kvjax.calibration.making import profile
+from kvjax.calibration.make_profile import profile
 from kvjax.calibration.recording import record
 from kvjax.policies import InfiniGen, SkewProfile
 from kvjax.policies.profile import shipped

@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 @pytest.fixture
 def refused(kvjax_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """Runs a command that has to refuse its arguments before anything is loaded; gives what it says."""
-    import kvjax.bench.running
+    import kvjax.bench.runner
     import kvjax.conversion
 
     def loaded(*arguments: Any, **options: Any) -> None:
@@ -41,7 +41,7 @@ def refused(kvjax_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
 
     monkeypatch.setattr(kvjax.conversion, "load", loaded)
     monkeypatch.setattr(kvjax.conversion, "describe", loaded)
-    monkeypatch.setattr(kvjax.bench.running, "run", loaded)
+    monkeypatch.setattr(kvjax.bench.runner, "run", loaded)
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
 
@@ -315,9 +315,9 @@ def test_every_command_is_tried(kvjax_command) -> None:
 
 def test_names_in_any_case(kvjax_command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvjax.cli.hyperparameters import read_policies
-    from kvjax.evals.naming import task_name
+    from kvjax.evals.tasks import task_name
 
-    assert [policy.name for policy in read_policies("TreeKV, STREAMING-LLM,h2o", "8,0.5", (), "--policies")] == [
+    assert [policy.info.name for policy in read_policies("TreeKV, STREAMING-LLM,h2o", "8,0.5", (), "--policies")] == [
         *("treekv",) * 2,
         *("streaming_llm",) * 2,
         *("h2o",) * 2,
@@ -346,7 +346,7 @@ def test_budgets_and_policies_of_a_sweep() -> None:
     from kvjax.cli.hyperparameters import read_policies
 
     chosen = read_policies("full,kivi,snapkv", "0.25,64", ["bits=4", "window=8"], "--policies")
-    assert [(policy.name, getattr(policy, "budget", None)) for policy in chosen] == [
+    assert [(policy.info.name, getattr(policy, "budget", None)) for policy in chosen] == [
         ("full", None),
         ("kivi", None),
         ("snapkv", 0.25),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.evals.matching import held, matched
+from kvjax.evals.budgets import held, matched
 from kvjax.policies import ChunkKV, ClusterKV, Full, PolicyError, StreamingLLM
 
 
@@ -102,7 +102,7 @@ def test_mistakes_show_before_a_model_is_loaded(kvjax_command, monkeypatch, argu
     assert says in result.stderr
 
 
-@pytest.mark.parametrize("policy", [StreamingLLM(), ChunkKV(chunk=4, window=4)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [StreamingLLM(), ChunkKV(chunk=4, window=4)], ids=lambda policy: policy.info.name)
 def test_matched_budgets_are_the_largest_that_fit(params, policy):
     """Against trying them all."""
     shape = params.config, 100, 28, params.dtype
@@ -112,7 +112,7 @@ def test_matched_budgets_are_the_largest_that_fit(params, policy):
         for budget in range(1, 129):
             try:
                 tried = type(policy)(**{**vars(policy), "budget": budget})
-                tried.check(128)
+                tried.validate(128)
                 fits += [budget] if held(tried, *shape) <= target else []
             except PolicyError:
                 continue

@@ -24,7 +24,7 @@ def test_policies_in_a_pipe_are_a_line_each(kvjax_command) -> None:
     lines = kvjax_command("policies").stdout.splitlines()
     assert len(lines) == 1 + len(policies())
     for line, cls in zip(lines[1:], policies().values(), strict=True):
-        assert line.startswith(cls.name)
+        assert line.startswith(cls.about.name)
         assert cls.paper in line
         assert cls.keeps in line
         assert line == line.rstrip()

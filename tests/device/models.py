@@ -12,6 +12,7 @@ from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy
+from kvjax.policies.capabilities import as_cache
 from kvjax.sampling import Greedy
 
 SMALL = ModelConfig("llama", 97, 256, 512, 2, 8, 2, 64, 1024, RopeConfig(1e4, 64))
@@ -57,7 +58,7 @@ def generated(policy: Policy, params: Params, prompts: list[list[int]] = PROMPTS
     state, tokens, logprobs = decoding.decode(policy, specs, params, state, jnp.int32(NEW - 1), *rest)
     pos, weight = [], []
     for spec, cache in zip(specs, state.caches, strict=True):
-        slots = policy.slots(spec, cache)
+        slots = as_cache(policy.layer(spec), cache)
         order = np.argsort(np.asarray(slots.pos), axis=-1, kind="stable")
         pos.append(np.take_along_axis(np.asarray(slots.pos), order, axis=-1))
         weight.append(np.take_along_axis(np.asarray(slots.weight), order, axis=-1))

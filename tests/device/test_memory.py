@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from device.models import SMALL
 
-from kvjax import decoding, host_memory
-from kvjax.cache import layer_specs
+from kvjax import decoding
+from kvjax.cache import host_memory, layer_specs
 from kvjax.models import init
 from kvjax.policies import ChunkKV, ClusterKV, Full, TreeKV, offloaded
 from kvjax.sampling import Greedy

@@ -60,7 +60,7 @@ def test_against_masked_softmax(tiny, readings):
 @pytest.mark.parametrize("name", ["chelsea", "clusterkv"])
 def test_named_values_tell_what_is_read(tiny, readings, name):
     """Merging, recalling and moving policies: weights sum to one, and the real values, weighted by them, are the output."""
-    policy = next(policy for policy in every_policy(budget=32) if policy.name == name).bind(tiny.config)
+    policy = next(policy for policy in every_policy(budget=32) if policy.info.name == name).bind(tiny.config)
     specs = fidelity.layer_specs(tiny.config, 1 + -(-72 // 16), PROMPT, 12, jnp.float32)
     for layer, v in zip(fidelity._replay(policy, specs, PROMPT, readings[0]), readings[0].v, strict=True):
         weights = np.moveaxis(np.asarray(layer)[:, 1:], 1, 2).reshape(12, 4, -1)

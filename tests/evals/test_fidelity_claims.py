@@ -151,7 +151,7 @@ def pretended(monkeypatch):
         return SimpleNamespace(rows=[{"score": 1.0}] * batch)
 
     def losses(params, recorded, prompt, policy):
-        policy.check(len(prompt))
+        policy.validate(len(prompt))
         return dict.fromkeys(("L1 loss of the cache", "attention cosine", "Jaccard of adjacent layers"), 1.0)
 
     def kept(params, recorded, prompt, policy):
@@ -159,7 +159,7 @@ def pretended(monkeypatch):
         return np.ones(3)
 
     def streamed(bench, policy, texts):
-        policy.check(len(texts[0]))
+        policy.validate(len(texts[0]))
         return [Perplexity(-np.ones(len(text) - 1)) for text in texts]
 
     shape = PRESETS["smollm2-135m"]
@@ -172,7 +172,7 @@ def pretended(monkeypatch):
         monkeypatch.setattr(catekv_recall.heads, name, lambda *args: np.ones(3))
     for module in (chunkkv_layers, catekv_recall, clusterkv_recall):
         monkeypatch.setattr(module, "record", lambda params, text: [None] * shape.num_layers)
-    monkeypatch.setattr(clusterkv_recall, "rate", lambda policy, layers, prompt: policy.check(prompt) or 1.0)
+    monkeypatch.setattr(clusterkv_recall, "rate", lambda policy, layers, prompt: policy.validate(prompt) or 1.0)
     monkeypatch.setattr(treekv, "streamed", streamed)
     monkeypatch.setattr(treekv, "windowed", lambda params, text, window: Perplexity(-np.ones(window - 1)))
     monkeypatch.setattr(catekv_ratios, "cut", lambda *args: (np.zeros((2, 4)), "zeros"))
@@ -243,7 +243,7 @@ def test_sections_run(names, shared, monkeypatch, tmp_path):
     out, both = tmp_path / "small.json", catekv_ratios.methods
 
     def methods(*args):
-        return {name: policy for name, policy in both(*args).items() if policy.name == "catekv"}
+        return {name: policy for name, policy in both(*args).items() if policy.info.name == "catekv"}
 
     monkeypatch.setattr(catekv_ratios, "methods", methods)
     model, texts = shared / "data/models/stories260K-hf", shared / "data/text"

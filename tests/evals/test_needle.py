@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evals import Format, NeedleInAHaystack, evaluate, haystack, running
+from kvjax.evals import Format, NeedleInAHaystack, evaluate, haystack, runner
 from kvjax.plots import needle_map
 
 TEXT = (Path(__file__).parents[2] / "docs" / "loomings.txt").read_text()
@@ -81,7 +81,7 @@ def test_results_say_what_was_run(talker, blind):
 def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     """The second of two batches fails; half a line is left behind; the next run does only what is missing."""
     out, policy, calls = tmp_path / "needle.jsonl", kvjax.StreamingLLM(budget=64), []
-    run = running._run
+    run = runner._run
 
     def failing(*args):
         calls.append(args[6])
@@ -89,7 +89,7 @@ def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return run(*args)
 
-    monkeypatch.setattr(running, "_run", failing)
+    monkeypatch.setattr(runner, "_run", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate(talker, SMALL, policy, chat=False, out=out)
     with out.open("a") as file:

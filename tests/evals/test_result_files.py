@@ -10,10 +10,10 @@ import pytest
 from kvjax.bench.case import Case
 from kvjax.bench.results import Results
 from kvjax.cache import layer_specs
-from kvjax.evals import NeedleInAHaystack, evaluate, running
+from kvjax.evals import NeedleInAHaystack, evaluate, runner
 from kvjax.evals.checkpoint import Checkpoint
-from kvjax.evals.measuring import measure
-from kvjax.evals.naming import Inputs
+from kvjax.evals.measure import measure
+from kvjax.evals.tasks import Inputs
 from kvjax.policies import StreamingLLM
 
 TASK = NeedleInAHaystack(lengths=(300,), depths=(0.0, 0.5, 1.0), kind="passkey")
@@ -46,7 +46,7 @@ class Run:
 @pytest.fixture
 def run(talker, tmp_path, monkeypatch):
     run = Run(talker, tmp_path / "needle.jsonl")
-    monkeypatch.setattr(running, "generate", run.answer)
+    monkeypatch.setattr(runner, "generate", run.answer)
     return run
 
 
@@ -153,13 +153,13 @@ def test_a_measure_is_one_row(talker, tmp_path, change, says):
     book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
     book.write_text("One fish. Two fish. " * 10)
     inputs = Inputs(lengths=(64,), text=book)
-    found = measure(talker, "fidelity", inputs, running.get_policy("full"), out=out)
-    assert measure(talker, "fidelity", inputs, running.get_policy("full"), out=out) == found
+    found = measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out)
+    assert measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out) == found
     header, row = out.read_text().split("\n")[:2]
     rows = [row, row] if change is None else [json.dumps(json.loads(row) | change)]
     out.write_text("\n".join([header, *rows, ""]))
     with pytest.raises(ValueError, match=says):
-        measure(talker, "fidelity", inputs, running.get_policy("full"), out=out)
+        measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out)
 
 
 def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
@@ -167,7 +167,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
     book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
     book.write_text("One fish. Two fish. " * 10)
     broken = dataclasses.replace(talker, norm=talker.norm * float("nan"))
-    found = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), running.get_policy("full"), out=out)
+    found = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), runner.get_policy("full"), out=out)
     assert found.value != found.value
 
     def strict(name):
@@ -175,7 +175,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
 
     header, row, _ = out.read_text().split("\n")
     assert json.loads(row, parse_constant=strict)["value"] is None
-    again = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), running.get_policy("full"), out=out)
+    again = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), runner.get_policy("full"), out=out)
     assert again.value != again.value
     assert again.count == found.count
 
@@ -184,7 +184,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
 def state(tiny, tmp_path_factory):
     """A checkpoint of a reading, and how to load one for it."""
     policy, path = StreamingLLM(budget=8, sinks=2), tmp_path_factory.mktemp("state") / "state.npz"
-    caches = tuple(policy.init(spec) for spec in layer_specs(tiny.config, 1, 0, 20, tiny.dtype))
+    caches = tuple(policy.layer(spec).init() for spec in layer_specs(tiny.config, 1, 0, 20, tiny.dtype))
     Checkpoint(path, {"a": 1}).save(caches, 3, np.zeros((1, 3), np.float32))
     return path, lambda file: Checkpoint(file, {"a": 1}).load(caches)
 

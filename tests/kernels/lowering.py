@@ -5,6 +5,7 @@ import jax
 from kvjax.bench import states
 from kvjax.bench.case import Case
 from kvjax.cache import layer_specs
+from kvjax.decoding import layers_of
 from kvjax.models import abstract
 from kvjax.models.transformer import decode_step
 
@@ -23,7 +24,7 @@ def decoding_step(case: Case) -> str:
         state, params = states.shapes(policy, specs), abstract(case.config, case.dtype)
 
         def step(params, caches, token, pos):
-            return decode_step(params, caches, token, pos, policy, specs)
+            return decode_step(params, caches, token, pos, layers_of(policy, specs))
 
         traced = jax.jit(step).trace(params, state.caches, state.token, state.pos)
         return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Turned, centroid_scores
+from kvjax.pallas_kernels import DeferredRope, centroid_scores
 from kvjax.pallas_kernels.centroid_scores import pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
@@ -42,7 +42,7 @@ def test_equals_products(compute, heads, kv_heads, count, dim, dtype):
 def test_queries_are_rotated_on_the_way(compute):
     q, centroids = draw(1, 3, 4, 2, 21, 32)
     angle = np.random.default_rng(2).normal(size=(3, 16))
-    q = Turned(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    q = DeferredRope(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
     check(compute(q, centroids), q(), centroids)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.interpreter import races_found
 
-from kvjax.pallas_kernels import Attended, Rotation, Turned, decode_attention
+from kvjax.pallas_kernels import Attended, DeferredRope, Rotation, decode_attention
 from kvjax.pallas_kernels.op import Unsupported
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
@@ -124,7 +124,7 @@ class TestDecodeAttention:
         """Each row by its own angles, and rounded to their type as they would be before."""
         q, k, v, weight, _ = draw(6, 2, 2, 4, 48, 16, dtype, False)
         angle = jnp.asarray([[3.0], [50.0]]) * jnp.logspace(0, -2, 8)
-        turned = Turned(q, jnp.cos(angle), jnp.sin(angle))
+        turned = DeferredRope(q, jnp.cos(angle), jnp.sin(angle))
         late, before = attend(turned, k, v, weight), attend(turned(), k, v, weight)
         np.testing.assert_allclose(
             late.out.astype(jnp.float32), before.out.astype(jnp.float32), atol=TOLERANCE[dtype] / 2

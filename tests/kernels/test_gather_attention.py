@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernels.interpreter import races_found
 
-from kvjax.pallas_kernels import Turned, gather_attention
+from kvjax.pallas_kernels import DeferredRope, gather_attention
 from kvjax.pallas_kernels.gather_attention import pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
@@ -79,7 +79,7 @@ SERVED += [(name, "tpu") for name in PAGES]
 def test_queries_are_rotated_on_the_way(implementation):
     q, *rest = draw(6, 2, 4, 2, 4, 64, 1, 21, 64, "float32")
     angle = np.random.default_rng(7).normal(size=(2, 32))
-    q = Turned(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    q = DeferredRope(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
     options = {"implementation": implementation, "interpret": implementation != "xla"}
     check(gather_attention(q, *rest, scale=SCALE, **options), (q(), *rest), 1)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Turned, widen_bounds
+from kvjax.pallas_kernels import DeferredRope, widen_bounds
 from kvjax.pallas_kernels.op import Unsupported
 
 BATCH, HEADS, DIM, PAGE, PAGES = 3, 2, 32, 4, 5
@@ -43,7 +43,7 @@ def test_token_after_token(widen):
 def test_keys_are_rotated_on_the_way(widen, dtype):
     random = np.random.default_rng(1)
     angle = random.normal(size=(BATCH, DIM // 2))
-    key = Turned(
+    key = DeferredRope(
         jnp.asarray(random.normal(size=(BATCH, HEADS, DIM)), dtype),
         *(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)),
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Turned, page_scores
+from kvjax.pallas_kernels import DeferredRope, page_scores
 from kvjax.pallas_kernels.op import Unsupported
 from kvjax.pallas_kernels.page_scores import pallas_triton
 
@@ -63,7 +63,7 @@ def test_equals_loops(compute, heads, kv_heads, pages, dim, count, dtype, tolera
 def test_queries_are_rotated_on_the_way(compute):
     q, bounds, tokens = draw(4, 2, 19, 16, [19, 7])
     angle = np.random.default_rng(5).normal(size=(2, 8))
-    q = Turned(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    q = DeferredRope(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
     check(compute(q, bounds, tokens), (q(), bounds, tokens), 1e-5)
 
 

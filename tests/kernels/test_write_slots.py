@@ -1,11 +1,11 @@
-"""Writing one slot a head in several arrays at once, by every implementation, against loops."""
+"""SlotUpdate one slot a head in several arrays at once, by every implementation, against loops."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.models.rope import Rope
-from kvjax.pallas_kernels import Turned, Writing, write_divided_slots, write_slots
+from kvjax.pallas_kernels import DeferredRope, SlotUpdate, write_sharded_slots, write_slots
 from kvjax.pallas_kernels.op import Unsupported
 
 ROWS, HEADS, SLOTS, DIM = 2, 3, 7, 16
@@ -58,7 +58,7 @@ class TestWriteSlots:
         (keys, *_), slot, (k, _) = draw(dtype)
         rope = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1)
         pos = jnp.asarray([3, 1000], jnp.int32)
-        (got,) = write([keys], slot, [Turned(k, *rope.cos_sin(pos))])
+        (got,) = write([keys], slot, [DeferredRope(k, *rope.cos_sin(pos))])
         expected = written(keys, slot, rope.rotate(k, pos[:, None]))
         np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(np.float32), atol=1e-6)
 
@@ -79,15 +79,15 @@ def test_divided_among_caches_as_if_alone(implementation):
     random = np.random.default_rng(1)
     k, v = (jnp.asarray(random.normal(size=(ROWS, 5, DIM)), jnp.float32) for _ in "kv")
     rope, pos = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1), jnp.asarray([3, 1000], jnp.int32)
-    values = [Turned(k, *rope.cos_sin(pos)), v, pos[:, None], 1.0]
+    values = [DeferredRope(k, *rope.cos_sin(pos)), v, pos[:, None], 1.0]
     writings = []
     for heads, slots in (((3, 1), SLOTS), ((0, 4, 2), SLOTS + 4)):
         shape = ROWS, len(heads), slots
         arrays = [jnp.zeros((*shape, DIM)), jnp.ones((*shape, DIM)), jnp.full(shape, -1), jnp.zeros(shape)]
         slot = jnp.asarray(random.integers(0, slots, shape[:2]), jnp.int32)
         seen = jnp.asarray(random.integers(0, 9, ROWS), jnp.int32)
-        writings.append(Writing(arrays, slot, values, [slot, seen], heads))
-    got = write_divided_slots(writings, implementation=implementation, interpret=implementation != "xla")
+        writings.append(SlotUpdate(arrays, slot, values, [slot, seen], heads))
+    got = write_sharded_slots(writings, implementation=implementation, interpret=implementation != "xla")
     for written_to, writing in zip(got, writings, strict=True):
         mine = np.asarray(writing.heads)
         for row, place in np.ndindex(ROWS, len(mine)):

@@ -209,7 +209,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
         return most(policy.groups[group], spec, head, length, steps)
     budget = getattr(policy, "budget", None)
-    if budget is None or policy.info.memory == "sparse":
+    if budget is None or policy.info.memory == "sparse" or spec.layer < getattr(policy, "exempt", 0):
         return length + steps
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32)).item()
@@ -224,6 +224,12 @@ def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
     slots = as_cache(policy.layer(case.spec), state)
     pos, live = np.asarray(slots.pos), np.asarray(slots.live)
     return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
+
+
+def rotated(rope: Rope, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Rotated queries and keys of a prompt, and values."""
+    prompt = Prompt.of(rope, q, k, v, jnp.full(len(q), q.shape[1], jnp.int32))
+    return prompt.q_rotated, prompt.k_rotated, prompt.v
 
 
 def rotate(rope: Rope, x: np.ndarray, pos: int) -> np.ndarray:

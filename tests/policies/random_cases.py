@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import LayerSpec, layer_specs
+from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
 from kvjax.models import ModelConfig
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import (
@@ -22,6 +22,7 @@ from kvjax.policies import (
     pyramid,
     quantized,
 )
+from kvjax.policies.capabilities import as_cache, look_ahead
 
 STEPS = 5
 PROMPT = 64
@@ -113,11 +114,22 @@ def draw(seed: int) -> Drawn:
         try:
             policy = _policy(random, config, depth=2).bind(config)
             for length in lengths.tolist():
-                policy.check(length + STEPS)
-            if "offloaded(" in policy.name:  # which refuses some policies when it sees their state
+                policy.validate(length + STEPS)
+            if "offloaded(" in policy.info.name:  # which refuses some policies when it sees their layers
                 for spec in layer_specs(config, 1, PROMPT, STEPS, jnp.float32):
-                    jax.eval_shape(functools.partial(policy.init, spec))
+                    jax.eval_shape(policy.layer(spec).init)
             return Drawn(policy, config, lengths, tokens, (2 * table[0], table[1], table[2]), kind)
+        except PolicyError:
+            continue
+
+
+def draw_policy(seed: int) -> Policy:
+    """A random policy, not bound, for models of 2 layers and 3 KV heads."""
+    random = np.random.default_rng([28, seed])
+    config = ModelConfig("llama", 64, 48, 96, 2, 6, 3, 8, 256, RopeConfig(100.0, 8))
+    while True:
+        try:
+            return _policy(random, config, depth=3)
         except PolicyError:
             continue
 
@@ -155,9 +167,9 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
             options[field.name] = choices[int(random.integers(len(choices)))]
     if kinds := getattr(cls, "labels", ()):
         options["profile"] = labels(kinds)
-    if cls.name == "infinigen":
+    if cls.about.name == "infinigen":
         options["profile"] = "prompt"
-    return get_policy(cls.name, **options)
+    return get_policy(cls.about.name, **options)
 
 
 def _choices(hint: Any) -> list[Any]:
@@ -183,24 +195,26 @@ def read(case: Drawn, rows: slice, noise: float = 0.0) -> tuple[np.ndarray, list
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    states, carry = [], None
-    for i, spec in enumerate(specs):
-        state, carry = policy.prefill(spec, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, carry)
+    layers = [policy.layer(spec) for spec in specs]
+    states, carry = [], {}
+    for i, layer in enumerate(layers):
+        prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths)
+        state, carry = layer.prefill(prompt, carry)
         states.append(state)
 
     def held(states: Any) -> Any:
-        slots = [policy.slots(spec, state) for spec, state in zip(specs, states, strict=True)]
-        return [(x.pos, x.weight, x.next, x.seen) for x in slots]
+        caches = [as_cache(layer, state) for layer, state in zip(layers, states, strict=True)]
+        return [(x.pos, x.weight, x.next, x.seen) for x in caches]
 
-    def step(states: Any, token: Any) -> Any:
-        (q, k, v), pos = token
-        after, outs, carry = [], [], None
-        for i, (spec, state) in enumerate(zip(specs, states, strict=True)):
+    def step(states: Any, given: Any) -> Any:
+        (q, k, v), pos = given
+        after, outs, carry = [], [], {}
+        for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
             if i:
-                carry = policy.foresee(spec, lambda i=i: q[i], pos, carry)
-            state = policy.append(spec, state, k[i], v[i], pos)
-            out, state, carry = policy.attend(spec, state, q[i], pos, carry)
-            after.append(policy.compress(spec, state))
+                carry = look_ahead(layer, lambda i=i: q[i], pos, carry)
+            token = Token(q[i], k[i], v[i], pos, layer.spec.rope)
+            out, state, carry = layer.attend(layer.append(state, token), token, carry)
+            after.append(layer.compress(state))
             outs.append(out)
         return tuple(after), jnp.stack(outs)
 

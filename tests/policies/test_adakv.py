@@ -11,7 +11,8 @@ from policies.driver import kept, make_case, run, softmax
 
 from kvjax.pallas_kernels import ragged_attention
 from kvjax.policies import AdaKV, PolicyError, SnapKV
-from kvjax.policies.base import budget_tokens
+from kvjax.policies.budget import budget_tokens
+from kvjax.policies.capabilities import as_cache
 
 STEPS = 5
 
@@ -72,7 +73,7 @@ def test_a_head_gets_what_others_do_not_need():
     scores = jnp.asarray([[[9, 8, 7, 6, 5, 4, 0, 0], [3, 2, 1, 1, 1, 1, 0, 0]]], jnp.float32)
     lengths, budget = jnp.asarray([8], jnp.int32), jnp.asarray([5], jnp.int32)
     for alpha, counts in ((0.0, [6, 0]), (0.2, [5, 0]), (0.5, [4, 1]), (1.0, [3, 3])):
-        keep = AdaKV(budget=5, window=2, alpha=alpha).choose(scores, lengths, budget)
+        keep = AdaKV(budget=5, window=2, alpha=alpha).keep_mask(scores, lengths, budget)
         assert keep[0, :, :6].sum(axis=-1).tolist() == counts
         assert keep[0, :, 6:].all()
 
@@ -81,7 +82,9 @@ def test_memory_is_that_of_equal_heads(tiny):
     """Heads of any size share one store: it holds what SnapKV's would, not the longest head's times the number of heads."""
     sizes = [cls(budget=1000).nbytes(tiny.config, 3, 30_000, 24, jnp.float32) for cls in (AdaKV, SnapKV)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.03)
-    state = jax.eval_shape(lambda: AdaKV(budget=1000).init(dataclasses.replace(SPEC, prompt_len=30_000, new_tokens=24)))
+    state = jax.eval_shape(
+        lambda: AdaKV(budget=1000).layer(dataclasses.replace(SPEC, prompt_len=30_000, new_tokens=24)).init()
+    )
     assert state.k.shape == (1, 2 * 1024, 8)
 
 
@@ -111,12 +114,12 @@ def test_tokens_seen_are_counted():
     case = make_case(3, [30, 2], 3)
     policy = AdaKV(budget=8, window=4)
     for step, state in enumerate(run(policy, case)[2]):
-        assert policy.slots(case.spec, state).seen.tolist() == [30 + step, 2 + step]
+        assert as_cache(policy.layer(case.spec), state).seen.tolist() == [30 + step, 2 + step]
 
 
 def test_without_a_prompt_heads_have_room_for_new_tokens():
     spec = dataclasses.replace(SPEC, prompt_len=0, new_tokens=40)
-    state = AdaKV(budget=64).init(spec)
+    state = AdaKV(budget=64).layer(spec).init()
     assert state.start.tolist() == state.next.tolist() == [[0, 40]]
     assert state.k.shape[1] >= 80
 

@@ -30,7 +30,7 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
     cls = policies()[name]
     options = {}
     if "budget" in {field.name for field in dataclasses.fields(cls)}:
-        options["budget"] = 1024 if cls.memory == "bandwidth" else 0.2
+        options["budget"] = 1024 if cls.about.memory == "sparse" else 0.2
     if kinds := getattr(cls, "labels", ()):
         heads = range(config.num_kv_heads)
         options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in heads) for i in range(config.num_layers))
@@ -45,7 +45,7 @@ def test_a_decode_step_copies_no_cache(name, generation):
     config = dataclasses.replace(CONFIG, num_layers=LAYERS.get(name, 3), windows=())
     policy = policy_for(name, config)
     specs = layer_specs(config, 1, 32768 - 256, 256, jnp.bfloat16)
-    caches = tuple(jax.eval_shape(partial(policy.init, spec)) for spec in specs)
+    caches = tuple(jax.eval_shape(policy.layer(spec).init) for spec in specs)
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = compile_for(
         generation,

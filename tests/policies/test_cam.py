@@ -7,7 +7,7 @@ from policies.driver import kept, make_case, run
 from policies.oracle_cam import CaM as Literal
 
 from kvjax.policies import CaM, PolicyError, StreamingLLM
-from kvjax.policies.noise import uniform
+from kvjax.policies.families.noise import uniform
 
 STEPS = 12
 
@@ -25,7 +25,7 @@ def test_equals_the_definition(options, heads, kv_heads):
     drawn = np.asarray(uniform(case.spec, policy.seed, jnp.arange(60, dtype=jnp.int32)))
     state, outputs, states = run(policy, case)
     before, after = kept(policy, case, states[0]), kept(policy, case, state)
-    values, merges = np.asarray(state.slots.v), 0
+    values, merges = np.asarray(state.cache.v), 0
     for row, length in enumerate(lengths.tolist()):
         size = length + STEPS
         literal = Literal(case.q[row, :size], case.k[row, :size], case.v[row, :size], length, policy.budget)
@@ -36,8 +36,8 @@ def test_equals_the_definition(options, heads, kv_heads):
             literal.evict()
         assert after[row] == literal.kept()
         merges += literal.merges
-        for head, slot in zip(*np.nonzero(np.asarray(state.slots.live)[row]), strict=True):
-            pos = np.asarray(state.slots.pos)[row, head, slot]
+        for head, slot in zip(*np.nonzero(np.asarray(state.cache.live)[row]), strict=True):
+            pos = np.asarray(state.cache.pos)[row, head, slot]
             np.testing.assert_allclose(values[row, head, slot], literal.v[pos, head], atol=1e-5)
     assert 0.2 < merges / (len(lengths) * kv_heads * STEPS) < 0.95  # some are, some are not
 
@@ -50,7 +50,7 @@ def test_a_value_is_divided_among_those_that_follow():
     case.v[:] = 0
     case.v[0, 2] = 8
     state, _, _ = run(policy, case)
-    values = dict(zip(np.asarray(state.slots.pos)[0, 0].tolist(), np.asarray(state.slots.v)[0, 0, :, 0], strict=True))
+    values = dict(zip(np.asarray(state.cache.pos)[0, 0].tolist(), np.asarray(state.cache.v)[0, 0, :, 0], strict=True))
     assert {pos: value for pos, value in values.items() if pos >= 0} == dict.fromkeys((0, 1, 7, 8), 0) | dict.fromkeys(
         (3, 4, 5, 6), 2
     )
@@ -60,7 +60,7 @@ def test_keeps_what_streaming_llm_keeps():
     case = make_case(2, [30, 5, 12], STEPS)
     states = [run(cls(budget=10), case)[0] for cls in (CaM, StreamingLLM)]
     assert kept(CaM(), case, states[0]) == kept(StreamingLLM(), case, states[1])
-    np.testing.assert_array_equal(states[0].slots.k, states[1].slots.k)
+    np.testing.assert_array_equal(states[0].cache.k, states[1].cache.k)
 
 
 def test_published_window():

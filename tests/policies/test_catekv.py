@@ -125,7 +125,7 @@ def test_bytes_are_the_papers(r, eta, share):
 def test_each_kind_of_head_has_slots_of_its_own():
     spec = layer_specs(TINY, 1, 2048, 32, jnp.float32)[0]
     policy = bound(budget=256, eta=0.5, profile=(("consistent", "adaptive"),) * 2)
-    consistent, adaptive = policy.init(spec)
+    consistent, adaptive = policy.layer(spec).init()
     assert consistent.k.shape == (1, 1, 256 + 32, 16)
     # 8 sinks, 32 recent and half of the 2008 tokens between them make 1044; with a tail of 7, and new tokens, 1080.
     assert adaptive.k.shape == (1, 1, 1088, 16)
@@ -144,13 +144,13 @@ def test_capacity_suffices(eta, budget):
     middle = np.maximum(tokens - sinks - recent, 0)
     chunks = np.floor(eta * (middle // 8) + 1e-9).astype(int)
     held = np.where(tokens <= rows, tokens, sinks + recent + middle % 8 + 8 * chunks)
-    assert held.max() + 10 <= policy.capacity(spec) <= max(held.max(), rows.max()) + 10 + 8 + 31
+    assert held.max() + 10 <= policy.layer(spec).capacity <= max(held.max(), rows.max()) + 10 + 8 + 31
 
 
 def test_capacity_by_hand():
     """Of 58 tokens between 2 sinks and 4 recent ones, half, and half of a tail of 8; then 25 new ones: no slot more than 64."""
     spec = dataclasses.replace(make_case(0, [64], 25).spec, prompt_len=64)
-    assert Adaptive(Layout(16, 2, 4, 9, 4, "max_then_sum"), 0.5).capacity(spec) == 2 + 4 + 29 + 4 + 25 == 64
+    assert Adaptive(Layout(16, 2, 4, 9, 4, "max_then_sum"), 0.5).layer(spec).capacity == 2 + 4 + 29 + 4 + 25 == 64
 
 
 # The policy and its profile.
@@ -214,7 +214,7 @@ def test_a_model_without_profile():
 
 def test_nothing_runs_unbound():
     with pytest.raises(PolicyError, match=r"bind\(config\)"):
-        CateKV().init(layer_specs(TINY, 1, 64, 8, jnp.float32)[0])
+        CateKV().layer(layer_specs(TINY, 1, 64, 8, jnp.float32)[0])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_bad_hyperparameters(options, says):
 def test_fraction_too_small_for_its_regions():
     policy = bound(budget=0.1, sinks=4, profile=(("consistent", "adaptive"),) * 2)
     with pytest.raises(PolicyError, match="gives 4 slots"):
-        policy.check(40)
+        policy.validate(40)
 
 
 def test_labels_that_are_none_of_the_methods():

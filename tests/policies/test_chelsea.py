@@ -10,10 +10,13 @@ import pytest
 from policies.driver import Case, compiled, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
+from kvjax.cache import TokenBlock
 from kvjax.pallas_kernels import Clusters
-from kvjax.policies import Chelsea, Full, Policy, PolicyError, chelsea, soft_matching
-from kvjax.policies.base import budget_tokens
+from kvjax.policies import Chelsea, Full, PolicyError, chelsea
+from kvjax.policies.budget import budget_tokens
+from kvjax.policies.capabilities import read_block
 from kvjax.policies.chelsea import SCHEDULES
+from kvjax.policies.families import soft_matching
 
 # The worked example: four keys in one chunk. Edges lead from the first to the second (.8) and from the third to the second (.96).
 FOUR = [(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)]
@@ -150,7 +153,7 @@ def oracle_of(policy: Chelsea, tokens: int) -> ChelseaHead:
 
 def compare(state, row: int, head: int, oracle: ChelseaHead, atol: float = 2e-5) -> None:
     """The slots of one head are the oracle's entries, in order."""
-    slots, count = state.slots, len(oracle.entries)
+    slots, count = state.cache, len(oracle.entries)
     assert slots.pos[row, head, :count].tolist() == [e["pos"] for e in oracle.entries]
     assert slots.weight[row, head].tolist() == [e["n"] for e in oracle.entries] + [0] * (slots.pos.shape[-1] - count)
     for name in "kv":
@@ -162,12 +165,12 @@ def compare(state, row: int, head: int, oracle: ChelseaHead, atol: float = 2e-5)
 def assert_same(got, expected, atol: float = 2e-5) -> None:
     """Two states, but for what their free slots hold."""
     np.testing.assert_array_equal(got.steps, expected.steps)
-    live = np.asarray(expected.slots.live)
+    live = np.asarray(expected.cache.live)
     for name in ("pos", "weight", "next", "seen"):
-        np.testing.assert_array_equal(getattr(got.slots, name), getattr(expected.slots, name))
+        np.testing.assert_array_equal(getattr(got.cache, name), getattr(expected.cache, name))
     for name in "kv":
         np.testing.assert_allclose(
-            np.asarray(getattr(got.slots, name))[live], np.asarray(getattr(expected.slots, name))[live], atol=atol
+            np.asarray(getattr(got.cache, name))[live], np.asarray(getattr(expected.cache, name))[live], atol=atol
         )
 
 
@@ -203,7 +206,7 @@ def test_cases_are_what_they_are_meant_to_be():
     state, _, _ = run(Chelsea(**options), make_case(3, lengths, steps=20, heads=heads, kv_heads=kv_heads))
     assert (np.asarray(state.steps) == 0).any()
     assert (np.asarray(state.steps) > 4).any()
-    assert np.asarray(state.slots.weight).max() > 4
+    assert np.asarray(state.cache.weight).max() > 4
 
 
 LARGE = Chelsea(budget=6, sinks=1, recent=2, chunk=16, every=6, schedule="constant", r_init=0.5)
@@ -230,9 +233,10 @@ def test_clusters_of_hundreds_and_thousands_equal_the_literal_algorithm():
             compare(held[i + 1], row, 0, oracle, atol)
     at = case.lengths[:, None] + np.arange(case.steps)
     piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
-    at_once, _, _ = jax.jit(partial(LARGE.extend, case.spec))(states[0], *piece, case.lengths, None)
+    block = TokenBlock(*piece, case.lengths, case.spec.rope)
+    at_once, _, _ = jax.jit(LARGE.layer(case.spec).read_block)(states[0], block, {})
     np.testing.assert_allclose(at_once, outputs.swapaxes(0, 1), atol=2e-5)
-    few, many = held[-1].slots.weight.max(axis=(1, 2))
+    few, many = held[-1].cache.weight.max(axis=(1, 2))
     assert 64 < few < 300
     assert 1024 < many < 2200
 
@@ -250,7 +254,7 @@ def test_sums_are_invariant():
     """Degrees sum to the tokens seen, and degree-weighted values to all values, at every step."""
     case = small_case(5)
     for step, state in enumerate(run(TIGHT, case)[2]):
-        weight, v = (np.asarray(x, np.float64) for x in (state.slots.weight, state.slots.v))
+        weight, v = (np.asarray(x, np.float64) for x in (state.cache.weight, state.cache.v))
         for row, length in enumerate(case.lengths):
             seen = length + step
             assert weight[row].sum(axis=-1).tolist() == [seen] * 2
@@ -259,7 +263,7 @@ def test_sums_are_invariant():
 
 
 def test_clusters_every_so_many_tokens_down_to_exactly_the_budget():
-    counts = np.asarray([np.asarray(s.slots.count)[:, 0] for s in run(TIGHT, small_case(9))[2]])
+    counts = np.asarray([np.asarray(s.cache.count)[:, 0] for s in run(TIGHT, small_case(9))[2]])
     assert counts[:, 0].tolist() == [14, 15, 16] * 7
     assert counts[:, 1].tolist() == [9, 10, 11, 12, 13] + [14, 15, 16] * 5 + [14]  # rows keep their own time
 
@@ -273,10 +277,10 @@ def test_a_piece_is_read_as_tokens_one_by_one(window):
     start = prefill(*(x[:, : spec.prompt_len] for x in (case.q, case.k, case.v)), case.lengths)
     at = case.lengths[:, None] + np.arange(case.steps)
     piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
-    got, want = (
-        jax.jit(partial(read, TIGHT, spec))(start, *piece, case.lengths, None)
-        for read in (Chelsea.extend, Policy.extend)
-    )
+    block = TokenBlock(*piece, case.lengths, spec.rope)
+    layer = TIGHT.layer(spec)
+    one_by_one = dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reads_blocks=False))
+    got, want = (jax.jit(partial(read_block, each))(start, block, {}) for each in (layer, one_by_one))
     np.testing.assert_allclose(got[0], want[0], atol=2e-5)
     assert_same(got[1], want[1])
     assert (np.asarray(got[1].steps) > np.asarray(start.steps)).all()
@@ -297,7 +301,7 @@ def test_steps_taken_for_granted_do_not_matter(most, monkeypatch):
 
 def test_sinks_and_recent_tokens_are_never_merged():
     for step, state in enumerate(run(TIGHT, small_case(10))[2]):
-        pos, weight = np.asarray(state.slots.pos)[0, 0], np.asarray(state.slots.weight)[0, 0]
+        pos, weight = np.asarray(state.cache.pos)[0, 0], np.asarray(state.cache.weight)[0, 0]
         alone = set(pos[weight == 1].tolist())
         assert {0, 1, *range(46 + step, 50 + step)} <= alone
 
@@ -311,7 +315,7 @@ def test_clusters_of_equal_keys_attend_like_their_tokens():
     still = StillCase(case.q, k, case.v, case.lengths, case.steps)
     policy = Chelsea(budget=16, sinks=0, recent=0, chunk=10, every=4)
     state, outputs, _ = run(policy, still)
-    assert np.asarray(state.slots.count).max() < 20
+    assert np.asarray(state.cache.count).max() < 20
     np.testing.assert_allclose(outputs, run(Full(), still)[1], atol=2e-5)
 
 
@@ -327,7 +331,7 @@ class StillCase(Case):
 def test_nothing_is_merged_within_the_budget():
     """Weights of 1 are vanilla attention."""
     state, outputs, _ = run(Chelsea(budget=1.0, **SMALL), small_case(12))
-    assert set(np.unique(np.asarray(state.slots.weight))) == {0.0, 1.0}
+    assert set(np.unique(np.asarray(state.cache.weight))) == {0.0, 1.0}
     np.testing.assert_allclose(outputs, run(Full(), small_case(12))[1], atol=1e-6)
 
 
@@ -353,7 +357,7 @@ def test_a_fraction_of_nothing_is_one_slot():
     policy = Chelsea(budget=0.01, every=1)
     case = make_case(2, [6], steps=3)
     state, _, _ = run(policy, case)
-    assert np.asarray(state.slots.weight)[0, 0, :2].tolist() == [9, 0]
+    assert np.asarray(state.cache.weight)[0, 0, :2].tolist() == [9, 0]
 
 
 @pytest.mark.parametrize(

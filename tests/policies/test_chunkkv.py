@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_chunkkv as oracle
-from policies.driver import kept, make_case, run, softmax
+from policies.driver import ROPE, kept, make_case, run, softmax
 
 import kvjax
 from kvjax import decoding
-from kvjax.cache import layer_specs
+from kvjax.cache import Prompt, layer_specs
 from kvjax.models import transformer
-from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv, rotated
-from kvjax.policies.base import budget_rows
+from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_layer, chunk_token_hybrid, chunkkv
+from kvjax.policies.budget import budget_rows
+from kvjax.policies.capabilities import as_cache
 
 HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
 """Attention that the 25 tokens of a prompt get, of which the last 4 are the window."""
@@ -24,7 +25,7 @@ def keep(policy: ChunkKV, *heads) -> list[list[int]]:
     """What the policy keeps of one prompt whose tokens get this attention in each head."""
     scores = jnp.asarray(np.asarray(heads)[None], jnp.float32)
     length, budget = jnp.asarray([scores.shape[-1]], jnp.int32), jnp.asarray([policy.budget], jnp.int32)
-    return [np.flatnonzero(head).tolist() for head in np.asarray(policy._keep(scores, length, budget))[0]]
+    return [np.flatnonzero(head).tolist() for head in np.asarray(policy.keep_mask(scores, length, budget))[0]]
 
 
 # The cases worked out by hand.
@@ -106,11 +107,12 @@ def observed_and_kept(length: int, ratio: float, window: int, chunk: int) -> tup
     policy = ChunkKV(budget=1 - ratio, chunk=chunk, window=window, **KVPRESS)
     case = make_case(length, [length], steps=3)
     held = kept(policy, case, run(policy, case)[2][0])[0]
-    turned_q, turned_k = (np.asarray(rotated(case.spec, jnp.asarray(x))) for x in (case.q, case.k))
+    prompt = Prompt.of(ROPE, jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), jnp.asarray(case.lengths))
+    rotated_q, rotated_k = np.asarray(prompt.q_rotated), np.asarray(prompt.k_rotated)
     attention = np.zeros((2, 2, window, length - window))
     for head, n, i in np.ndindex(2, 2, window):
         pos = length - window + i
-        logits = turned_k[0, : pos + 1, head] @ turned_q[0, pos, 2 * head + n] / np.sqrt(8)
+        logits = rotated_k[0, : pos + 1, head] @ rotated_q[0, pos, 2 * head + n] / np.sqrt(8)
         attention[head, n, i] = softmax(logits)[: length - window]
     return attention, [sorted(tokens) for tokens in held]
 
@@ -235,7 +237,7 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
     state, _ = decoding.prefill(policy, specs, params, *decoding.padded([prompt]), *rest)
     held = []
     for spec, layer in zip(specs, state.caches, strict=True):
-        slots = policy.slots(spec, layer)
+        slots = as_cache(policy.layer(spec), layer)
         pos, live = np.asarray(slots.pos)[0], np.asarray(slots.live)[0]
         held.append([set(p[m].tolist()) for p, m in zip(pos, live, strict=True)])
     return held
@@ -261,21 +263,21 @@ def test_layers_take_over_the_choice_of_their_groups_first(deep):
 
 @pytest.mark.parametrize(("reuse", "scored"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3]), (4, [0])])
 def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
-    entered, layers, scores, prefill = [], [], chunkkv.window_scores, ChunkKV.prefill
+    entered, layers, scores, prefill = [], [], chunkkv.window_scores, chunkkv.ChunkKVLayer.prefill
 
-    def enter(self, spec, *args):
-        entered.append(spec.layer)
-        return prefill(self, spec, *args)
+    def enter(self, *args):
+        entered.append(self.spec.layer)
+        return prefill(self, *args)
 
     def count(*args, **options):
         layers.append(entered[-1])
         return scores(*args, **options)
 
-    monkeypatch.setattr(ChunkKV, "prefill", enter)
+    monkeypatch.setattr(chunkkv.ChunkKVLayer, "prefill", enter)
     monkeypatch.setattr(chunkkv, "window_scores", count)
     policy, specs = dataclasses.replace(SMALL, reuse=reuse), layer_specs(deep.config, 1, 64, 4, deep.dtype)
     tokens, lengths = jnp.zeros((1, 64), jnp.int32), jnp.asarray([64], jnp.int32)
-    jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, policy, specs)[0])
+    jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, decoding.layers_of(policy, specs))[0])
     assert layers == scored
 
 
@@ -338,4 +340,4 @@ def test_bad_hyperparameters(options, says):
 
 def test_fraction_too_small_for_the_window():
     with pytest.raises(PolicyError, match="gives 10 slots"):
-        ChunkKV(budget=0.1).check(100)
+        ChunkKV(budget=0.1).validate(100)

@@ -43,7 +43,7 @@ def test_bytes_read_are_those_of_the_parts(tiny):
     """Of two layers with two heads each, one head of each kind in every layer."""
     full, clusters = Full(), ClusterKV(budget=32, exempt=0)
     shapes = tiny.config, 1, 2000, 100
-    reads = {policy.name: policy.bytes_read(*shapes) for policy in (full, clusters)}
+    reads = {policy.info.name: policy.bytes_read(*shapes) for policy in (full, clusters)}
     assert reads["clusterkv"] < reads["full"] == full.nbytes(*shapes)
     layers = by_layer([full, clusters]).bytes_read(*shapes)
     heads = by_head({"full": full, "clusters": clusters}, [["full", "clusters"], ["clusters", "full"]])

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.policies import H2O, PolicyError, get_policy, policies, pyramid
-from kvjax.policies.pyramidkv import Pyramid
+from kvjax.policies.transforms.pyramid import Pyramid
 
 # By the paper, or where that is silent, by its code.
 PUBLISHED = {
@@ -111,15 +111,15 @@ BUDGETS = [
 def test_the_least_budget(name: str, options: dict[str, int], least: int) -> None:
     """As a number of tokens, and as a share of a text that is then so long."""
     assert get_policy(name, budget=least, **options).budget == least
-    get_policy(name, budget=0.5, **options).check(2 * least)
+    get_policy(name, budget=0.5, **options).validate(2 * least)
     with pytest.raises(PolicyError, match=f"budget.*{least - 1}"):
         get_policy(name, budget=least - 1, **options)
     with pytest.raises(PolicyError, match=r"budget of 0\.5"):
-        get_policy(name, budget=0.5, **options).check(2 * least - 1)
+        get_policy(name, budget=0.5, **options).validate(2 * least - 1)
 
 
 def test_recent_tokens_of_h2o() -> None:
     """Half of each row's budget, or as many as are asked for."""
     budgets = jnp.asarray([8, 21], jnp.int32)
-    assert [x.tolist() for x in H2O().ends(budgets)] == [[0, 0], [4, 10]]
-    assert [x.tolist() for x in H2O(recent=3).ends(budgets)] == [[0, 0], [3, 3]]
+    assert [x.tolist() for x in H2O().always_kept(budgets)] == [[0, 0], [4, 10]]
+    assert [x.tolist() for x in H2O(recent=3).always_kept(budgets)] == [[0, 0], [3, 3]]

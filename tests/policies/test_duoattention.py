@@ -81,9 +81,9 @@ def test_share_of_streaming_heads():
 
 def test_streaming_heads_hold_no_more():
     policy = DuoAttention(profile=LABELS).bind(TINY)
-    full, streaming = policy.init(layer_specs(TINY, 1, 6000, 144, jnp.float32)[0])
+    full, streaming = policy.layer(layer_specs(TINY, 1, 6000, 144, jnp.float32)[0]).init()
     assert full.k.shape == (1, 1, 6400, 16)
-    assert streaming.slots.k.shape == (1, 1, 352, 16)
+    assert streaming.cache.k.shape == (1, 1, 352, 16)
     assert policy.groups[1] == Streaming(budget=320, sinks=64)
     assert policy.nbytes(TINY, 1, 6000, 144) < 0.53 * Full().nbytes(TINY, 1, 6000, 144)
 
@@ -96,8 +96,18 @@ def test_with_catekv_in_one(tiny):
     )
     bound = policy.bind(TINY)
     assert isinstance(bound, ByHead)
-    assert [group.name for group in bound.groups] == ["catekv_consistent", "catekv_adaptive", "duoattention_streaming"]
-    assert bound.heads == (((0,), ()), ((1,), (1,)), ((), (0,)))
+    retrieval, streaming = bound.groups
+    assert isinstance(retrieval, ByHead)
+    assert [group.info.name for group in (*retrieval.groups, streaming)] == [
+        "catekv_consistent",
+        "catekv_adaptive",
+        "duoattention_streaming",
+    ]
+    assert bound.heads == (((0, 1), (1,)), ((), (0,)))
+    assert retrieval.heads == (((0,), (0,)), ((1,), (1,)))
+    inner, stream = bound.layer(layer_specs(TINY, 1, 64, 8, jnp.float32)[1]).parts
+    assert (inner.heads, stream.heads, stream.layer.policy) == ((1,), (0,), streaming)
+    assert [(part.heads, part.layer.policy) for part in inner.layer.parts] == [((0,), retrieval.groups[1])]
     assert bound.bind(TINY) == bound
 
     config = dataclasses.replace(TINY, num_heads=6, num_kv_heads=3)
@@ -149,4 +159,4 @@ def test_what_does_not_fit_the_model():
     with pytest.raises(PolicyError, match="kvjax calibrate duoattention"):
         DuoAttention().bind(TINY)
     with pytest.raises(PolicyError, match=r"bind\(config\)"):
-        DuoAttention().init(layer_specs(TINY, 1, 64, 8, jnp.float32)[0])
+        DuoAttention().layer(layer_specs(TINY, 1, 64, 8, jnp.float32)[0])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from policies.driver import Case, compositions, every_policy, make_case
 
+from kvjax.cache import Prompt, Token
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
 from kvjax.policies import Full, Policy, PolicyError
@@ -17,8 +18,8 @@ FAST = {"treekv", "snapkv", "adakv", "h2o"}
 
 def policies_with(budget: int) -> list:
     """Policies of this budget, but for one that tells it has no gradient."""
-    made = [p for p in every_policy(budget) + compositions(budget) if p.name != "chelsea"]
-    return [pytest.param(p, id=p.name, marks=[] if p.name in FAST else [pytest.mark.slow]) for p in made]
+    made = [p for p in every_policy(budget) + compositions(budget) if p.info.name != "chelsea"]
+    return [pytest.param(p, id=p.info.name, marks=[] if p.info.name in FAST else [pytest.mark.slow]) for p in made]
 
 
 def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
@@ -29,12 +30,13 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
         room = spec.prompt_len
         return jnp.pad(x, ((0, 0), (0, max(room - x.shape[1], 0)), (0, 0), (0, 0)))[:, :room]
 
-    state, _ = policy.prefill(spec, *map(prompt, x), jnp.asarray(case.lengths), None)
+    layer = policy.layer(spec)
+    state, _ = layer.prefill(Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths)), {})
     for i in range(STEPS):
         pos = jnp.asarray(case.lengths) + i
-        q, k, v = (part[rows, pos] for part in x)
-        out, state, _ = policy.attend(spec, policy.append(spec, state, k, v, pos), q, pos, None)
-        state = policy.compress(spec, state)
+        token = Token(*(part[rows, pos] for part in x), pos, spec.rope)
+        out, state, _ = layer.attend(layer.append(state, token), token, {})
+        state = layer.compress(state)
         total += jnp.sum(out * jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
     return total
 
@@ -71,7 +73,7 @@ def test_with_a_tight_budget_it_is_the_slope(policy, full):
 
 @pytest.mark.parametrize("budget", [16, 4096])
 def test_clustering_says_that_it_has_none(budget, full):
-    policy = next(p for p in every_policy(budget) if p.name == "chelsea")
+    policy = next(p for p in every_policy(budget) if p.info.name == "chelsea")
     with pytest.raises(PolicyError, match=r"chelsea: clustering .* no gradient; take it of another policy"):
         gradient(policy, full[0])
 

@@ -11,7 +11,7 @@ from policies.driver import Case, kept, make_case, run
 import kvjax
 from kvjax.cache import bucket
 from kvjax.policies import H2O, ChunkKV, Full, PolicyError, PyramidKV, SnapKV, StreamingLLM, pyramid
-from kvjax.policies.pyramidkv import layer_budgets
+from kvjax.policies.transforms.pyramid import layer_budgets
 
 SPEC = make_case(0, [1], 1).spec
 
@@ -24,7 +24,7 @@ def test_published_example():
     """2048 slots in the average of 32 layers: 3978 beside the window in the first, 125 fewer in each, 103 in the last."""
     policy = PyramidKV(budget=2048, window=8)
     lengths = jnp.asarray([32_768], jnp.int32)
-    budgets = [policy.rows(layer(SPEC, i, 32), lengths).item() - 8 for i in range(32)]
+    budgets = [policy.row_budgets(layer(SPEC, i, 32), lengths).item() - 8 for i in range(32)]
     assert budgets == list(range(3978, 102, -125))
     assert sum(budgets) == 65_296
 
@@ -37,14 +37,14 @@ def test_budgets_are_the_published_ones(budget, window, beta, num_layers):
     policy = PyramidKV(budget=budget, window=window, beta=beta)
     lengths = np.arange(1, 1025)
     specs = [layer(SPEC, i, num_layers, prompt_len=1024) for i in range(num_layers)]
-    got = np.stack([np.minimum(policy.rows(spec, jnp.asarray(lengths, jnp.int32)), lengths) for spec in specs])
+    got = np.stack([np.minimum(policy.row_budgets(spec, jnp.asarray(lengths, jnp.int32)), lengths) for spec in specs])
     for length in lengths:
         expected = oracle.pyramid(budget, length, window, beta, num_layers)
         assert got[:, length - 1].tolist() == expected
     for spec, row in zip(specs, got, strict=True):
-        assert policy.most(dataclasses.replace(spec, batch=2)) == row.max()
+        assert policy.max_budget(dataclasses.replace(spec, batch=2)) == row.max()
         of_bucket = row[[bucket(length) == 768 for length in lengths.tolist()]]
-        assert policy.most(dataclasses.replace(spec, batch=1, prompt_len=768)) == of_bucket.max()
+        assert policy.max_budget(dataclasses.replace(spec, batch=1, prompt_len=768)) == of_bucket.max()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def test_layers_have_shapes_of_their_own_at_4k(tiny, budget):
     """Upper layers hold less, in bytes; all together hold what SnapKV would, but for rounding slots up."""
     config = dataclasses.replace(tiny.config, num_layers=8, windows=())
     policy = PyramidKV(budget=budget)
-    slots = [policy.capacity(layer(SPEC, i, 8, prompt_len=4096, new_tokens=8)) for i in range(8)]
+    slots = [policy.layer(layer(SPEC, i, 8, prompt_len=4096, new_tokens=8)).capacity for i in range(8)]
     assert slots == sorted(slots, reverse=True)
     assert len(set(slots)) == 8
     assert slots[0] > 10 * slots[-1]
@@ -88,7 +88,7 @@ def test_a_batch_may_hold_short_rows():
     """Then each layer has room for a prompt that is kept whole."""
     policy = PyramidKV(budget=512)
     last = layer(SPEC, 7, 8, prompt_len=4096, new_tokens=8)
-    assert policy.capacity(dataclasses.replace(last, batch=2)) >= 512 + 8 > policy.capacity(last)
+    assert policy.layer(dataclasses.replace(last, batch=2)).capacity >= 512 + 8 > policy.layer(last).capacity
 
 
 def test_budgets_for_any_policy():
@@ -108,7 +108,7 @@ def test_pyramid_of_chunks(tiny):
     assert [part.budget for part in bound.layers] == [106, 78, 50, 22]
     result = kvjax.generate(tiny, [1, 2, 3, 4] * 50, policy=policy, max_new_tokens=4, ignore_eos=True)
     assert result.stats.cache_bytes == policy.nbytes(tiny.config, 1, 200, 4, jnp.float32)
-    assert policy.name == "pyramid(chunkkv)"
+    assert policy.info.name == "pyramid(chunkkv)"
 
 
 def test_what_cannot_be_divided(tiny):
@@ -117,7 +117,7 @@ def test_what_cannot_be_divided(tiny):
     with pytest.raises(PolicyError, match="beta=0"):
         pyramid(H2O(), beta=0)
     with pytest.raises(PolicyError, match="bind"):
-        pyramid(H2O()).capacity(SPEC)
+        pyramid(H2O()).layer(SPEC)
     with pytest.raises(PolicyError, match="beta=0"):
         PyramidKV(beta=0)
     with pytest.raises(PolicyError, match="sinks"):  # the last layer's 2 slots

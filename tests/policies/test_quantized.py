@@ -10,8 +10,7 @@ from policies.driver import TINY, compiled, kept, make_case, run
 from policies.oracle_kivi import KiviHead, rounded
 
 import kvjax
-from kvjax import packing
-from kvjax.cache import layer_specs
+from kvjax.cache import Prompt, Token, layer_specs, packing
 from kvjax.policies import (
     KIVI,
     AdaKV,
@@ -30,7 +29,8 @@ from kvjax.policies import (
     pyramid,
     quantized,
 )
-from kvjax.policies.quantized import PackedSlots, _blocks
+from kvjax.policies.capabilities import as_cache
+from kvjax.policies.transforms.quantize import PackedCache, _blocks
 
 STEPS = 7
 CONFIGURATIONS = {
@@ -49,7 +49,7 @@ def test_equals_the_literal_algorithm(name):
     lengths[:4] = 1, 8, 7, 48
     case = make_case(3, lengths, STEPS, heads, kv_heads)
     _, outputs, states = run(policy, case)
-    last = policy.slots(case.spec, states[-1])
+    last = as_cache(policy.layer(case.spec), states[-1])
     group = heads // kv_heads
     for row, head in np.ndindex(16, kv_heads):
         literal = KiviHead(policy.bits, policy.group, np.gcd(policy.group, 8), policy.residual)
@@ -66,7 +66,7 @@ def test_equals_the_literal_algorithm(name):
             assert not np.asarray(got[row, head, len(want) :]).any()
 
 
-@pytest.mark.parametrize("policy", [KIVI(residual=128), quantized(SnapKV(budget=500))], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [KIVI(residual=128), quantized(SnapKV(budget=500))], ids=lambda p: p.info.name)
 def test_nothing_is_lost_within_the_residual(policy):
     """A step attends before it packs, so the token that fills the residual is read exactly, with all before it."""
     residual = policy.residual
@@ -141,9 +141,10 @@ def test_blocks_together_are_the_whole():
     case = make_case(5, [1100, 700], 1)
     out, state = run(policy, case)[1][0], run(policy, case)[0]
     assert _blocks(state.pos.shape[-1], 32)[0] > 1
-    slots = policy.slots(case.spec, state)
+    slots = as_cache(policy.layer(case.spec), state)
     pos = jnp.asarray(case.lengths)
-    want, _, _ = Full().attend(case.spec, slots, jnp.asarray(case.q[[0, 1], case.lengths]), pos, None)
+    token = Token(*(jnp.asarray(x[[0, 1], case.lengths]) for x in (case.q, case.k, case.v)), pos, case.spec.rope)
+    want, _, _ = Full().layer(case.spec).attend(slots, token, {})
     np.testing.assert_allclose(out, want, atol=1e-5)
 
 
@@ -155,8 +156,8 @@ def test_bytes_are_those_of_packed_numbers(bits, share):
     """By hand, for one head: codes, a scale and a zero in bfloat16 for 32 numbers (a head has 16), positions, the residual."""
     policy = KIVI(bits=bits)
     spec = layer_specs(TINY, 1, 6000, 144, jnp.bfloat16)[0]
-    slots = policy.capacity(spec)
-    assert slots == Full().capacity(spec)  # whole groups already
+    slots = policy.layer(spec).capacity
+    assert slots == Full().layer(spec).capacity  # whole groups already
     numbers = slots * 16
     keys, values = numbers * bits // 8 + 4 * numbers // 32, numbers * bits // 8 + 4 * numbers // 16
     head = keys + values + 4 * slots + (32 + 33) * 16 * 2 + 4
@@ -169,12 +170,11 @@ def test_attention_unpacks_a_block_at_a_time():
     """What a step needs besides the cache is far less than the cache would be in full precision."""
     policy = KIVI().bind(TINY)
     spec = dataclasses.replace(make_case(0, [1], 1).spec, head_dim=64, prompt_len=16384, new_tokens=16)
-    state = jax.eval_shape(lambda: policy.init(spec))
-    row, pos = (jax.ShapeDtypeStruct(s, d) for s, d in (((1, 4, 64), jnp.float32), ((1,), jnp.int32)))
-    spec = dataclasses.replace(spec, rope=TINY.rope.resolve(1))
-    program = (
-        jax.jit(lambda state, q, pos: policy.attend(spec, state, q, pos, None)[0]).lower(state, row, pos).compile()
-    )
+    layer = policy.layer(dataclasses.replace(spec, rope=TINY.rope.resolve(1)))
+    state = jax.eval_shape(layer.init)
+    shapes = ((1, 4, 64), jnp.float32), ((1, 2, 64), jnp.float32), ((1, 2, 64), jnp.float32), ((1,), jnp.int32)
+    token = Token(*(jax.ShapeDtypeStruct(*shape) for shape in shapes), layer.spec.rope)
+    program = jax.jit(lambda state, token: layer.attend(state, token, {})[0]).lower(state, token).compile()
     full = 2 * 2 * 16384 * 64 * 4
     assert program.memory_analysis().temp_size_in_bytes < full / 4
 
@@ -198,7 +198,7 @@ def test_the_same_tokens_are_kept(name):
     (plain_end, plain_out, plain_states), (end, out, states) = run(policy, case), run(packed, case)
     for plain, state in zip(plain_states, states, strict=True):
         assert kept(policy, case, plain) == kept(packed, case, state)
-    plain, got = policy.slots(case.spec, plain_end), packed.slots(case.spec, end)
+    plain, got = as_cache(policy.layer(case.spec), plain_end), as_cache(packed.layer(case.spec), end)
     size = plain.pos.shape[-1]
     for x, y in ((plain.k, got.k), (plain.v, got.v)):
         np.testing.assert_allclose(np.asarray(y)[:, :, :size], np.asarray(x), atol=0.5 * np.ptp(case.k) / 250)
@@ -222,11 +222,11 @@ def test_chunkkv_in_4_bits(tiny):
 @pytest.mark.parametrize(
     "policy",
     [TreeKV(budget=64), StreamingLLM(budget=64), AdaKV(budget=64), Quest(budget=64), ClusterKV(budget=64)],
-    ids=lambda policy: policy.name,
+    ids=lambda policy: policy.info.name,
 )
 def test_policies_that_change_their_slots_are_refused(policy):
-    with pytest.raises(PolicyError, match=rf"quantized\({policy.name}\): .* neither moved, merged nor evicted"):
-        quantized(policy).bind(TINY)
+    with pytest.raises(PolicyError, match=rf"quantized\({policy.info.name}\): .* neither moved, merged nor evicted"):
+        quantized(policy).bind(dataclasses.replace(TINY, num_layers=3, windows=()))  # sparse ones exempt two
 
 
 def test_compositions_are_quantised_part_by_part():
@@ -241,11 +241,12 @@ def test_compositions_are_quantised_part_by_part():
 def test_places_beyond_a_caches_slots_are_free():
     """Of whole groups of 48 tokens, 64 slots are 96."""
     policy, case = KIVI(bits=4, group=48, residual=48).bind(TINY), make_case(8, [21, 3], 2)
-    spec = dataclasses.replace(case.spec, prompt_len=60)
-    state = jax.jit(lambda q, k, v: policy.prefill(spec, q, k, v, jnp.asarray([21, 3], jnp.int32), None)[0])(
+    layer = policy.layer(dataclasses.replace(case.spec, prompt_len=60))
+    lengths = jnp.asarray([21, 3], jnp.int32)
+    state = jax.jit(lambda q, k, v: layer.prefill(Prompt.of(layer.spec.rope, q, k, v, lengths), {})[0])(
         *(np.zeros((2, 60, *x.shape[2:]), np.float32) for x in (case.q, case.k, case.v))
     )
-    slots = policy.slots(spec, state)
+    slots = as_cache(layer, state)
     assert slots.pos.shape == (2, 2, 96)
     assert (np.asarray(slots.pos)[~np.asarray(slots.live)] == -1).all()
 
@@ -254,7 +255,7 @@ def test_nothing_free_is_read():
     """NaN in scales, zeros and residual places that stand for nothing changes nothing."""
     policy, case = KIVI(bits=4, group=4, residual=8).bind(TINY), make_case(8, [21, 3, 8], 2)
     state = run(policy, case)[2][0]
-    assert isinstance(state, PackedSlots)
+    assert isinstance(state, PackedCache)
     slots = np.arange(state.pos.shape[-1])
     groups = slots[::4]
     k_free = (groups >= np.asarray(state.k_packed)[..., None])[..., None]

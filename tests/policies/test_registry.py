@@ -14,7 +14,6 @@ from kvjax.policies import (
     offloaded,
     policies,
     quantized,
-    takes_budget,
 )
 
 PROMPT, OPTIONS = [[5, 9, 2, 7, 7, 1] * 9], {"max_new_tokens": 3, "ignore_eos": True}
@@ -63,13 +62,13 @@ def test_a_budget_is_taken_by_policies_that_have_none(policy):
 def test_a_budget_of_parts_is_not_ignored():
     """It bears on the parts, which have it already, so one for the whole is refused."""
     for policy in (by_layer([Full(), TreeKV()]), quantized(ChunkKV()), offloaded(StreamingLLM())):
-        assert takes_budget(policy)
+        assert policy.info.takes_budget
         with pytest.raises(PolicyError, match="has no hyperparameter 'budget'"):
             get_policy(policy, budget=64)
 
 
 def test_which_policies_have_a_budget():
-    assert {name for name in policies() if not takes_budget(get_policy(name))} == {"full", "kivi"}
+    assert {name for name in policies() if not get_policy(name).info.takes_budget} == {"full", "kivi"}
 
 
 @pytest.mark.parametrize(("policy", "applies"), [("full", False), ("KIVI", False), ("Streaming-LLM", True)])

@@ -14,7 +14,7 @@ NOISE = 1e-7
 
 def marked(seed: int) -> Any:
     """A case: one of the fast sample, unless it clusters, which compiles for seconds."""
-    fast = seed < SAMPLE and "chelsea" not in draw(seed).policy.name
+    fast = seed < SAMPLE and "chelsea" not in draw(seed).policy.info.name
     return pytest.param(seed, marks=[] if fast else [pytest.mark.slow])
 
 
@@ -26,7 +26,7 @@ def test_rows_are_what_they_are_alone(seed):
         alone_outputs, alone = read(case, slice(i, i + 1), NOISE)
         for at, (batch, row) in enumerate(zip(together, alone, strict=True)):
             for layer, (got, want) in enumerate(zip(batch, row, strict=True)):
-                told = f"{case.policy.name}, {case.kind}, row {i}, layer {layer}, {'after the prompt' if not at else 'end'}"
+                told = f"{case.policy.info.name}, {case.kind}, row {i}, layer {layer}, {'after the prompt' if not at else 'end'}"
                 for head in range(got[0].shape[1]):
                     kept, kept_alone = (
                         [x[head][w[head] > 0] for x in (p, w)]
@@ -36,6 +36,8 @@ def test_rows_are_what_they_are_alone(seed):
                         assert x.tolist() == y.tolist(), told
                 for x, y in zip(got[2:], want[2:], strict=True):
                     np.testing.assert_array_equal(x[i], y[0], err_msg=told)
-        np.testing.assert_allclose(outputs[:, :, i], alone_outputs[:, :, 0], atol=1e-4, err_msg=f"{case.policy.name}")
+        np.testing.assert_allclose(
+            outputs[:, :, i], alone_outputs[:, :, 0], atol=1e-4, err_msg=f"{case.policy.info.name}"
+        )
     if seed % 50 == 49:  # else the process comes to have more programs than it may
         jax.clear_caches()

@@ -9,9 +9,9 @@ from policies import oracle_scoring as oracle
 from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
-from kvjax.policies.base import budget_tokens
-from kvjax.policies.noise import uniform
-from kvjax.policies.scoring import attention_mass, pool
+from kvjax.policies.budget import budget_tokens
+from kvjax.policies.families.noise import uniform
+from kvjax.policies.families.scoring import attention_mass, pool
 
 STEPS = 6
 
@@ -131,7 +131,7 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
 def test_papers_defaults():
     """LongBench's configuration of SnapKV; H2O's 1024 heavy hitters and 1024 recent tokens."""
     assert (SnapKV().window, SnapKV().pool, SnapKV().kernel) == (32, "max", 7)
-    assert H2O().ends(H2O().budget) == (0, 1024)
+    assert H2O().always_kept(H2O().budget) == (0, 1024)
 
 
 def test_heavy_hitters_by_hand():
@@ -201,7 +201,7 @@ def test_published_defaults_of_expected_attention():
         (lambda: KNorm(exempt=-1), "exempt=-1"),
         (lambda: ExpectedAttention(budget=3), "4 first and 0 last"),
         (lambda: ExpectedAttention(future=0), "future=0"),
-        (lambda: TOVA(budget=0.01).check(60), "gives 0 slots"),
+        (lambda: TOVA(budget=0.01).validate(60), "gives 0 slots"),
     ],
 )
 def test_bad_hyperparameters(make, says):
@@ -221,7 +221,7 @@ def test_keydiffs_two_candidates_are_equally_unlike_their_mean(budget):
     assert (held[-1] == held[0]) == (budget == 1)
 
 
-@pytest.mark.parametrize("policy", [KNorm(budget=8, exempt=0), ExpectedAttention(budget=8)], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [KNorm(budget=8, exempt=0), ExpectedAttention(budget=8)], ids=lambda p: p.info.name)
 def test_a_repeated_token_is_kept_where_it_came_first(policy):
     """Keys and values of one norm, but for rounding: the first 8 of the prompt, and no later ones but what is always kept."""
     case = make_case(12, [40, 31], STEPS)

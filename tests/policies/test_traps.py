@@ -1,7 +1,6 @@
 """What other implementations of these methods get wrong, over all policies."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +29,18 @@ from kvjax.policies import (
     pyramid,
 )
 
-TIGHT = [p for p in every_policy(budget=16) if p.memory == "freed"]
-SEES = [p for p in TIGHT if p.name not in ("streaming_llm", "cam", "random")]
+TIGHT = [p for p in every_policy(budget=16) if p.info.memory == "freed"]
+SEES = [p for p in TIGHT if p.info.name not in ("streaming_llm", "cam", "random")]
 """Those whose choice depends on what they read, and not on positions alone."""
 
 by_name = pytest.mark.parametrize
 NEW = 12
 LENGTHS = [50, 3, 16, 17]
-"""As in test_promises, so that one process compiles nothing twice."""
+"""As in test_invariants, so that one process compiles nothing twice."""
 
 
 def names(policies):
-    return [p.name for p in policies]
+    return [p.info.name for p in policies]
 
 
 @by_name("policy", SEES, ids=names(SEES))
@@ -93,7 +92,7 @@ def test_pyramid_has_layers_of_its_own_at_4k(tiny):
         (pyramid(SnapKV(budget=2048)), 4096),
     ):
         bound = policy.bind(tiny.config)
-        slots = [bound.capacity(spec) for spec in layer_specs(tiny.config, 1, prompt_len, 16, jnp.float32)]
+        slots = [bound.layer(spec).capacity for spec in layer_specs(tiny.config, 1, prompt_len, 16, jnp.float32)]
         assert slots[0] > 1.5 * slots[1]
 
 
@@ -111,7 +110,7 @@ HEADWISE = {
 def test_what_is_dropped_is_freed_and_not_masked(name):
     """Bytes held: those of the kept slots, in every head and layer, and not of the prompt's length."""
     policy = HEADWISE[name].bind(TINY)
-    state = [jax.eval_shape(partial(policy.init, spec)) for spec in layer_specs(TINY, 2, 6000, 16, jnp.bfloat16)]
+    state = [jax.eval_shape(policy.layer(spec).init) for spec in layer_specs(TINY, 2, 6000, 16, jnp.bfloat16)]
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     full = Full().nbytes(TINY, 2, 6000, 16, jnp.bfloat16)
     share = {"catekv": 0.52, "knorm": 0.55, "pyramidkv": 0.1}.get(name, 0.05)
@@ -136,11 +135,11 @@ ALL_OF_THEM = [
 """Policies that select, and have a budget for all that there is."""
 
 
-@by_name("policy", [Full(), AdaKV(), H2O(), CaM(), *ALL_OF_THEM], ids=lambda policy: policy.name)
+@by_name("policy", [Full(), AdaKV(), H2O(), CaM(), *ALL_OF_THEM], ids=lambda policy: policy.info.name)
 def test_a_sliding_window_ends_the_view(policy):
     """A query sees its own token and the nine before, whatever the policy keeps besides."""
     case = Windowed(**vars(make_case(45, LENGTHS, 4)))
-    assert policy not in ALL_OF_THEM or policy.recalls(case.spec)
+    assert policy not in ALL_OF_THEM or policy.layer(case.spec).traits.sparse
     _, outputs, _ = run(policy, case)
     for row, length in enumerate(LENGTHS):
         pos = length + 3

@@ -7,6 +7,7 @@ import pytest
 from policies.driver import kept, make_case, run
 from policies.oracle_treekv import TreeHead, surviving_blocks, trace
 
+from kvjax.cache import Token
 from kvjax.policies import PolicyError, TreeKV
 
 BARE = {"sinks": 0, "recent": 0}
@@ -18,18 +19,20 @@ def drive(policy: TreeKV, tokens: int, attention) -> tuple[list[int], list[int]]
     Returns the evicted tokens in order, and those left.
     """
     case = make_case(0, [1], tokens, heads=1, kv_heads=1)
-    state = policy.init(case.spec)
-    append, compress = (jax.jit(lambda *a, f=f: f(case.spec, *a)) for f in (policy.append, policy.compress))
+    layer = policy.layer(case.spec)
+    state = layer.init()
+    append, compress = jax.jit(layer.append), jax.jit(layer.compress)
     vector, evicted = jnp.zeros((1, 1, 8)), []
     for token in range(1, tokens + 1):
-        state = append(state, vector, vector, jnp.asarray([token], jnp.int32))
-        live = np.asarray(state.slots.live)[0, 0]
-        held, rank = np.asarray(state.slots.pos)[0, 0], np.asarray(state.rank)[0, 0]
+        new = Token(vector, vector, vector, jnp.asarray([token], jnp.int32), case.spec.rope)
+        state = append(state, new)
+        live = np.asarray(state.cache.live)[0, 0]
+        held, rank = np.asarray(state.cache.pos)[0, 0], np.asarray(state.rank)[0, 0]
         shares = np.zeros(len(held), np.float32)
         shares[live] = np.asarray(attention(token, held[live], rank[live]))
         before = set(held[live].tolist())
         state = compress(state.replace(score=state.score + shares, steps=state.steps + live.astype(np.float32)))
-        after = np.asarray(state.slots.pos)[0, 0][np.asarray(state.slots.live)[0, 0]]
+        after = np.asarray(state.cache.pos)[0, 0][np.asarray(state.cache.live)[0, 0]]
         evicted += sorted(before - set(after.tolist()))
     return evicted, sorted(after.tolist())
 
@@ -147,14 +150,14 @@ def test_state_knows_order_and_averages():
     for i in range(15):
         oracle.step(case.q[0, 30 + i, :2], case.k[0, 30 + i, 0], case.v[0, 30 + i, 0], 30 + i)
     order = np.argsort(np.asarray(state.rank)[0, 0])[:12]
-    assert np.asarray(state.slots.pos)[0, 0][order].tolist() == [e["pos"] for e in oracle.entries]
+    assert np.asarray(state.cache.pos)[0, 0][order].tolist() == [e["pos"] for e in oracle.entries]
     average = (np.asarray(state.score) / np.maximum(np.asarray(state.steps), 1))[0, 0][order]
     np.testing.assert_allclose(average, [e["S"] / e["C"] for e in oracle.entries], rtol=1e-4)
 
 
 def test_the_papers_regions():
     """1024 = 4 sinks + 512 tree + 508 recent, both for a prompt and for its hand-over to decoding."""
-    recent, tree, budget = TreeKV()._regions(jnp.asarray([5000], jnp.int32))
+    recent, tree, budget = TreeKV().regions(jnp.asarray([5000], jnp.int32))
     assert (recent.item(), tree.item(), budget.item()) == (508, 512, 1024)
 
 
@@ -186,4 +189,4 @@ def test_bad_hyperparameters(options, says):
 
 def test_fraction_too_small_for_its_regions():
     with pytest.raises(PolicyError, match="gives 4 slots"):
-        TreeKV(budget=0.1).check(40)
+        TreeKV(budget=0.1).validate(40)

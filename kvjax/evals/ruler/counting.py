@@ -6,7 +6,7 @@ import random
 import string
 from typing import ClassVar
 
-from kvjax.evals.sizing import largest
+from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
 
 from .base import RulerTask, distinct

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvjax.evals import haystack
-from kvjax.evals.sizing import largest
+from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
 
 from .base import RulerTask, distinct

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 
 from kvjax import strict_json
-from kvjax.evals.sizing import largest
+from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
 from kvjax.json_lines import complaint
 

@@ -7,7 +7,7 @@ import string
 from typing import ClassVar
 
 from kvjax.evals import haystack
-from kvjax.evals.sizing import largest
+from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
 
 from .base import RulerTask, distinct

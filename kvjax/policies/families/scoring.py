@@ -97,22 +97,18 @@ class PromptScorerLayer(Layer[P]):
     """One layer of a `PromptScorer`."""
 
     @property
-    def capacity(self) -> int:
-        most = min(self.policy.max_budget(self.spec), self.spec.prompt_len)
-        return cache.round_slots(most + self.spec.new_tokens)
+    def max_kept(self) -> int:
+        return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
-        _, _, kept, _ = self._scored(prompt)
-        return kept, carry
+        _, _, keep = self.choose(prompt)
+        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
 
-    def _scored(
-        self, prompt: Prompt
-    ) -> tuple[Float[Array, "B K T"], Int[Array, " B"], LayerCache, Int[Array, "B K C"]]:
-        """Scores, budgets, the kept tokens, and which token each slot has."""
+    def choose(self, prompt: Prompt) -> tuple[Float[Array, "B K T"], Int[Array, " B"], Bool[Array, "B K T"]]:
+        """Scores of a prompt's tokens, each row's budget, and which tokens are kept."""
         scores = self.policy.scores(self.spec, prompt)
         budget = self.policy.row_budgets(self.spec, prompt.lengths)
-        keep = self.policy.keep_mask(scores, prompt.lengths, budget)
-        return scores, budget, *cache.gather_kept(self.spec, self.capacity, prompt, keep)
+        return scores, budget, self.policy.keep_mask(scores, prompt.lengths, budget)
 
 
 @flax.struct.dataclass
@@ -140,7 +136,7 @@ class ScoreEviction(PromptScorer):
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
     """
 
-    def initial_score(self, token: Token) -> Float[Array, "B K"]:
+    def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
         """Score of a new token."""
         return jnp.zeros(token.k.shape[:2], jnp.float32)
 
@@ -159,20 +155,22 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     traits: Traits = Traits(compression="every_step")
 
     @property
-    def capacity(self) -> int:
-        return cache.round_slots(min(self.policy.max_budget(self.spec), self.spec.max_tokens) + 1)
+    def max_kept(self) -> int:
+        return self.policy.max_budget(self.spec)
 
     def init(self) -> ScoredCache:
         empty = cache.empty(self.spec, self.capacity)
         return ScoredCache(empty, jnp.zeros_like(empty.weight), self.policy.row_budgets(self.spec, empty.seen))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
-        scores, budget, kept, index = self._scored(prompt)
+        scores, budget, keep = self.choose(prompt)
+        kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep)
         score = jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0)
         return ScoredCache(kept, score, budget), carry
 
     def append(self, state: ScoredCache, token: Token) -> ScoredCache:
-        updated, (score,) = cache.insert(state.cache, token, [(state.score, self.policy.initial_score(token))])
+        initial = self.policy.initial_score(self.spec, token)
+        updated, (score,) = cache.insert(state.cache, token, [(state.score, initial)])
         return dataclasses.replace(state, cache=updated, score=score)
 
     def attend(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels.divided import query_heads
+from kvjax.pallas_kernels.head_shards import query_heads
 
 from .. import capabilities
 from ..base import Carry, Layer, Policy, State, Traits
@@ -37,6 +37,15 @@ class ByHead(Policy):
     @property
     def info(self) -> PolicyInfo:
         return combined("by_head", (policy.info for policy in self.groups))
+
+    def __str__(self) -> str:
+        names = [chr(ord("a") + i) for i in range(len(self.groups))]
+        profile = []
+        for layers in zip(*self.heads, strict=True):
+            label = {head: name for name, heads in zip(names, layers, strict=True) for head in heads}
+            profile.append(tuple(label[head] for head in sorted(label)))
+        parts = [f"{name}={group}" for name, group in zip(names, self.groups, strict=True)]
+        return f"by_head({'; '.join([*parts, f'profile={tuple(profile)}'])})"
 
     def bind(self, config: ModelConfig) -> "ByHead":
         every = list(range(config.num_kv_heads))
@@ -191,9 +200,8 @@ def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) ->
 def _traits(parts: Sequence[Traits]) -> Traits:
     """Of a layer made of these: it compresses as its busiest part does."""
     kinds = {traits.compression for traits in parts}
-    busiest = next((kind for kind in ("every_step", "when_full") if kind in kinds), "never")
     return Traits(
-        compression=busiest,
+        compression="every_step" if "every_step" in kinds else "when_full" if "when_full" in kinds else "never",
         compress_reads_kv=any(traits.compress_reads_kv for traits in parts),
         looks_ahead=any(traits.looks_ahead for traits in parts),
         has_own_store=True,

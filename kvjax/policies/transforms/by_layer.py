@@ -25,6 +25,9 @@ class ByLayer(Policy):
     def info(self) -> PolicyInfo:
         return combined("by_layer", (policy.info for policy in self.layers))
 
+    def __str__(self) -> str:
+        return f"by_layer({'; '.join(map(str, self.layers))})"
+
     def bind(self, config: ModelConfig) -> "ByLayer":
         if config.num_layers != len(self.layers):
             raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {config.num_layers}")

@@ -2,22 +2,22 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import packing
-from kvjax.cache import LayerSpec, Slots
+from kvjax import cache
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, packing
+from kvjax.cache.packing import Bits, Packed
 from kvjax.models.config import ModelConfig
-from kvjax.packing import Bits, Packed
 from kvjax.pallas_kernels.masking import MASKED
 
-from .base import Carry, Memory, Policy, PolicyError, Stage, State, check_fields
-from .full import Full
-from .registry import register
+from ..base import Carry, Layer, Policy, Traits
+from ..fields import check_fields
+from ..info import PolicyError, PolicyInfo
 from .wrapper import Wrapper
 
 BLOCK = 512
@@ -25,7 +25,7 @@ BLOCK = 512
 
 
 @flax.struct.dataclass
-class PackedSlots:
+class PackedCache:
     """A cache in a few bits, but for its latest tokens. B rows, K KV heads, C slots, R residual tokens, E = R + 1, H head dim.
 
     It is as the latest query reads it, which has its own token and the R before it exact: what is to be packed then is packed when
@@ -36,7 +36,7 @@ class PackedSlots:
         k: rotated keys; those up to the last multiple of R before the newest token count.
         v: values; those but for the newest one and the R before it count.
         k_recent, v_recent: exact keys and values of the latest slots.
-        pos, next, seen: as in `Slots`.
+        pos, next, seen: as in `LayerCache`.
     """
 
     k: Packed
@@ -75,111 +75,110 @@ class Quantized(Wrapper):
         bits, group, residual: see `KIVI`.
     """
 
-    verb: ClassVar[str] = "quantized"
-    memory: ClassVar[Memory] = "quantised"  # pyright: ignore[reportIncompatibleMethodOverride]
-    stage: ClassVar[Stage] = "both"  # pyright: ignore[reportIncompatibleMethodOverride]
+    transform: ClassVar[str] = "quantized"
 
     bits: Bits = 2
     group: int = 32
     residual: int = 32
 
     def __post_init__(self) -> None:
-        _check(self, self.bits, self.group, self.residual)
+        check_packing(self, self.bits, self.group, self.residual)
 
-    def admit(self, policy: Policy) -> None:
-        changed = [
-            name
-            for name in ("append", "attend", "compress")
-            if getattr(type(policy), name) is not getattr(Policy, name)
-        ]
-        if changed:
+    @property
+    def info(self) -> PolicyInfo:
+        return dataclasses.replace(super().info, memory="quantized", stage="both")
+
+    def bind(self, config: ModelConfig) -> Policy:
+        bound = super().bind(config)
+        for spec in cache.layer_specs(config, 1, 64, 64, jnp.float32):
+            bound.layer(spec)  # raises where a layer cannot be quantised
+        return bound
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        traits = self.policy.layer(spec).traits
+        if not traits.plain or traits.compression != "never":
             raise PolicyError(
-                f"{self.name}: {policy.name!r} has its own way of keeping slots while decoding ({', '.join(changed)}), but packed "
-                "groups of tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as "
-                "full, snapkv, chunkkv or catekv"
+                f"{self.info.name}: {self.policy.info.name!r} has its own way of keeping tokens while decoding, but packed groups of "
+                "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
+                "chunkkv or catekv"
             )
+        return QuantizedLayer(self, spec)
 
-    def capacity(self, spec: LayerSpec) -> int:
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedLayer(Layer[Quantized]):
+    """One layer, packed when its prompt is read and whenever so many new tokens have come; see `Quantized`."""
+
+    traits: Traits = Traits(has_own_store=True)
+
+    @property
+    def capacity(self) -> int:
         """Slots to allocate, in whole groups and bytes."""
-        return -(-self.policy.capacity(spec) // self._unit) * self._unit
+        return -(-self._inner.capacity // self._unit) * self._unit
 
-    def init(self, spec: LayerSpec) -> State:
-        return self._packed(spec, self.policy.init(spec))
+    def init(self) -> PackedCache:
+        return self._packed(self._inner.init())
 
-    def prefill(
-        self,
-        spec: LayerSpec,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        lengths: Int[Array, " B"],
-        carry: Carry,
-    ) -> tuple[PackedSlots, Carry]:
-        slots, carry = self.policy.prefill(spec, q, k, v, lengths, carry)
-        return self._packed(spec, slots), carry
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PackedCache, Carry]:
+        kept, carry = self._inner.prefill(prompt, carry)
+        return self._packed(kept), carry
 
-    def append(
-        self,
-        spec: LayerSpec,
-        state: PackedSlots,
-        k: Float[Array, "B K H"],
-        v: Float[Array, "B K H"],
-        pos: Int[Array, " B"],
-    ) -> PackedSlots:
+    def append(self, state: PackedCache, token: Token) -> PackedCache:
         """A new token takes the places of residual ones that have been read for the last time, and are packed: R keys together."""
+        dtype, bits = self.spec.dtype, self.policy.bits
         size, slot = state.pos.shape[-1], state.next
         residual = state.k_recent.shape[2]
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         at = rows[:, None], heads[None, :]
         k_place, v_place = slot % residual, slot % (residual + 1)
 
-        where = jnp.where(
-            slot > residual, slot - residual - 1, size
-        )  # past the last, hence dropped, where there is none
+        # Past the last, hence dropped, where there is none.
+        where = jnp.where(slot > residual, slot - residual - 1, size)
         old = state.v_recent[*at, v_place]
-        values = packing.put(state.v, old, where, self.bits, self._channels(spec), spec.dtype)
+        values = packing.put(state.v, old, where, bits, self._channels, dtype)
 
         # Not inside `cond`, through whose branches the packed keys would be copied.
-        new = packing.pack(state.k_recent, self.bits, self.group, "slots", spec.dtype)
-        due = ((k_place == 0) & (slot > 0))[..., None]
-        k_recent = state.k_recent.at[*at, k_place].set(spec.rope.rotate(k, pos[:, None]).astype(spec.dtype))
-        v_recent = state.v_recent.at[*at, v_place].set(v.astype(spec.dtype))
+        new = packing.pack(state.k_recent, bits, self.policy.group, "slots", dtype)
+        is_complete = ((k_place == 0) & (slot > 0))[..., None]
+        k_recent = state.k_recent.at[*at, k_place].set(token.k_rotated.astype(dtype))
+        v_recent = state.v_recent.at[*at, v_place].set(token.v.astype(dtype))
 
         def filled(x: Array, new: Array) -> Array:
             count = new.shape[2]
             where = ((slot // residual - 1) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
-            return x.at[rows[:, None, None], heads[:, None], jnp.where(due, where, x.shape[2])].set(new, mode="drop")
+            where = jnp.where(is_complete, where, x.shape[2])
+            return x.at[rows[:, None, None], heads[:, None], where].set(new, mode="drop")
 
-        return PackedSlots(
+        return PackedCache(
             k=jax.tree.map(filled, state.k, new),
             v=values,
             k_recent=k_recent,
             v_recent=v_recent,
-            pos=state.pos.at[*at, slot].set(pos[:, None]),
+            pos=state.pos.at[*at, slot].set(token.position[:, None]),
             next=slot + 1,
             seen=state.seen + 1,
         )
 
     def attend(
-        self, spec: LayerSpec, state: PackedSlots, q: Float[Array, "B N H"], pos: Int[Array, " B"], carry: Carry
-    ) -> tuple[Float[Array, "B N H"], PackedSlots, Carry]:
+        self, state: PackedCache, token: Token, carry: Carry
+    ) -> tuple[Float[Array, "B N H"], PackedCache, Carry]:
         visible = state.live
-        if spec.window is not None:
-            visible &= state.pos > pos[:, None, None] - spec.window
-        q = spec.rope.rotate(q, pos[:, None])
-        return packed_attention(q, state, visible, bits=self.bits, scale=spec.scale), state, carry
+        if self.spec.window is not None:
+            visible &= state.pos > token.position[:, None, None] - self.spec.window
+        out = packed_attention(token.q_rotated, state, visible, bits=self.policy.bits, scale=self.spec.scale)
+        return out, state, carry
 
-    def slots(self, spec: LayerSpec, state: PackedSlots) -> Slots:
+    def as_cache(self, state: PackedCache) -> LayerCache:
         """All slots unpacked."""
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
-        packed_k, packed_v = (packing.unpack(x, self.bits).astype(spec.dtype) for x in (state.k, state.v))
+        packed_k, packed_v = (packing.unpack(x, self.policy.bits).astype(self.spec.dtype) for x in (state.k, state.v))
         live = state.live[..., None]
 
         def joined(packed: Array, recent: Array, exact: Bool[Array, "B K C"]) -> Array:
             latest = recent[:, :, places % recent.shape[2]]
             return jnp.where(live, jnp.where(exact[..., None], latest, packed), 0)
 
-        return Slots(
+        return LayerCache(
             k=joined(packed_k, state.k_recent, places >= state.k_packed[..., None]),
             v=joined(packed_v, state.v_recent, places >= state.next[..., None] - state.v_recent.shape[2]),
             pos=state.pos,
@@ -188,20 +187,20 @@ class Quantized(Wrapper):
             seen=state.seen,
         )
 
-    def _packed(self, spec: LayerSpec, slots: Slots) -> PackedSlots:
+    def _packed(self, filled: LayerCache) -> PackedCache:
         """A cache whose slots are filled from the left, packed."""
-        size = self.capacity(spec)
-        room = [(0, 0), (0, 0), (0, size - slots.pos.shape[-1])]
-        k, v = (jnp.pad(x, [*room, (0, 0)]) for x in (slots.k, slots.v))
-        residual = min(self.residual, -(-(size + 1) // self._unit) * self._unit)  # more is of no use
-        state = PackedSlots(
-            k=packing.pack(k, self.bits, self.group, "slots", spec.dtype),
-            v=packing.pack(v, self.bits, self._channels(spec), "channels", spec.dtype),
-            k_recent=jnp.zeros((*slots.next.shape, residual, spec.head_dim), spec.dtype),
-            v_recent=jnp.zeros((*slots.next.shape, residual + 1, spec.head_dim), spec.dtype),
-            pos=jnp.pad(slots.pos, room, constant_values=-1),
-            next=slots.next,
-            seen=slots.seen,
+        policy, spec, size = self.policy, self.spec, self.capacity
+        padding = [(0, 0), (0, 0), (0, size - filled.pos.shape[-1])]
+        k, v = (jnp.pad(x, [*padding, (0, 0)]) for x in (filled.k, filled.v))
+        residual = min(policy.residual, -(-(size + 1) // self._unit) * self._unit)  # more is of no use
+        state = PackedCache(
+            k=packing.pack(k, policy.bits, policy.group, "slots", spec.dtype),
+            v=packing.pack(v, policy.bits, self._channels, "channels", spec.dtype),
+            k_recent=jnp.zeros((*filled.next.shape, residual, spec.head_dim), spec.dtype),
+            v_recent=jnp.zeros((*filled.next.shape, residual + 1, spec.head_dim), spec.dtype),
+            pos=jnp.pad(filled.pos, padding, constant_values=-1),
+            next=filled.next,
+            seen=filled.seen,
         )
         latest = state.k_packed[..., None] + jnp.arange(residual, dtype=jnp.int32)
 
@@ -213,74 +212,32 @@ class Quantized(Wrapper):
         )
 
     @property
-    def _unit(self) -> int:
-        """Slots that whole groups and whole bytes take."""
-        return math.lcm(self.group, 8 // self.bits)
-
-    def _channels(self, spec: LayerSpec) -> int:
-        """Channels of a value's group."""
-        return math.gcd(self.group, spec.head_dim)
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class KIVI(Policy):
-    """Keep everything, in a few bits (Liu et al. 2024, KIVI, section 3).
-
-    Keys, some of whose channels are far larger than others, are quantised by the channel: `group` neighbouring tokens of one
-    channel share a scale and a zero. Values are quantised by the token: `group` channels share them. The latest tokens stay
-    exact: of values the last `residual`; of keys those since the last multiple of it, where so many are packed together. As in the
-    published code, a query attends before its step packs: to its own token, and to what it pushes out of the residual, exactly. The
-    prompt is read exactly. What attention reads is unpacked block by block.
-
-    For another policy's cache in few bits see `quantized`.
-
-    Attributes:
-        bits: of a number, besides its share of scale and zero: 2, 4 or 8.
-        group: numbers that share a scale and a zero; of values, whose group is no longer than a head, the largest divisor of
-            both this and the head dim.
-        residual: R, latest tokens that stay exact; a multiple of `group`, and of the 8 / bits tokens whose numbers share a byte.
-            (The paper uses 32 and 128 for both.)
-    """
-
-    name: ClassVar[str] = "kivi"
-    paper: ClassVar[str] = "Liu et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
-    keeps: ClassVar[str] = "every token, all but the latest in a few bits a number"
-    memory: ClassVar[Memory] = "quantised"
-    stage: ClassVar[Stage] = "both"
-
-    bits: Bits = 2
-    group: int = 32
-    residual: int = 32
-
-    def __post_init__(self) -> None:
-        _check(self, self.bits, self.group, self.residual)
-
-    def bind(self, config: ModelConfig) -> Policy:
-        return self._quantized.bind(config)
-
-    def capacity(self, spec: LayerSpec) -> int:
-        return self._quantized.capacity(spec)
-
-    def init(self, spec: LayerSpec) -> State:
-        raise PolicyError(f"{self.name}: bind(config) gives the policy that runs")
+    def _inner(self) -> Layer[Any]:
+        """The layer of the policy that is quantised."""
+        return self.policy.policy.layer(self.spec)
 
     @property
-    def _quantized(self) -> Quantized:
-        return Quantized(Full(), self.bits, self.group, self.residual)
+    def _unit(self) -> int:
+        """Slots that whole groups and whole bytes take."""
+        return math.lcm(self.policy.group, 8 // self.policy.bits)
+
+    @property
+    def _channels(self) -> int:
+        """Channels of a value's group."""
+        return math.gcd(self.policy.group, self.spec.head_dim)
 
 
-def _check(policy: Policy, bits: int, group: int, residual: int) -> None:
+def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
     """Raise `PolicyError` unless the hyperparameters of `policy` fit together."""
     check_fields(policy, group=1, residual=1)
     if residual % group:
         raise PolicyError(
-            f"{policy.name}: residual={residual} and group={group}; keys are packed when `residual` tokens have come together, in "
+            f"{policy.info.name}: residual={residual} and group={group}; keys are packed when `residual` tokens have come together, in "
             "whole groups, so give a multiple of group"
         )
     if residual % (8 // bits):
         raise PolicyError(
-            f"{policy.name}: residual={residual} and bits={bits}; the numbers of {8 // bits} tokens share a byte, so give a multiple "
+            f"{policy.info.name}: residual={residual} and bits={bits}; the numbers of {8 // bits} tokens share a byte, so give a multiple "
             f"of {8 // bits} as residual"
         )
 
@@ -290,7 +247,7 @@ def quantized(policy: Policy, bits: Bits = 2, group: int = 32, residual: int = 3
 
     The policy must leave its cache alone after the prompt, but for adding new tokens: full, snapkv, pyramidkv, chunkkv,
     expected_attention, or both kinds of heads of catekv. Packed groups are not changed again, so policies that evict or merge while
-    they decode, that recall, or that have a store of their own are refused. `by_head` and `by_layer` take quantised policies beside others.
+    they decode, sparse ones, and those with a store of their own are refused. `by_head` and `by_layer` take quantised policies beside others.
 
     Args:
         policy: any such, compositions included.
@@ -303,9 +260,9 @@ def quantized(policy: Policy, bits: Bits = 2, group: int = 32, residual: int = 3
 
 
 def packed_attention(
-    q: Float[Array, "B N H"], state: PackedSlots, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
+    q: Float[Array, "B N H"], state: PackedCache, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
 ) -> Float[Array, "B N H"]:
-    """Softmax attention over packed slots, of which `BLOCK` at a time are unpacked; exact where keys and values are.
+    """Softmax attention over a packed cache, of which `BLOCK` at a time are unpacked; exact where keys and values are.
 
     A kernel that reads packed keys and values would take the place of this function.
 
@@ -355,8 +312,8 @@ def packed_attention(
 
     def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
         values = packing.unpack(state.v.part(i * block, block, bits), bits)
-        weights, there = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=3) for x in (share, packed))
-        values = jnp.where(jnp.swapaxes(there, 2, 3), values, 0.0)
+        weights, valid = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=3) for x in (share, packed))
+        values = jnp.where(jnp.swapaxes(valid, 2, 3), values, 0.0)
         return out + jnp.einsum("bkgc,bkch->bkgh", weights, values)
 
     late_values = jnp.where(jnp.swapaxes(late_visible, 2, 3), at_places(state.v_recent).astype(jnp.float32), 0.0)

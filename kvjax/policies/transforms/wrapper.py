@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from kvjax.models.config import ModelConfig
 
-from ..base import Policy
+from ..base import Policy, changed_fields
 from ..info import PolicyInfo
 
 
@@ -29,6 +29,10 @@ class Wrapper(Policy):
     def info(self) -> PolicyInfo:
         inner = self.policy.info
         return dataclasses.replace(inner, name=f"{self.transform}({inner.name})", transform=self.transform)
+
+    def __str__(self) -> str:
+        settings = changed_fields(self, dataclasses.fields(self)[1:])
+        return f"{self.transform}({'; '.join([str(self.policy), *settings])})"
 
     def bind(self, config: ModelConfig) -> Policy:
         """Every part of the policy wrapped by itself, but for those that are already."""

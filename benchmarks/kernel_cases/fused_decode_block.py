@@ -1,0 +1,107 @@
+"""All that a decoding step does between one layer's attention and the next, at Llama-3.1-8B's shapes; two layers in a row.
+
+"kernels" is one kernel a product, "xla" what models do where no Pallas kernel serves.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels import BlockWeights, Norm, fused_decode_block
+from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu, plan, reference
+
+from .case import Case, relative_error
+
+WIDTH, WIDE, KEYS = 4096, 14336, 1024
+MATRICES = (
+    (WIDTH, WIDTH), (WIDE, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE), (WIDTH, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH),
+)  # fmt: skip
+"""Outputs and inputs of o, gate, up, down, q, k and v."""
+
+LAYERS = 2
+"""With weights of their own."""
+
+
+def cases() -> Iterator[Case]:
+    """Normal weights, and what attention returned of the size that the residual stream has."""
+    weights = sum(outputs * inputs for outputs, inputs in MATRICES)
+    for rows in (1, 2, 4, 8):
+        yield Case(
+            operation="fused_decode_block",
+            shape=f"{rows} x {WIDTH}, MLP of {WIDE}, {WIDTH} + {KEYS} + {KEYS} heads, {LAYERS} layers",
+            dtype="bfloat16",
+            inputs=partial(_inputs, rows),
+            variants={
+                "xla": partial(_way, implementation="xla"),
+                "kernels": partial(_way, implementation=None),
+                "auto": _way,
+                **{f"gpu chunk={c} slots={n}": partial(_way, sizes=(c, n)) for c, n in ((256, 4), (128, 8), (128, 10))},
+            },
+            error=_error,
+            tolerance=1e-2,
+            bytes=2 * LAYERS * weights,
+            flops=2 * LAYERS * rows * weights,
+        )
+
+
+def _weights(gains: list[Any], matrices: list[Any]) -> BlockWeights:
+    o, gate, up, down, q, k, v = matrices
+    return BlockWeights(o, Norm(gains[0], 1e-5), gate, up, down, Norm(gains[1], 1e-5), q, k, v)
+
+
+def _way(
+    attended: jax.Array, x: jax.Array, *layers: Any, implementation: Any = "auto", sizes: tuple[int, int] | None = None
+) -> list[jax.Array]:
+    out = []
+    for layer in layers:
+        weights = _weights(*layer)
+        if sizes is not None:
+            found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS))
+            assert isinstance(found, plan.Plan)
+            held = found.inputs * found.chunk // sizes[0]
+            found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
+            out = pallas_mosaic_gpu.fused_decode_block(attended, x, weights, sizes=found)
+        elif implementation is None:
+            out = reference.fused_decode_block(attended, x, weights)
+        else:
+            out = fused_decode_block(attended, x, weights, implementation=implementation)
+        x, attended, *_ = out
+    return list(out)
+
+
+def _inputs(rows: int, seed: int) -> tuple[Any, ...]:
+    keys = iter(jax.random.split(jax.random.key(seed), 2 + LAYERS * (2 + len(MATRICES))))
+    attended, x = (jax.random.normal(next(keys), (rows, WIDTH), jnp.bfloat16) for _ in range(2))
+    layers = [
+        (
+            [1 + jax.random.normal(next(keys), (WIDTH,), jnp.bfloat16) / 8 for _ in range(2)],
+            [
+                jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * jnp.asarray(depth**-0.5, jnp.bfloat16)
+                for out, depth in MATRICES
+            ],
+        )
+        for _ in range(LAYERS)
+    ]
+    return attended, x, *layers
+
+
+def _error(inputs: tuple[Any, ...], out: list[Any]) -> float:
+    """Of the last layer's residual stream, q, k and v, the worst."""
+    attended, x, *layers = jax.tree.map(lambda a: np.asarray(a, np.float64), inputs)
+
+    def normed(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain
+
+    heads = []
+    for gains, (o, gate, up, down, *qkv) in layers:
+        x = x + attended @ o.T
+        h = normed(x, gains[0])
+        g = h @ gate.T
+        x = x + (g / (1 + np.exp(-g)) * (h @ up.T)) @ down.T
+        heads = [normed(x, gains[1]) @ w.T for w in qkv]
+        attended = heads[0]
+    return max(relative_error(got, want) for got, want in zip(out, [x, *heads], strict=True))

@@ -1,0 +1,221 @@
+"""Run a task: answers to all its examples under a policy, in batches, scored, and written down as they come."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
+
+from kvjax import strict_json
+from kvjax.cache import bucket
+from kvjax.generation import generate
+from kvjax.models import Params
+from kvjax.policies import Policy, get_policy
+
+from .report import ResultFile, header, model_fingerprint
+from .task import Example, Format, Task
+
+
+class Row(BaseModel):
+    """What a result file has of one example: its score, answer and labels, and its share of what its batch took."""
+
+    example: NonNegativeInt
+    score: float = Field(ge=0, le=1)
+    answer: str
+    answers: list[str]
+    labels: dict[str, Any]
+    context_tokens: NonNegativeInt
+    question_tokens: NonNegativeInt
+    new_tokens: NonNegativeInt
+    cache_bytes: NonNegativeFloat
+    host_cache_bytes: NonNegativeFloat
+    full_cache_bytes: NonNegativeFloat
+    prefill_seconds: NonNegativeFloat
+    decode_seconds: NonNegativeFloat
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A task's results.
+
+    Attributes:
+        header: versions, device, model and all settings of the run.
+        rows: one an example, each with the fields of `Row`.
+    """
+
+    header: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def score(self) -> float:
+        """Mean over all examples."""
+        return float(np.mean([row["score"] for row in self.rows]))
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes held an example, on average, on device and host together."""
+        return float(np.mean([row["cache_bytes"] + row["host_cache_bytes"] for row in self.rows]))
+
+    @property
+    def full_cache_bytes(self) -> float:
+        """Bytes that the full cache would have held."""
+        return float(np.mean([row["full_cache_bytes"] for row in self.rows]))
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens read and drawn after the prompts, over the time that took, compilation left out."""
+        decoded = sum(row["question_tokens"] + row["new_tokens"] for row in self.rows)
+        return decoded / max(sum(row["decode_seconds"] for row in self.rows), 1e-9)
+
+    def by(self, label: str) -> dict[Any, float]:
+        """Mean score by the values of a label."""
+        groups: dict[Any, list[float]] = {}
+        for row in self.rows:
+            groups.setdefault(row["labels"].get(label), []).append(row["score"])
+        return {value: float(np.mean(scores)) for value, scores in groups.items()}
+
+
+def evaluate(
+    params: Params,
+    task: Task,
+    policy: str | Policy = "full",
+    budget: int | float | None = None,
+    *,
+    query_aware: bool = False,
+    chat: bool | None = None,
+    batch: int = 4,
+    out: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Have a model answer a task's examples with its cache kept by a policy.
+
+    Args:
+        budget: as for `generate`.
+        query_aware: whether the policy compresses context and question together, so that the question is what its observation
+            window sees. By default the context is compressed before its question is known, as one that many questions are asked
+            of has to be; the question is then read token by token.
+        chat: put examples in the model's chat template; by default if it has one.
+        batch: examples that run together.
+        out: a file of JSON lines to write results to, example by example; those it has already are not run again.
+        progress: called with examples done and in all.
+
+    Raises:
+        ValueError: the model has no tokenizer, or `out` holds results of another run, or rows that are not of this task.
+        PolicyError: the policy is unknown or cannot work with this budget.
+    """
+    if params.tokenizer is None:
+        raise ValueError("this model has no tokenizer, so it cannot be given a task; load one that has")
+    if batch < 1:
+        raise ValueError(f"batch={batch}; give 1 or more")
+    form = Format(params.tokenizer, params.tokenizer.chat_template is not None if chat is None else chat)
+    policy = get_policy(policy, budget=budget)
+    settings = {
+        "task": {"name": task.name, **described(task)},
+        "model": model_fingerprint(params),
+        "policy": {"name": policy.info.name, **described(policy)},
+        "query_aware": query_aware,
+        "chat": form.chat,
+        "batch": batch,
+    }
+    examples = task.examples(form)
+    results = ResultFile(out, header(**settings), Row, _belongs(examples))
+    done = {row["example"] for row in results.rows}
+    if progress is not None:
+        progress(len(done), len(examples))
+    for planned, rows in _batches(form, examples, batch):
+        left = [i for i in planned if i not in done]
+        if left:
+            results.append(_run(params, task, policy, form, query_aware, examples, left, rows))
+            done |= set(left)
+            if progress is not None:
+                progress(len(done), len(examples))
+    return Evaluation(results.header, sorted(results.rows, key=lambda row: row["example"]))
+
+
+def _belongs(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | None]:
+    """What says why a row is none of these examples', or is there twice."""
+    there: set[int] = set()
+
+    def wrong(row: dict[str, Any]) -> str | None:
+        i = row["example"]
+        if i >= len(examples):
+            return f"example {i}, but there are {len(examples)}, counted from 0"
+        if i in there:
+            return f"example {i} is there twice"
+        there.add(i)
+        own = {"answers": list(examples[i].answers), "labels": dict(examples[i].labels)}
+        for name, value in strict_json.loads(strict_json.dumps(own)).items():
+            if row[name] != value:
+                return f"{name} of example {i} are {row[name]!r}, but should be {value!r}"
+        return None
+
+    return wrong
+
+
+def described(settings: Any) -> dict[str, Any]:
+    """The fields of a task or policy that make it what it is; of a long text, its beginning and its hash."""
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return {name: _short(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _short(text: str) -> str:
+    if len(text) <= 200:
+        return text
+    return f"{text[:60]}… ({len(text)} characters, SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+def _batches(form: Format, examples: Sequence[Example], size: int) -> list[tuple[list[int], int]]:
+    """Examples of like lengths that run together, and the rows of the compiled program that runs them."""
+    groups: dict[Any, list[int]] = {}
+    for i, example in enumerate(examples):
+        context, question = form.encode(example)
+        key = bucket(len(context)), bucket(len(question)), example.max_new_tokens, example.stop
+        groups.setdefault(key, []).append(i)
+    return [
+        (group[at : at + size], min(size, len(group))) for group in groups.values() for at in range(0, len(group), size)
+    ]
+
+
+def _run(
+    params: Params,
+    task: Task,
+    policy: Policy,
+    form: Format,
+    query_aware: bool,
+    examples: Sequence[Example],
+    batch: Sequence[int],
+    size: int,
+) -> list[dict[str, Any]]:
+    """Answers of one batch, filled up to `size` rows so that all batches of like lengths share one compiled program."""
+    padded = [*batch, *[batch[-1]] * (size - len(batch))]
+    pairs = [form.encode(examples[i]) for i in padded]
+    first = examples[batch[0]]
+    answers = generate(
+        params,
+        [context + question if query_aware else context for context, question in pairs],
+        policy=policy,
+        max_new_tokens=first.max_new_tokens,
+        stop=first.stop,
+        question=None if query_aware else [question for _, question in pairs],
+    )
+    rows = []
+    for i, (context, question), answer in zip(batch, pairs, answers, strict=False):
+        example, stats = examples[i], answer.stats
+        shares = ("cache_bytes", "host_cache_bytes", "full_cache_bytes", "prefill_seconds", "decode_seconds")
+        rows.append(
+            {
+                "example": i,
+                "score": task.score(answer.text, example),
+                "answer": answer.text,
+                "answers": list(example.answers),
+                "labels": dict(example.labels),
+                "context_tokens": len(context),
+                "question_tokens": 0 if query_aware else len(question),
+                "new_tokens": len(answer.tokens),
+                **{name: getattr(stats, name) / stats.rows for name in shares},
+            }
+        )
+    return rows

@@ -1,0 +1,145 @@
+"""Policies written as text: what `policy=` takes, in Python and on the command line, and how a policy is printed.
+
+    treekv                                         a policy as published
+    treekv:0.2                                     with a budget
+    chunkkv:budget=0.2,chunk=20                    with hyperparameters
+    offloaded(clusterkv:1024; steps=2)             a transform of a policy, and its own settings
+    by_layer(full; treekv:0.2)                     a policy for each layer
+    by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
+
+Commas separate hyperparameters, semicolons what stands in parentheses. A value that is a policy itself stands in parentheses:
+`catekv:adaptive=(quest:1024)`.
+"""
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+from kvjax.settings import parse_value, split_setting
+
+from .base import Policy
+from .info import PolicyError
+from .registry import make_policy, policies, policy_class, replaced
+from .transforms.by_head import by_head
+from .transforms.by_layer import by_layer
+from .transforms.offload import Offloaded
+from .transforms.pyramid import Pyramid
+from .transforms.quantize import Quantized
+
+_WRAPPERS: dict[str, type[Any]] = {"offloaded": Offloaded, "quantized": Quantized, "pyramid": Pyramid}
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that a text names.
+
+    Raises:
+        PolicyError: a name is unknown, brackets do not match, or a value is none that its hyperparameter takes.
+    """
+    text = text.strip()
+    name, bracket, inside = text.partition("(")
+    if bracket and ":" not in name:
+        if not inside.endswith(")"):
+            raise PolicyError(f"{text!r}: close the bracket, as in offloaded(clusterkv:1024; steps=2)")
+        return _combined(text, name.strip(), split(inside[:-1], ";"))
+    name, _, settings = text.partition(":")
+    return make_policy(name, parse_settings(text, get_type_hints(policy_class(name)), split(settings, ",")))
+
+
+def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
+    """A policy from its text or name, and hyperparameters (those left out, or None, take the method's defaults).
+
+    A `Policy` is returned as it is, with the given hyperparameters replaced. A policy that has no budget, such as `full` and `kivi`,
+    takes any `budget`, which then has no effect: a sweep needs no exception for it.
+
+    Args:
+        policy: such as "treekv", "chunkkv:budget=0.2,chunk=20" or "offloaded(clusterkv:1024)"; see this module.
+
+    Raises:
+        PolicyError: the name is unknown, the policy has no such hyperparameter, or does not take that value.
+    """
+    if isinstance(policy, str):
+        policy = parse_policy(policy)
+    if not callable(getattr(policy, "layer", None)):
+        raise PolicyError(f"policy={policy!r}; give a name ({', '.join(policies())}) or a Policy")
+    return replaced(policy, {name: value for name, value in hyperparameters.items() if value is not None})
+
+
+def split(text: str, at: str) -> list[str]:
+    """The parts of a text between separators that stand outside of brackets and quotes; those that are empty are left out."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        depth += 0 if quote else (letter in "([{") - (letter in ")]}")
+        if letter == at and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def split_policies(text: str) -> list[str]:
+    """Texts of policies from a list separated by commas: `full,chunkkv:budget=0.2,chunk=20,treekv` are three.
+
+    A part that begins with a setting belongs to the policy before it.
+    """
+    found: list[str] = []
+    for part in split(text, ","):
+        setting = part.partition("=")[0]
+        if found and "=" in part and setting.replace("_", "").replace("-", "").isalnum():
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
+def parse_settings(text: str, hints: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Hyperparameters from `name=value`, and a budget from a value alone that comes first.
+
+    Args:
+        text: what they are written in, for messages.
+        hints: the types that they are declared with; one that is not among them goes through as a number or text.
+
+    Raises:
+        PolicyError: a setting is not written so, or does not take that value.
+    """
+    values: dict[str, Any] = {}
+    for i, setting in enumerate(settings):
+        try:
+            key, value = split_setting(setting if i or "=" in setting else f"budget={setting}")
+        except ValueError as error:
+            raise PolicyError(f"{text!r}: {error}") from None
+        if value.startswith("(") and _is_policy(hints.get(key)):
+            values[key] = parse_policy(value[1:-1])
+            continue
+        try:
+            values[key] = parse_value(value, hints.get(key, int | float | str))
+        except ValueError as error:
+            raise PolicyError(f"{text!r}: {key}={value!r}; {error}") from None
+    return values
+
+
+def _combined(text: str, name: str, parts: list[str]) -> Policy:
+    if name == "by_layer":
+        return by_layer([parse_policy(part) for part in parts])
+    if name == "by_head":
+        given = dict(split_setting(part) for part in parts)
+        if "profile" not in given:
+            raise PolicyError(f"{text!r}: by_head needs profile=, the label of every KV head as ((...), (...))")
+        profile = ast.literal_eval(given.pop("profile"))
+        return by_head({label: parse_policy(part) for label, part in given.items()}, profile)
+    if name not in _WRAPPERS:
+        raise PolicyError(
+            f"unknown transform {name!r} in {text!r}; known: {', '.join([*_WRAPPERS, 'by_layer', 'by_head'])}"
+        )
+    if not parts:
+        raise PolicyError(f"{text!r} has no policy; write one, as in {name}(full)")
+    cls = _WRAPPERS[name]
+    return cls(parse_policy(parts[0]), **parse_settings(text, get_type_hints(cls), parts[1:]))
+
+
+def _is_policy(hint: Any) -> bool:
+    kinds = getattr(hint, "__args__", (hint,))
+    return any(isinstance(kind, type) and issubclass(kind, Policy) for kind in kinds)

@@ -1,0 +1,79 @@
+"""Settings written as text, ``name=value``, as the types that their fields are declared with."""
+
+import ast
+import types
+import typing
+from typing import Any, Literal, get_args, get_origin
+
+MOST = 2**31 - 1
+"""No count of tokens or examples is larger: positions are 32-bit numbers."""
+
+
+def split_setting(setting: str) -> tuple[str, str]:
+    """Name and value in ``name=value``; hyphens of the name count as underscores.
+
+    Raises:
+        ValueError: there is no equals sign.
+    """
+    name, equals, value = setting.partition("=")
+    if not equals:
+        raise ValueError(f"{setting!r}: write NAME=VALUE")
+    return name.strip().replace("-", "_"), value.strip()
+
+
+def parse_value(text: str, hint: Any) -> Any:
+    """A setting's value, as the type its field is declared with.
+
+    Args:
+        text: what was written; ``none`` is None where the field allows it.
+        hint: int, float, bool, str, None, a `Literal`, a tuple of these, or a union.
+
+    Raises:
+        ValueError: `text` is none of what the field allows, which the message lists.
+    """
+    for kind in _alternatives(hint):
+        try:
+            return _parse(text, kind)
+        except (ValueError, SyntaxError):
+            continue
+    allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
+    raise ValueError(f"give {' or '.join(map(_name, allowed))}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    union = get_origin(hint) in (typing.Union, types.UnionType)
+    return get_args(hint) if union else (hint,)
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if kind is type(None) and text.lower() == "none":
+        return None
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind in (int, float, str):
+        return _in_range(kind(text))
+    if get_origin(kind) is Literal:
+        return {str(value): value for value in get_args(kind)}[text] if text in map(str, get_args(kind)) else _refuse()
+    if get_origin(kind) is tuple:
+        value = ast.literal_eval(text if text.startswith("(") else f"({text},)")
+        return tuple(map(_in_range, value)) if isinstance(value, tuple) else _refuse()
+    return _refuse()
+
+
+def _in_range(value: Any) -> Any:
+    """A number that 32 bits hold, or anything else."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _refuse() if number and not abs(value) <= (MOST if isinstance(value, int) else 3e38) else value
+
+
+def _refuse() -> typing.NoReturn:
+    raise ValueError
+
+
+def _name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(str(value) for value in get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    if get_origin(kind) is tuple:
+        return "values separated by commas"
+    return names.get(kind, "a value from Python: the command line cannot write this one")

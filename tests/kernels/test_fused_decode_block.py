@@ -1,0 +1,177 @@
+"""From one attention to the next: the plain products against NumPy in float64, and how the Hopper kernel divides them.
+
+That body runs on the GPU alone; `python -m benchmarks.kernels fused_decode_block` compares it there with NumPy in float64.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.lowering import decoding_step, on
+
+from kvjax.bench.case import Case
+from kvjax.pallas_kernels import BlockWeights, Norm, fused_decode_block
+from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
+from kvjax.pallas_kernels.fused_decode_block.plan import HALF, PROGRAMS, ROWS, Plan, plan
+from kvjax.pallas_kernels.op import WITHOUT, Unsupported
+
+LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
+
+
+def draw(rows, attended, width, wide, heads, dtype=jnp.float32):
+    """Inputs, residual stream and weights; where they are large, only their shapes."""
+    keys = iter(jax.random.split(jax.random.key(0), 11))
+
+    def normal(*shape):
+        if width > 1024:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        return (jax.random.normal(next(keys), shape) * shape[-1] ** -0.5).astype(dtype)
+
+    q, k = heads
+    o, gate, up, down = normal(width, attended), normal(wide, width), normal(wide, width), normal(width, wide)
+    norms = [Norm(normal(width), 1e-5) for _ in range(2)]
+    weights = BlockWeights(o, norms[0], gate, up, down, norms[1], normal(q, width), normal(k, width), normal(k, width))
+    return normal(rows, attended), normal(rows, width), weights
+
+
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
+def test_products(implementation):
+    attended, x, weights = draw(3, 48, 32, 80, (48, 16))
+    moved = fused_decode_block(attended, x, weights, implementation=implementation)
+    exact = jax.tree.map(lambda a: np.asarray(a, np.float64), (attended, x, weights))
+    attended, x, w = exact
+
+    def normed(x, norm):
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + norm.eps) * norm.gain
+
+    x = x + attended @ w.o.T
+    h = normed(x, w.mlp_norm)
+    gate = h @ w.gate.T
+    x = x + (gate / (1 + np.exp(-gate)) * (h @ w.up.T)) @ w.down.T
+    h = normed(x, w.attn_norm)
+    for got, want in zip(moved, (x, h @ w.q.T, h @ w.k.T, h @ w.v.T), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "served"),
+    [
+        (LLAMA, (1, 2, 4, 8)),
+        ({"attended": 3072, "width": 3072, "wide": 8192, "heads": (3072, 1024)}, (1, 2)),
+    ],
+)
+def test_shares_cover_everything(rows, shape, served):
+    """Every program has whole blocks, all programs together all outputs, chunks all inputs; what is held at a time suffices."""
+    sizes = plan(rows, **shape)
+    if rows not in served:
+        assert isinstance(sizes, str)
+        return
+    assert isinstance(sizes, Plan)
+    assert PROGRAMS * sizes.outputs == shape["width"]
+    assert PROGRAMS * sizes.wide == shape["wide"]
+    assert tuple(PROGRAMS * count for count in sizes.heads) == shape["heads"]
+    for count in (sizes.outputs, sizes.heads[0]):
+        assert count * sizes.parts % ROWS == 0
+    assert sizes.wide * sizes.parts % HALF == 0
+    for size in (shape["attended"], shape["width"], shape["wide"]):
+        assert size % (sizes.parts * sizes.chunk) == 0
+    # Warpgroups find what is theirs by the parity of slots, and of inputs where these come in turns.
+    assert sizes.slots % 2 == 0
+    assert sizes.inputs >= shape["width"] // sizes.parts // sizes.chunk
+    assert sizes.inputs % 2 == 0 or sizes.inputs >= shape["wide"] // sizes.parts // sizes.chunk
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_outputs_are_sums_of_diagonals(rows):
+    """What the plan says of matrices and inputs seen in parts."""
+    parts = plan(rows, **LLAMA).parts
+    random = np.random.default_rng(0)
+    w, x = random.normal(size=(24, 64)), random.normal(size=(rows, 64))
+    products = w.reshape(24 * parts, -1) @ x.reshape(rows * parts, -1).T
+    diagonals = np.einsum("opbp->bo", products.reshape(24, parts, rows, parts))
+    np.testing.assert_allclose(diagonals, x @ w.T)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"rows": 3}, "3 rows"),
+        ({"width": 4095}, "width of 4095"),
+        ({"heads": (4096, 512)}, "shares of 32, 112, 32 and 4 outputs"),
+        ({"wide": 11008}, "shares of 32, 86, 32 and 8 outputs"),
+        ({"rows": 8, "attended": 8192, "width": 8192, "wide": 28672, "heads": (8192, 1024)}, "do not fit"),
+    ],
+)
+def test_no_plan(changed, reason):
+    assert reason in plan(**{"rows": 1, **LLAMA, **changed})
+
+
+def abstractly(function, given):
+    """What a function of shapes returns, traced: jitted so that it can be lowered, too."""
+    leaves, tree = jax.tree.flatten(given)
+    shapes = [leaf for leaf in leaves if not isinstance(leaf, float)]
+
+    def of_arrays(*arrays):
+        left = iter(arrays)
+        return function(*tree.unflatten([leaf if isinstance(leaf, float) else next(left) for leaf in leaves]))
+
+    return jax.jit(of_arrays).trace(*shapes)
+
+
+def refusal(rows, dtype):
+    reasons = []
+
+    def ask(*given):
+        reasons.append(pallas_mosaic_gpu.unsupported_reason(*given))
+
+    abstractly(ask, draw(rows, **LLAMA, dtype=dtype))
+    return reasons[0]
+
+
+def test_refuses():
+    assert refusal(1, jnp.bfloat16) == "this program is not for a Hopper GPU"
+    with on("NVIDIA H100 PCIe", 114):
+        assert refusal(1, jnp.bfloat16) == "this GPU has 114 multiprocessors, not 128"
+    with on():
+        assert refusal(1, jnp.bfloat16) is None
+        assert refusal(1, jnp.float32) == "not everything is bfloat16"
+        assert refusal(16, jnp.bfloat16).startswith("16 rows")
+
+
+def test_asked_for_by_name():
+    with pytest.raises(Unsupported, match="not for a Hopper GPU"):
+        fused_decode_block(*draw(1, 48, 32, 80, (48, 16)), implementation="gpu")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_lowers_for_hopper(rows):
+    """Not anew for each layer; the first one's inputs come from outside the mesh that stands for the device, and count as others."""
+
+    def layers(attended, x, weights):
+        moved = [fused_decode_block(attended, x, weights)]
+        for _ in range(3):
+            moved.append(fused_decode_block(moved[-1].q, moved[-1].x, weights))
+        return moved
+
+    with on():
+        traced = abstractly(layers, draw(rows, **LLAMA, dtype=jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @_call") == 4
+    assert text.count("@mosaic_gpu_v2(") == 2
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("spared", [None, "nearest", "nearest, fused_decode_block"])
+def test_decoding_uses_it(spared, monkeypatch):
+    """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to."""
+    if spared:
+        monkeypatch.setenv(WITHOUT, spared)
+    case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False)
+    text = decoding_step(case)
+    kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
+    calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
+    without = spared is not None and "fused_decode_block" in spared
+    assert len(calls) == (0 if without else case.config.num_layers - 1)

@@ -1,0 +1,310 @@
+"""The invariants of every policy, checked on each one that is registered."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import (
+    Case,
+    compiled,
+    compositions,
+    each,
+    every_policy,
+    kept,
+    make_case,
+    most,
+    offloads,
+    rotate,
+    run,
+)
+
+import kvjax
+from kvjax import decoding
+from kvjax.cache import LayerCache, host_memory, layer_specs
+from kvjax.policies import ByHead, ByLayer, Full, Policy
+from kvjax.policies.adakv import Ragged
+from kvjax.policies.capabilities import as_cache
+from kvjax.policies.transforms.quantize import PackedCache
+
+TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
+AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
+FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)] + compositions(budget=0.5)
+
+STORES = LayerCache, Ragged
+"""What keys and values are kept in."""
+
+PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
+NEW = 12
+GREEDY = {"max_new_tokens": NEW, "ignore_eos": True}
+"""The same in all tests, so that they share compiled programs; likewise the lengths of `case`."""
+
+
+def case(seed: int) -> Case:
+    """Random inputs of one layer: prompts longer and shorter than the tight budget, as long, and one longer."""
+    return make_case(seed, [50, 3, 16, 17], steps=NEW)
+
+
+# 1. A budget of at least prompt + new tokens gives what the full cache gives.
+
+
+@each(AMPLE)
+def test_ample_budget_is_the_full_cache(policy, tiny):
+    expected = kvjax.generate(tiny, PROMPTS, policy="full", **GREEDY)
+    for got, want in zip(kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY), expected, strict=True):
+        assert got.tokens == want.tokens
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-5)
+
+
+# 2. Leaves never change shape or type, equal policies share one program, the cache is donated.
+
+
+@each(TIGHT + FRACTION)
+def test_leaves_keep_shape_and_type(policy):
+    inputs = case(0)
+    shapes = [
+        jax.tree.map(lambda x: (x.shape, x.dtype), s)
+        for s in [policy.layer(inputs.spec).init(), *run(policy, inputs)[2]]
+    ]
+    assert all(s == shapes[0] for s in shapes)
+
+
+@each(TIGHT)
+def test_equal_policies_share_one_program(policy, tiny):
+    kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
+    before = decoding.prefill.executables, decoding.decode.executables
+    same = kvjax.get_policy(policy)
+    assert same is not policy
+    for prompts, seed in ((PROMPTS, 1), ([prompt[:50] for prompt in PROMPTS], 2)):
+        kvjax.generate(tiny, prompts, policy=same, seed=seed, **GREEDY)
+    assert (decoding.prefill.executables, decoding.decode.executables) == before
+
+
+def test_temperature_and_seed_do_not_compile_again(tiny):
+    options = {"max_new_tokens": 4, "policy": "treekv", "top_p": 0.9}
+    first = kvjax.generate(tiny, PROMPTS[0], temperature=0.5, **options)
+    assert first.stats.compile_seconds > 0
+    again = kvjax.generate(tiny, PROMPTS[0][:40], temperature=1.7, seed=8, **options | {"top_p": 0.3})
+    assert again.stats.compile_seconds == 0
+
+
+@each(TIGHT)
+def test_cache_is_donated(policy, tiny):
+    specs, args, state = start(policy, tiny)
+    program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert program.memory_analysis().alias_size_in_bytes >= held
+    decoding.decode(policy, specs, tiny, state, jnp.int32(4), *args)
+    assert all(layer.is_deleted() for layer in jax.tree.leaves(state.caches))
+
+
+@each(TIGHT)
+def test_steps_copy_no_cache(policy, tiny):
+    """Slots are written in place. (Nothing of the size of a layer's keys is copied, on the device or on the host.)"""
+    specs, args, state = start(policy, tiny)
+    program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).as_text()
+    stores = *STORES, PackedCache
+    caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, stores))
+    keys = [jax.tree.leaves(slots.k)[0] for slots in caches if isinstance(slots, stores)]
+    types = {f"{'u8' if x.dtype == jnp.uint8 else 'f32'}[{','.join(map(str, x.shape))}]" for x in keys}
+    assert types
+    for array in types:
+        assert array in program
+        assert not re.search(rf"= {re.escape(array)}\S* copy\(", program)
+
+
+# 3. Kept slots hold exactly the keys and values of the positions they claim; weights sum to what they stand for.
+
+
+@each(TIGHT + FRACTION)
+def test_slots_hold_what_they_claim(policy):
+    inputs = case(21)
+    # Of 255 steps between the least and greatest of a group, no more than half a one.
+    exact, rounding = policy.info.memory != "quantized", 0.5 * max(np.ptp(inputs.k), np.ptp(inputs.v)) / 255
+    for state in run(policy, inputs)[2]:
+        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
+        for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
+            pos = slots.pos[row, head, slot]
+            assert 0 <= pos < slots.seen[row]
+            if slots.weight[row, head, slot] > 1:  # a mean of tokens, see test_merged_slots_hold_all_tokens
+                assert policy.info.merges
+                continue
+            key = inputs.k[row, pos, head]
+            turned = rotate(inputs.spec.rope, key, pos)
+            held = slots.k[row, head, slot]
+            if isinstance(policy, ByHead | ByLayer):  # each part has keys in its own way
+                key = min(key, turned, key=lambda k: np.abs(k - held).max())
+            elif policy.info.positions == "original":
+                key = turned
+            np.testing.assert_allclose(held, key, atol=1e-5 if exact else 1.5 * rounding)
+            if not policy.info.accumulates_values:
+                np.testing.assert_allclose(
+                    slots.v[row, head, slot], inputs.v[row, pos, head], rtol=0, atol=0 if exact else rounding
+                )
+        live = slots.weight > 0
+        assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
+        assert (slots.pos[~live] == -1).all()
+        assert (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
+
+
+MERGING = [p for p in TIGHT + FRACTION if p.info.merges]
+
+
+@each(MERGING)
+def test_merged_slots_hold_all_tokens(policy):
+    """Nothing is dropped: weights sum to the tokens seen, and weighted values to the sum of all values."""
+    inputs = case(21)
+    for state in run(policy, inputs)[2]:
+        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
+        np.testing.assert_array_equal(slots.weight.sum(axis=-1), np.stack([slots.seen] * 2, axis=-1))
+        for row, seen in enumerate(slots.seen):
+            held = np.einsum("kc,kch->kh", slots.weight[row], slots.v[row])
+            np.testing.assert_allclose(held, inputs.v[row, :seen].sum(axis=0), atol=1e-4)
+    assert slots.weight.max() > 1
+
+
+@each(TIGHT)
+def test_budget_is_kept(policy):
+    """A policy that compresses once in `every` tokens holds up to so many more in between."""
+    inputs = case(22)
+    for i, state in enumerate(run(policy, inputs)[2]):
+        for length, row in zip(inputs.lengths, kept(policy, inputs, state), strict=True):
+            for head, held in enumerate(row):
+                assert 0 < len(held) <= most(policy, inputs.spec, head, length, i)
+
+
+# 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
+
+
+@pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
+@each(TIGHT)
+def test_rows_are_independent(policy, tiny):
+    together = kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
+    for i, prompt in enumerate(PROMPTS):
+        alone = kvjax.generate(tiny, prompt, policy=policy, **GREEDY)
+        assert alone.tokens == together[i].tokens
+        np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=2e-5)
+
+
+@each(FRACTION)
+def test_rows_have_budgets_of_their_own(policy):
+    """A fraction is of each row's own length: a layer keeps and gives for a row what it would alone."""
+    inputs = case(23)
+    state, outputs, _ = run(policy, inputs)
+    for i, held in enumerate(kept(policy, inputs, state)):
+        row = inputs.rows(slice(i, i + 1))
+        alone, alone_outputs, _ = run(policy, row)
+        assert kept(policy, row, alone) == [held]
+        np.testing.assert_allclose(alone_outputs[:, 0], outputs[:, i], atol=2e-5)
+
+
+@each(TIGHT + FRACTION)
+def test_padding_is_never_read(policy):
+    inputs = case(31)
+    clean, poisoned = run(policy, inputs), run(policy, inputs, padding=np.nan)
+    np.testing.assert_array_equal(clean[1], poisoned[1])
+    assert kept(policy, inputs, clean[0]) == kept(policy, inputs, poisoned[0])
+
+
+def poison(x):
+    """Slots with NaN where they are free; anything else as it is."""
+    if not isinstance(x, STORES):
+        return x
+    free = ~x.live[..., None]
+    k, v = (jax.device_put(jnp.where(free, jnp.nan, host_memory.to_device(y)), y.sharding) for y in (x.k, x.v))
+    return x.replace(k=k, v=v)
+
+
+@each(TIGHT + FRACTION)
+def test_free_slots_are_never_read(policy):
+    inputs = case(32)
+    _, step = compiled(policy, inputs.spec)
+    states = run(policy, inputs)[2]
+    rows = np.arange(len(inputs.lengths))
+    for i, state in enumerate(states[:-1]):
+        other = jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, STORES))
+        pos = inputs.lengths + i
+        args = inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos
+        np.testing.assert_array_equal(step(state, *args)[0], step(other, *args)[0])
+
+
+# 5. The bytes predicted are the bytes held, and the compiler agrees.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each(TIGHT + AMPLE + FRACTION)
+def test_bytes_are_predicted(policy, dtype, tiny):
+    """What a prefill would return, by its shapes alone; `test_compiler_agrees_on_bytes` looks at what really runs."""
+    params = jax.tree.map(lambda x: x.astype(dtype), tiny)
+    specs, args, prompt = inputs_of(policy, params)
+    state, _ = jax.eval_shape(partial(decoding._prefill, policy, specs), params, *prompt, *args)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.caches))
+    shapes = {"batch": 3, "prompt_len": 54, "max_new_tokens": NEW, "dtype": dtype}
+    assert held == policy.nbytes(tiny.config, **shapes) + policy.host_nbytes(tiny.config, **shapes)
+
+
+@each(TIGHT)
+def test_compiler_agrees_on_bytes(policy, tiny):
+    specs, args, state = start(policy, tiny)
+    memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
+    weights, cache = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (tiny, state.caches))
+    on_host = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches) if host_memory.on_host(leaf))
+    assert on_host == policy.host_nbytes(tiny.config, 3, 54, NEW, jnp.float32)
+    assert cache - on_host == policy.nbytes(tiny.config, 3, 54, NEW, jnp.float32)
+    others = memory.argument_size_in_bytes - weights - cache
+    assert 0 <= others < 256  # token, position, counters, end ids
+    assert memory.temp_size_in_bytes < cache + weights
+
+
+def test_memory_does_not_grow_with_decoded_tokens(tiny):
+    """A tight budget: the decode program for 32 times as many tokens is the same size to the byte."""
+    policy = kvjax.TreeKV(budget=16, sinks=2)
+    sizes = []
+    for new_tokens in (1000, 32_000):
+        specs, args, state = start(policy, tiny, new_tokens)
+        memory = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).memory_analysis()
+        sizes.append((memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes))
+    assert sizes[0] == sizes[1]
+
+
+# 6. State is a value: save, restore, fork, continue.
+
+
+@each(TIGHT)
+def test_state_round_trips(policy, tiny, tmp_path):
+    specs, args, state = start(policy, tiny)
+
+    def proceed(state):
+        return decoding.decode(policy, specs, tiny, state, jnp.int32(6), *args)
+
+    leaves, tree = jax.tree.flatten(state)
+    np.savez(tmp_path / "state.npz", *map(np.asarray, leaves))
+    fork = jax.tree.map(jnp.copy, state)
+    state, tokens, logprobs = proceed(state)
+    with np.load(tmp_path / "state.npz") as saved:
+        restored = [jax.device_put(saved[f"arr_{i}"], leaf.sharding) for i, leaf in enumerate(leaves)]
+    restored = jax.tree.unflatten(tree, restored)
+    for other in (fork, restored):
+        _, other_tokens, other_logprobs = proceed(other)
+        np.testing.assert_array_equal(tokens, other_tokens)
+        np.testing.assert_array_equal(logprobs, other_logprobs)
+
+
+def inputs_of(policy: Policy, params, new_tokens: int = NEW):
+    """Specs, the prefill program's prompt arguments, and what both programs want last."""
+    lengths = np.asarray([len(p) for p in PROMPTS], np.int32)
+    specs = layer_specs(params.config, 3, int(lengths.max()), new_tokens, params.dtype)
+    tokens = np.zeros((3, specs[0].prompt_len), np.int32)
+    for row, prompt in zip(tokens, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    args = kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32)
+    return specs, args, (jnp.asarray(tokens), jnp.asarray(lengths), jnp.zeros(3, jnp.uint32))
+
+
+def start(policy: Policy, params, new_tokens: int = NEW):
+    """The state after reading the prompts, and what the decode program wants besides it."""
+    specs, args, prompt = inputs_of(policy, params, new_tokens)
+    state, _ = decoding.prefill(policy, specs, params, *prompt, *args)
+    return specs, args, state

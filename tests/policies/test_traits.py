@@ -1,0 +1,113 @@
+"""What layers declare of themselves is true of every policy: nothing else looks at what a method is made of."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from policies.driver import TINY, Case, compiled, compositions, each, every_policy, make_case, offloads, run
+
+from kvjax.cache import LayerCache, Token
+from kvjax.policies import Full, Layer, by_layer, offloaded, quantized
+from kvjax.policies.capabilities import as_cache, needs_compression
+
+POLICIES = [
+    *every_policy(budget=16),
+    *compositions(budget=16),
+    *offloads(budget=16),
+    quantized(Full(), bits=8, group=4, residual=16).bind(TINY),
+    offloaded(by_layer([Full(), Full()])).bind(TINY),
+]
+
+METHODS = {
+    "looks_ahead": "look_ahead",
+    "reads_blocks": "read_block",
+    "has_own_store": "as_cache",
+    "sparse": "select",
+}
+"""Traits, and what a layer that has them can do."""
+
+
+def case() -> Case:
+    """As in the invariants, so that programs are shared."""
+    return make_case(22, [50, 3, 16, 17], steps=12)
+
+
+def layers(policy: Any) -> list[Layer[Any]]:
+    """A policy's layer, and those that it is made of."""
+    layer = policy.layer(case().spec)
+    return [layer, *(part.layer for part in getattr(layer, "parts", ()))]
+
+
+def is_cache(x: Any) -> bool:
+    return isinstance(x, LayerCache)
+
+
+@each(POLICIES)
+def test_capabilities_are_declared(policy):
+    for layer in layers(policy):
+        for trait, method in METHODS.items():
+            assert not getattr(layer.traits, trait) or callable(getattr(layer, method)), (trait, layer)
+        assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
+        own = type(layer).append, type(layer).attend
+        assert layer.traits.plain == (own == (Layer.append, Layer.attend)), layer
+
+
+@each(POLICIES)
+def test_who_never_compresses_leaves_the_state_alone(policy):
+    for layer in layers(policy):
+        state = layer.init()
+        after = layer.compress(state)
+        if layer.traits.compression == "never":
+            same = [x is y for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)]
+            assert all(same), layer
+        if layer.traits.compression == "when_full":
+            told = needs_compression(layer, state)
+            assert told.shape == (layer.spec.batch,)
+            assert told.dtype == bool
+
+
+@each(POLICIES)
+def test_who_compresses_by_keys_and_values_says_so(policy):
+    for layer in layers(policy):
+        state = layer.init()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        kv = jax.tree.map(
+            lambda x: x.replace(**dict.fromkeys(x.__dict__, False) | {"k": True, "v": True}) if is_cache(x) else False,
+            state,
+            is_leaf=is_cache,
+        )
+        jaxpr = jax.make_jaxpr(layer.compress)(shapes).jaxpr
+        theirs = {id(var) for var, mine in zip(jaxpr.invars, jax.tree.leaves(kv), strict=True) if mine}
+        used = any(id(var) in theirs for equation in jaxpr.eqns for var in equation.invars)
+        assert used <= layer.traits.compress_reads_kv, layer
+
+
+@each(POLICIES)
+def test_the_newest_token_is_never_lost(policy):
+    """It has a slot of its own when a query attends, in every head, however full the cache is."""
+    inputs = case()
+    layer, states = policy.layer(inputs.spec), run(policy, inputs)[2]
+    append = jax.jit(lambda state, token: as_cache(layer, layer.append(state, token)))
+    rows = np.arange(len(inputs.lengths))
+    for i, state in enumerate(states[:-1]):
+        pos = inputs.lengths + i
+        token = Token(*(x[rows, pos] for x in (inputs.q, inputs.k, inputs.v)), pos, inputs.spec.rope)
+        held = append(state, token)
+        mine = (np.asarray(held.pos) == pos[:, None, None]) & np.asarray(held.live)
+        assert (mine.sum(axis=-1) == 1).all()
+
+
+def test_a_state_without_a_store_of_its_own_is_a_cache_or_has_one():
+    for policy in POLICIES:
+        layer = policy.layer(case().spec)
+        assert layer.traits.has_own_store or is_cache(layer.init().cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)
+def test_layers_are_hashable_and_equal(policy):
+    """Programs are known by them."""
+    one, other = (policy.layer(case().spec) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert compiled(policy, case().spec) is compiled(policy, case().spec)

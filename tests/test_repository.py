@@ -1,0 +1,85 @@
+"""The pages at the repository's door: short enough, citable, and without links that lead nowhere."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml  # flax and huggingface_hub, without which there is no kvjax, require it
+
+import kvjax
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notebooks/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings: letters, digits, hyphens and underscores in lower case, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 8192
+
+
+def test_readme_has_one_test_command() -> None:
+    """`.ci/run` runs that line."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert sum("python -m pytest" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^()\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT.resolve()), f"{link} leads out of the repository"
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{target.name} has no heading for #{anchor}"
+
+
+def test_pages_are_reachable_from_the_readme() -> None:
+    """Every page of docs/ is a link or two away from README.md."""
+    found, new = set(), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = {
+            (page.parent / link.partition("#")[0]).resolve()
+            for page in new
+            for link in re.findall(r"\]\(([^()\s]+)\)", prose(page))
+            if re.match(r"[^:#]+\.md", link)
+        }
+        new = {page for page in PAGES if page.resolve() in links} - found
+    assert found == set(PAGES)
+
+
+def test_citation() -> None:
+    """Citation File Format 1.2.0: its required keys, and what else is known of the package."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["message"]
+    assert citation["title"] == project["name"]
+    assert citation["authors"] == [{"name": "The kvjax authors"}]
+    assert citation["version"] == kvjax.__version__
+    assert citation["repository-code"] == project["urls"]["Repository"]
+    assert set(citation["license"]) == set(project["license"].split(" AND "))
+    methods = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    assert len(citation["references"]) == 5
+    for reference in citation["references"]:
+        assert reference["type"] in ("article", "conference-paper")
+        assert reference["title"]
+        assert all(author["family-names"] and author["given-names"] for author in reference["authors"])
+        assert f"]({reference['url']})" in methods
