@@ -181,6 +181,9 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         )
         return state, carry
 
+    def query(self, token: Token, carry: Carry) -> Rotated:
+        return token.q_rotated  # computed once: they attend twice besides
+
     def select(self, state: ShadowCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the chunks whose landmarks get most attention, in the order of these."""
         spec, chunk = self.spec, self.policy.chunk
@@ -193,7 +196,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
     def attend(
         self, state: ShadowCache, token: Token, carry: Carry
     ) -> tuple[Float[Array, "B N H"], ShadowCache, Carry]:
-        index, valid = self.select(state, token.q_rotated)
+        index, valid = self.select(state, self.query(token, carry))
         values = jnp.take_along_axis(state.v, index[..., None], axis=2)
         return self.attend_to(state, token, index, valid, (values,)), state, carry
 

@@ -10,17 +10,18 @@ import pytest
 from policies.driver import Case, compiled, make_case, rotate, run
 from policies.oracle_clusterkv import ClusterHead, select
 
+from kvjax.cache import Token
 from kvjax.pallas_kernels import kmeans
 from kvjax.policies import ClusterKV, Full, InfiniGen, PolicyError, Quest
-from kvjax.policies.clusterkv import Clusters, _index
+from kvjax.policies.clusterkv import ClusteredCache, ClusterKVLayer, _index
 
 SMALL = {"budget": 24, "sinks": 4, "exempt": 0, "n_clusters": 5, "window": 8, "new_clusters": 3}
 
 
-def state_of(policy: ClusterKV, centroids, labels: list[int]) -> tuple[Case, Clusters]:
+def state_of(policy: ClusterKV, centroids, labels: list[int]) -> tuple[Case, ClusteredCache]:
     """A state of one row and head with these centroids, whose token i has label i, and no sinks."""
     case = make_case(0, [len(labels)], 4, heads=1, kv_heads=1)
-    blank = policy.init(case.spec)
+    blank = policy.layer(case.spec).init()
     labels = jnp.asarray(labels, jnp.int32)[None, None]
     sizes, starts, order = _index(labels, len(centroids))
     tokens = labels.shape[-1]
@@ -35,9 +36,9 @@ def state_of(policy: ClusterKV, centroids, labels: list[int]) -> tuple[Case, Clu
     )
 
 
-def chosen(policy: ClusterKV, case: Case, state: Clusters, query) -> list[int]:
+def chosen(policy: ClusterKV, case: Case, state: ClusteredCache, query) -> list[int]:
     q = jnp.zeros((1, 1, 8)).at[0, 0, : len(query)].set(jnp.asarray(query, jnp.float32))
-    index, live = policy.selected(case.spec, state, q)
+    index, live = policy.layer(case.spec).select(state, q)
     return np.asarray(index)[0, 0][np.asarray(live)[0, 0]].tolist()
 
 
@@ -101,7 +102,7 @@ def test_equals_the_literal_algorithm(name):
     policy, case, (outputs, recalls, states) = observed(name)
     lengths, group = case.lengths, heads // kv_heads
     pos = jnp.broadcast_to(jnp.arange(84, dtype=jnp.int32), (batch, 84))
-    draws = np.asarray(policy.shuffled(case.spec, pos, jnp.ones_like(pos, bool)))[0]  # [K, S]
+    draws = np.asarray(policy.layer(case.spec).shuffled(pos, jnp.ones_like(pos, bool)))[0]  # [K, S]
 
     for row, length in enumerate(lengths):
         for head in range(kv_heads):
@@ -135,14 +136,15 @@ def observed(name: str):
 
 def observe(policy: ClusterKV, case: Case):
     """Like `run`, with what each query recalls as well: outputs, recalls, and states, as NumPy arrays."""
-    spec = case.spec
+    spec, layer = case.spec, policy.layer(case.spec)
 
     @jax.jit
     def step(state, q, k, v, pos):
-        state = policy.append(spec, state, k, v, pos)
-        recalled = policy.selected(spec, state, spec.rope.rotate(q, pos[:, None]))
-        out, state, _ = policy.attend(spec, state, q, pos, None)
-        return out, recalled, policy.compress(spec, state)
+        token = Token(q, k, v, pos, spec.rope)
+        state = layer.append(state, token)
+        recalled = layer.select(state, token.q_rotated)
+        out, state, _ = layer.attend(state, token, {})
+        return out, recalled, layer.compress(state)
 
     size = spec.prompt_len
     rest = [(0, 0), (0, max(0, size - case.q.shape[1])), (0, 0), (0, 0)]
@@ -157,7 +159,7 @@ def observe(policy: ClusterKV, case: Case):
     return jax.device_get((outputs, recalls, states))
 
 
-def clusters_of(state: Clusters, row: int, head: int) -> list[list[int]]:
+def clusters_of(state: ClusteredCache, row: int, head: int) -> list[list[int]]:
     count = int(state.clusters[row])
     sizes, starts, order = (np.asarray(x)[row, head] for x in (state.sizes, state.starts, state.order))
     return [order[a : a + n].tolist() for a, n in zip(starts[:count], sizes[:count], strict=True)]
@@ -170,7 +172,7 @@ def test_labels_partition_the_tokens():
     """At every step sinks, clusters and tail are all tokens, each once; sizes sum to what is clustered."""
     policy, case, (_, _, states) = observed("gqa")
     for state in states:
-        seen, clustered = np.asarray(state.slots.seen), np.asarray(state.clustered)
+        seen, clustered = np.asarray(state.cache.seen), np.asarray(state.clustered)
         for row, head in np.ndindex(len(case.lengths), 2):
             members = [pos for cluster in clusters_of(state, row, head) for pos in cluster]
             assert sorted(members) == list(range(4, clustered[row]))
@@ -183,7 +185,7 @@ def test_prompt_within_the_budget_is_the_full_cache():
     """Recall 1 as long as all that is clustered fits, though the budget does not cover all tokens to come."""
     case = make_case(9, [24, 3, 16, 23], steps=12)
     policy = ClusterKV(**SMALL | {"window": 100, "new_clusters": 2})
-    assert policy.recalls(case.spec)
+    assert policy.layer(case.spec).traits.sparse
     np.testing.assert_allclose(run(policy, case)[1], run(Full(), case)[1], atol=2e-5)
 
 
@@ -194,7 +196,7 @@ def test_a_cluster_a_token_recalls_the_best_tokens():
     state = run(policy, case)[2][0]
     assert (np.asarray(state.sizes)[0, :, :38] == 1).all()
     q = np.stack([case.q[row, length] for row, length in enumerate(case.lengths)])
-    selected = jax.jit(lambda state: policy.selected(case.spec, state, jnp.asarray(q)))
+    selected = jax.jit(lambda state: policy.layer(case.spec).select(state, jnp.asarray(q)))
     for budget in (3, 4, 7, 13, 22):
         index, live = map(np.asarray, selected(state.replace(budget=jnp.full((2,), budget, jnp.int32))))
         for row, head in np.ndindex(2, 4):
@@ -208,8 +210,8 @@ def test_first_layers_are_exempt():
     policy = ClusterKV(**SMALL | {"exempt": 1})
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
     spec = dataclasses.replace(case.spec, layer=1)
-    assert policy.recalls(spec)
-    assert not policy.recalls(case.spec)
+    assert policy.layer(spec).traits.sparse
+    assert not policy.layer(case.spec).traits.sparse
 
 
 def test_error_falls_with_the_budget():
@@ -234,20 +236,21 @@ def test_only_the_selection_is_read():
     """NaN in every token that is not recalled changes nothing, and what is gathered is far smaller than the store."""
     policy = ClusterKV(**SMALL)
     case = make_case(13, [250, 200], steps=1)
-    spec = case.spec
+    spec, layer = case.spec, policy.layer(case.spec)
     prefill, step = compiled(policy, spec)
     state = prefill(*(np.pad(x, ((0, 0), (0, 5), (0, 0), (0, 0))) for x in (case.q, case.k, case.v)), case.lengths)
-    assert policy.reads(spec) == 32
-    assert state.slots.k.shape[2] == 288
+    assert layer.slots_read == 32
+    assert state.cache.k.shape[2] == 288
     rows, pos = np.arange(2), case.lengths
     args = tuple(jnp.asarray(x) for x in (case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos))
-    after = policy.append(spec, state, *args[1:])
-    index, live = map(np.asarray, policy.recall(spec, after, spec.rope.rotate(args[0], args[3][:, None])))
-    read = np.zeros(state.slots.pos.shape, bool)
+    token = Token(*args, spec.rope)
+    after = layer.append(state, token)
+    index, live = map(np.asarray, layer.slots_to_read(after, token.q_rotated))
+    read = np.zeros(state.cache.pos.shape, bool)
     for row, head in np.ndindex(2, 4):
         read[row, head // 2, index[row, head][live[row, head]]] = True
-    bad = jnp.where(read[..., None], state.slots.k, jnp.nan), jnp.where(read[..., None], state.slots.v, jnp.nan)
-    poisoned = dataclasses.replace(state, slots=state.slots.replace(k=bad[0], v=bad[1]))
+    bad = jnp.where(read[..., None], state.cache.k, jnp.nan), jnp.where(read[..., None], state.cache.v, jnp.nan)
+    poisoned = dataclasses.replace(state, cache=state.cache.replace(k=bad[0], v=bad[1]))
     np.testing.assert_array_equal(step(state, *args)[0], step(poisoned, *args)[0])
 
 
@@ -269,7 +272,7 @@ def test_start_is_random_without_replacement():
     inside = (pos >= 16) & (pos < 50)
 
     def first(seed, pos=pos, inside=inside, spec=spec):
-        return np.asarray(ClusterKV(seed=seed).shuffled(spec, pos, inside))[0]
+        return np.asarray(ClusterKVLayer(ClusterKV(seed=seed), spec).shuffled(pos, inside))[0]
 
     once = first(0)
     for head in range(2):
@@ -284,7 +287,14 @@ def test_papers_defaults():
     policy = ClusterKV()
     assert (policy.sinks, policy.exempt, policy.iterations, policy.window, policy.new_clusters) == (16, 2, 20, 320, 4)
     lengths = jnp.asarray([32_000, 100, 79, 16, 17, 5], jnp.int32)
-    assert policy._prompt_clusters(lengths).tolist() == [400, 1, 1, 0, 1, 0]
+    assert ClusterKVLayer(policy, make_case(0, [50], steps=1).spec)._prompt_clusters(lengths).tolist() == [
+        400,
+        1,
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_room_for_clusters():
@@ -293,17 +303,19 @@ def test_room_for_clusters():
     policy = ClusterKV(**SMALL | {"n_clusters": None})
     for prompt_len, clusters in ((64, 1 + 4 * 3), (160, 2 + 4 * 3), (0, 4 * 3)):
         spec = dataclasses.replace(case.spec, prompt_len=prompt_len)
-        assert policy.init(spec).sizes.shape == (1, 2, clusters)
-    assert dataclasses.replace(policy, cluster_decode=False).init(case.spec).sizes.shape == (1, 2, 1)
+        assert policy.layer(spec).init().sizes.shape == (1, 2, clusters)
+    assert dataclasses.replace(policy, cluster_decode=False).layer(case.spec).init().sizes.shape == (1, 2, 1)
 
 
-@pytest.mark.parametrize("policy", [ClusterKV(exempt=1), Quest(exempt=1), InfiniGen(exempt=1)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "policy", [ClusterKV(exempt=1), Quest(exempt=1), InfiniGen(exempt=1)], ids=lambda p: p.info.name
+)
 def test_what_is_recalled(policy):
     """Where a budget has room for all tokens, or a layer is exempt, everything is read; with one token less it is not."""
     spec = make_case(0, [2000], steps=48).spec
     for layer, budget, recalls in ((1, 2096, False), (1, 2095, True), (0, 2095, False)):
         where = dataclasses.replace(spec, layer=layer)
-        assert dataclasses.replace(policy, budget=budget).recalls(where) == recalls
+        assert dataclasses.replace(policy, budget=budget).layer(where).traits.sparse == recalls
 
 
 @pytest.mark.parametrize(
@@ -325,4 +337,4 @@ def test_bad_hyperparameters(options, says):
 
 def test_fraction_too_small_for_its_sinks():
     with pytest.raises(PolicyError, match="gives 4 tokens"):
-        ClusterKV(budget=0.1).check(40)
+        ClusterKV(budget=0.1).validate(40)

@@ -10,11 +10,23 @@ from policies.driver import ROPE, TINY, make_case, rotate, run
 from policies.oracle_infinigen import InfiniLayer
 
 import kvjax
-from kvjax.cache import layer_specs
+from kvjax.cache import Token, layer_specs
 from kvjax.models import transformer
 from kvjax.models.presets import PRESETS
 from kvjax.pallas_kernels import Norm
-from kvjax.policies import Full, InfiniGen, Policy, PolicyError, SkewProfile, by_head, by_layer, offloaded
+from kvjax.policies import (
+    Full,
+    InfiniGen,
+    Layer,
+    Policy,
+    PolicyError,
+    PolicyInfo,
+    SkewProfile,
+    Traits,
+    by_head,
+    by_layer,
+    offloaded,
+)
 from kvjax.policies.profile import fingerprint
 
 
@@ -46,7 +58,7 @@ def test_equals_the_literal_algorithm(name):
     policy, case = InfiniGen(**options, exempt=0), inputs(heads, kv_heads)
     spec, counts = case.spec, set()
     _, outputs, states = run(policy, case)
-    select = jax.jit(lambda state, q, pos: policy.selected(spec, state, spec.rope.rotate(q, pos[:, None])))
+    select = jax.jit(lambda state, q, pos: policy.layer(spec).select(state, spec.rope.rotate(q, pos[:, None])))
     picks = []
     for i in range(STEPS):
         pos = case.lengths + i
@@ -74,9 +86,9 @@ def test_all_channels_tell_the_true_scores():
     state = run(policy, case)[0]
     pos = case.lengths + STEPS - 1
     turned = np.stack([[rotate(ROPE, q, p) for q in case.q[row, p]] for row, p in enumerate(pos)])
-    index, live = map(np.asarray, policy.selected(case.spec, state, jnp.asarray(turned, jnp.float32)))
+    index, live = map(np.asarray, policy.layer(case.spec).select(state, jnp.asarray(turned, jnp.float32)))
     for row, head in np.ndindex(ROWS, 2):
-        products = np.asarray(state.slots.k)[row, head, : pos[row]] @ turned[row, head]
+        products = np.asarray(state.cache.k)[row, head, : pos[row]] @ turned[row, head]
         assert set(index[row, head][live[row, head]].tolist()) == set(np.argsort(-products)[:8].tolist())
 
 
@@ -105,7 +117,7 @@ def test_the_default_model_has_directions():
 
 def test_without_a_prompt_the_first_directions_are_taken():
     spec = layer_specs(TINY, 3, 0, 8, jnp.float32)[1]
-    state = InfiniGen(budget=4, exempt=0, share=0.25, profile=PROFILE).init(spec)
+    state = InfiniGen(budget=4, exempt=0, share=0.25, profile=PROFILE).layer(spec).init()
     np.testing.assert_array_equal(state.skew, np.stack([PROFILE.layer(1, 16)[..., :8]] * 3))
 
 
@@ -143,15 +155,23 @@ def test_profiles_that_do_not_fit(tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Watching(Policy):
-    """Gives what it foresees to the next layer, which hands it out as its attention."""
+    """Gives what it looks ahead to to the next layer, which hands it out as its attention."""
 
-    name = "watching"
+    about = PolicyInfo("watching")
 
-    def foresee(self, spec, queries, pos, carry):
-        return queries()
+    def layer(self, spec):
+        return WatchingLayer(self, spec)
 
-    def attend(self, spec, state, q, pos, carry):
-        return q if carry is None else carry, state, carry
+
+@dataclasses.dataclass(frozen=True)
+class WatchingLayer(Layer[Watching]):
+    traits: Traits = dataclasses.field(default=Traits(looks_ahead=True))
+
+    def look_ahead(self, queries, position, carry):
+        return carry | {self.key: queries()}
+
+    def attend(self, state, token, carry):
+        return carry.get(self.key, token.q), state, carry
 
 
 def test_queries_are_foreseen_by_the_weights(tiny):
@@ -159,15 +179,15 @@ def test_queries_are_foreseen_by_the_weights(tiny):
     seen = []
 
     @dataclasses.dataclass(frozen=True)
-    class Noting(Watching):
-        def attend(self, spec, state, q, pos, carry):
-            seen.append((q, carry))
-            return super().attend(spec, state, q, pos, None)
+    class Noting(WatchingLayer):
+        def attend(self, state, token, carry):
+            seen.append((token.q, carry.get(self.key)))
+            return super().attend(state, token, {})
 
-    specs = layer_specs(tiny.config, 2, 0, 4, jnp.float32)
-    states = tuple(Full().init(spec) for spec in specs)
+    layers = [Noting(Watching(), spec) for spec in layer_specs(tiny.config, 2, 0, 4, jnp.float32)]
+    states = tuple(layer.init() for layer in layers)
     token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
-    transformer.decode_step(tiny, states, token, pos, Noting(), specs)
+    transformer.decode_step(tiny, states, token, pos, layers)
     x = Norm(tiny.layers[0].attn_norm, tiny.config.norm_eps)(tiny.embed[token])
     for layer, got in ((0, seen[0][0]), (1, seen[1][1])):
         np.testing.assert_allclose(got.reshape(2, -1), x @ tiny.layers[layer].attn.q.T, atol=1e-5)
@@ -181,8 +201,8 @@ def test_compositions_foresee_for_their_parts(tiny):
     token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
 
     def logits(policy):
-        states = tuple(policy.init(spec) for spec in specs)
-        return transformer.decode_step(tiny, states, token, pos, policy, specs)[0]
+        layers = [policy.layer(spec) for spec in specs]
+        return transformer.decode_step(tiny, tuple(layer.init() for layer in layers), token, pos, layers)[0]
 
     split = by_head({"a": watching, "b": offloaded(watching)}, [["a", "b"], ["b", "a"]])
     alone = logits(watching)
@@ -196,12 +216,11 @@ def test_it_selects_by_what_it_foresaw(tiny):
     """With another carry the second layer reads other tokens; through generation as offloaded."""
     policy, case = InfiniGen(budget=4, alpha=50.0, share=0.5, exempt=0), inputs()
     state = run(policy, case)[0]
-    pos = jnp.asarray(case.lengths + STEPS - 1)
-    q = jnp.asarray(case.q[np.arange(ROWS), np.asarray(pos)])
-    own, _, _ = policy.attend(case.spec, state, q, pos, None)
-    turned = case.spec.rope.rotate(q, pos[:, None])
-    np.testing.assert_array_equal(own, policy.attend(case.spec, state, q, pos, turned)[0])
-    assert np.abs(own - policy.attend(case.spec, state, q, pos, -turned)[0]).max() > 0.01
+    layer, pos = policy.layer(case.spec), case.lengths + STEPS - 1
+    token = Token(*(jnp.asarray(x[np.arange(ROWS), pos]) for x in (case.q, case.k, case.v)), jnp.asarray(pos), ROPE)
+    own, _, _ = layer.attend(state, token, {})
+    np.testing.assert_array_equal(own, layer.attend(state, token, {layer.key: token.q_rotated})[0])
+    assert np.abs(own - layer.attend(state, token, {layer.key: -token.q_rotated})[0]).max() > 0.01
     options = {"max_new_tokens": 6, "ignore_eos": True}
     policy = InfiniGen(budget=16, exempt=1)
     prompts = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4]]
@@ -215,11 +234,11 @@ def test_queries_and_keys_choose_directions_apart():
     sizes = np.zeros((2, 8))
     sizes[0, [0, 5]], sizes[1, [3, 5]] = (5, 4), (5, 4)
     profile = SkewProfile.of(np.eye(8)[None, None], method="infinigen", model="", data="nothing", settings=())
-    policy, spec = InfiniGen(profile=profile, exempt=0), dataclasses.replace(make_case(0, [9], 1, 1, 1).spec, layer=0)
+    layer = InfiniGen(profile=profile, exempt=0).layer(make_case(0, [9], 1, 1, 1).spec)
     q, k = (jnp.asarray(np.tile(x, (1, 9, 1, 1)), jnp.float32) for x in sizes)
-    skew = np.asarray(policy._skew(spec, q, k, jnp.asarray([9], jnp.int32)))[0, 0]
+    skew = np.asarray(layer._skew(q, k, jnp.asarray([9], jnp.int32)))[0, 0]
     np.testing.assert_array_equal(skew, np.eye(8)[:, [0, 3]])
-    same = np.asarray(policy._skew(spec, q, q, jnp.asarray([9], jnp.int32)))[0, 0]
+    same = np.asarray(layer._skew(q, q, jnp.asarray([9], jnp.int32)))[0, 0]
     np.testing.assert_array_equal(same, np.stack([np.eye(8)[:, 0], np.zeros(8)], axis=1))
 
 
@@ -230,7 +249,7 @@ def test_the_threshold_is_the_one_for_this_family():
 def test_partial_keys_are_two_fifths_at_most():
     policy = InfiniGen(exempt=0)
     spec = layer_specs(TINY, 1, 6144, 64, jnp.bfloat16)[0]
-    state = policy.init(spec)
+    state = policy.layer(spec).init()
     assert state.partial.shape == (1, 2, 6272, 6)  # of 16 channels, 3 by queries and 3 by keys
     # In 2 layers, 3 rows and 2 heads: partial keys and the directions they are in; keys and values of a fifth of the tokens.
     fifth = 1248  # of 6208 tokens, rounded up to a multiple of 32

@@ -23,16 +23,19 @@ from kvjax.policies import (
     Chelsea,
     ClusterKV,
     Full,
+    Layer,
     Offloaded,
     Policy,
     PolicyError,
+    PolicyInfo,
     StreamingLLM,
+    Traits,
     TreeKV,
     by_head,
     by_layer,
-    offload,
     offloaded,
 )
+from kvjax.policies.transforms import offload
 from kvjax.sampling import Greedy
 
 CLUSTERS = ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=2, window=8, new_clusters=3)
@@ -43,9 +46,17 @@ CLUSTERS = ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=2, w
 class Fading(Policy):
     """Halves the values of tokens with small keys at every step: a policy that reads keys and writes values."""
 
-    name = "fading"
+    about = PolicyInfo("fading")
 
-    def compress(self, spec, state):
+    def layer(self, spec):
+        return FadingLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class FadingLayer(Layer[Fading]):
+    traits: Traits = dataclasses.field(default=Traits("every_step", compress_reads_kv=True))
+
+    def compress(self, state):
         small = jnp.linalg.norm(state.k, axis=-1, keepdims=True) < 3.0
         return state.replace(v=jnp.where(small, 0.5 * state.v, state.v))
 
@@ -58,14 +69,13 @@ def case(seed: int):
     return make_case(seed, [50, 3, 24, 25, 1, 4, 33, 60], steps=24)
 
 
-@pytest.mark.parametrize("policy", STREAMED, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", STREAMED, ids=lambda policy: policy.info.name)
 def test_streamed_layers_attend_as_before(policy):
     inputs = make_case(5, [50, 3, 16], steps=12)
     state, outputs, _ = run(offloaded(policy), inputs)
     np.testing.assert_array_equal(outputs, run(policy, inputs)[1])
-    slots = state.slots if hasattr(state, "slots") else state
-    assert host_memory.on_host(slots.k)
-    assert host_memory.on_host(slots.v)
+    assert host_memory.on_host(state.cache.k)
+    assert host_memory.on_host(state.cache.v)
     leaves = jax.tree.leaves(state)
     assert sum(map(host_memory.on_host, leaves)) == 2
 
@@ -92,7 +102,7 @@ def test_recalling_layers_attend_as_before(recalled):
     for inputs, outputs, states in recalled[1]:
         np.testing.assert_array_equal(outputs, run(CLUSTERS, inputs)[1])
         for state in (states[0], states[-1]):
-            assert host_memory.on_host(state.inner.slots.k)
+            assert host_memory.on_host(state.inner.cache.k)
             assert sum(map(host_memory.on_host, jax.tree.leaves(state))) == 2
 
 
@@ -100,7 +110,7 @@ def test_hits_are_what_the_last_queries_chose(recalled):
     """By sets, and as `analysis.recall.hit_rate` counts the same selections."""
     policy, runs = recalled
     for inputs, _, states in runs:
-        size = CLUSTERS.selects(inputs.spec)[1]
+        size = CLUSTERS.layer(inputs.spec).selection_shape[1]
         rates = []
         for row, head in np.ndindex(8, 4):
             chosen = []
@@ -121,7 +131,7 @@ def test_selections_are_those_of_the_policy(recalled):
     """What the counts are made from: the slots that the policy itself selects in the same state."""
     inputs, _, states = recalled[1][0]
     spec, rows = inputs.spec, np.arange(8)
-    select = jax.jit(lambda state, q: CLUSTERS.selected(spec, state, q))
+    select = jax.jit(lambda state, q: CLUSTERS.layer(spec).select(state, q))
     for i in (0, 7, 8, 23):
         pos = inputs.lengths + i
         q = spec.rope.rotate(jnp.asarray(inputs.q[rows, pos]), jnp.asarray(pos)[:, None])
@@ -136,20 +146,20 @@ def test_only_what_is_missing_is_fetched():
     policy, inputs = offloaded(CLUSTERS), case(0)
     _, step = compiled(policy, inputs.spec)
     states = run(policy, inputs)[2]
-    rows, size = np.arange(8), CLUSTERS.selects(inputs.spec)[1]
+    rows, size = np.arange(8), CLUSTERS.layer(inputs.spec).selection_shape[1]
     for i in (3, 12):
         before, after = states[i], states[i + 1]
-        needed = np.zeros(before.inner.slots.pos.shape, bool)
+        needed = np.zeros(before.inner.cache.pos.shape, bool)
         for row, head in np.ndindex(8, 4):
             old, new = (set(np.asarray(s.slot)[row, head, :size].tolist()) for s in (before, after))
             needed[row, head // 2, sorted(new - old - {-1})] = True
         assert 0 < needed.sum() < 0.5 * np.prod(needed.shape)
-        slots = before.inner.slots
+        slots = before.inner.cache
         k, v = (
             jax.device_put(np.where(needed[..., None], np.asarray(x), np.float32(np.nan)), x.sharding)
             for x in (slots.k, slots.v)
         )
-        poisoned = before.replace(inner=before.inner.replace(slots=slots.replace(k=k, v=v)))
+        poisoned = before.replace(inner=before.inner.replace(cache=slots.replace(k=k, v=v)))
         pos = inputs.lengths + i
         args = inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos
         np.testing.assert_array_equal(step(before, *args)[0], step(poisoned, *args)[0])
@@ -175,8 +185,8 @@ def test_no_copy_of_the_store_on_the_device(tiny):
     policy = offloaded(ClusterKV(budget=64, sinks=4, exempt=0, n_clusters=10, iterations=1, cluster_decode=False))
     policy = by_layer([policy, StreamingLLM(budget=64)])
     specs = layer_specs(tiny.config, 1, 3980, 16, jnp.float32)
-    caches = tuple(jax.jit(policy.init, static_argnums=0)(spec) for spec in specs)
-    store = caches[0].inner.slots.k
+    caches = tuple(jax.jit(policy.layer(spec).init)() for spec in specs)
+    store = caches[0].inner.cache.k
     state = decoding.Decoding(
         caches, *(jnp.zeros(1, jnp.int32),) * 2, jnp.int32(0), jnp.zeros(1, bool), jnp.zeros(1, jnp.uint32)
     )
@@ -227,13 +237,14 @@ def test_compositions_are_offloaded_part_by_part(tiny):
     assert all(isinstance(group, Offloaded) for group in cate.groups)
 
 
-@pytest.mark.parametrize("policy", [CaM(), Chelsea(), ClusterKV(), StreamingLLM()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [CaM(), Chelsea(), ClusterKV(), StreamingLLM()], ids=lambda policy: policy.info.name)
 def test_what_is_said_of_a_policy_is_said_of_it_offloaded(policy):
     far, spec = offloaded(policy), layer_specs(TINY, 1, 6000, 16, jnp.float32)[1]
-    for trait in ("memory", "stage", "grows", "merges", "adds", "positions"):
-        assert getattr(far, trait) == getattr(policy, trait)
-    assert far.name == f"offloaded({policy.name})"
-    assert (far.recalls(spec), far.capacity(spec)) == (policy.recalls(spec), policy.capacity(spec))
+    name = f"offloaded({policy.info.name})"
+    assert far.info == dataclasses.replace(policy.info, name=name, transform="offloaded")
+    layer, inner = far.layer(spec), policy.layer(spec)
+    assert isinstance(layer, offload.OffloadedSparseLayer) == inner.traits.sparse
+    assert layer.capacity == inner.capacity
 
 
 def test_device_bytes_fall(tiny):
@@ -246,7 +257,7 @@ def test_device_bytes_fall(tiny):
         assert policy.host_nbytes(tiny.config, 1, 8000, 100) == 0
 
 
-@pytest.mark.parametrize("policy", [AdaKV(budget=64), KIVI()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [AdaKV(budget=64), KIVI()], ids=lambda policy: policy.info.name)
 def test_stores_of_another_kind_are_refused(policy):
     with pytest.raises(PolicyError, match="has its keys and values in a store of its own"):
         offloaded(policy).nbytes(TINY, 1, 100, 10)

@@ -12,7 +12,7 @@ from policies.oracle_quest import QuestHead, bound
 
 import kvjax
 from kvjax import cache
-from kvjax.cache import layer_specs
+from kvjax.cache import Prompt, Token, layer_specs
 from kvjax.policies import CateKV, Full, Offloaded, PolicyError, Quest, by_head, offloaded
 
 SMALL = {"budget": 16, "page": 4, "exempt": 0}
@@ -34,7 +34,7 @@ def inputs(heads: int = 4, kv_heads: int = 2) -> Case:
 @functools.cache
 def reader(policy: Quest, spec):
     """What a query at `pos` reads, compiled."""
-    return jax.jit(lambda state, q, pos: policy.recall(spec, state, spec.rope.rotate(q, pos[:, None])))
+    return jax.jit(lambda state, q, pos: policy.layer(spec).slots_to_read(state, spec.rope.rotate(q, pos[:, None])))
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -72,11 +72,11 @@ def test_the_bound_by_hand():
     keys, query = np.asarray([[1.0, -1], [-1, 2]]), np.asarray([1.0, -1])
     assert bound(query, keys) == 2
     policy, case = Quest(**SMALL), make_case(0, [2], 1, heads=1, kv_heads=1)
-    state = policy.init(case.spec)
+    state = policy.layer(case.spec).init()
     bounds = state.bounds.at[0, 0, 0, :2].set(jnp.asarray([-1.0, -1])).at[0, 0, 0, 8:10].set(jnp.asarray([1.0, 2]))
     q = jnp.zeros((1, 1, 8)).at[0, 0, :2].set(jnp.asarray(query, jnp.float32))
-    state = state.replace(bounds=bounds, slots=state.slots.replace(seen=jnp.asarray([2])))
-    assert policy.scores(case.spec, state, q)[0, 0, 0].item() == 2
+    state = state.replace(bounds=bounds, cache=state.cache.replace(seen=jnp.asarray([2])))
+    assert policy.layer(case.spec).scores(state, q)[0, 0, 0].item() == 2
 
 
 def test_no_key_is_above_its_pages_bound():
@@ -84,8 +84,8 @@ def test_no_key_is_above_its_pages_bound():
     state = run(policy, case)[2][-1]
     pos = case.lengths + STEPS - 1
     q = np.stack([case.q[row, p] for row, p in enumerate(pos)])
-    scores = np.asarray(policy.scores(case.spec, state, jnp.asarray(q)))
-    keys = np.asarray(state.slots.k)
+    scores = np.asarray(policy.layer(case.spec).scores(state, jnp.asarray(q)))
+    keys = np.asarray(state.cache.k)
     for row, head in np.ndindex(32, 4):
         products = keys[row, head // 2, : pos[row] + 1] @ q[row, head]
         for page in range(0, len(products), 4):
@@ -99,7 +99,7 @@ def test_a_page_a_token_reads_the_best_tokens():
     pos = case.lengths + STEPS - 1
     q = np.stack([case.q[row, p] for row, p in enumerate(pos)])
     turned = case.spec.rope.rotate(jnp.asarray(q), jnp.asarray(pos)[:, None])
-    index, live = map(np.asarray, policy.selected(case.spec, state, turned))
+    index, live = map(np.asarray, policy.layer(case.spec).select(state, turned))
     for row, head in np.ndindex(32, 4):
         keys = np.stack([rotate(case.spec.rope, case.k[row, p, head // 2], p) for p in range(pos[row] + 1)])
         true = np.argsort(-(keys @ np.asarray(turned[row, head])), kind="stable")[:9]
@@ -109,28 +109,28 @@ def test_a_page_a_token_reads_the_best_tokens():
 def test_only_the_selection_is_read():
     """NaN in every token that is not recalled changes nothing, and pages are gathered whole."""
     policy, case = Quest(**SMALL), inputs()
-    spec = case.spec
-    assert policy.run_of(spec) == 4
-    assert Quest(budget=17, page=5, exempt=0).run_of(spec) == 1
+    spec, layer = case.spec, policy.layer(case.spec)
+    assert layer.page == 4
+    assert Quest(budget=17, page=5, exempt=0).layer(spec).page == 1
     _, step = compiled(policy, spec)
     state = run(policy, case)[2][-2]
     pos = case.lengths + STEPS - 1
     args = tuple(jnp.asarray(x) for x in (*(y[np.arange(32), pos] for y in (case.q, case.k, case.v)), pos))
-    index, live = map(np.asarray, reader(policy, spec)(policy.append(spec, state, *args[1:]), args[0], args[3]))
-    read = np.zeros(state.slots.pos.shape, bool)
+    index, live = map(np.asarray, reader(policy, spec)(layer.append(state, Token(*args, spec.rope)), args[0], args[3]))
+    read = np.zeros(state.cache.pos.shape, bool)
     for row, head in np.ndindex(32, 4):
         read[row, head // 2, index[row, head][live[row, head]]] = True
-    assert read.sum() < 0.8 * np.asarray(state.slots.live).sum()
-    k, v = (jnp.where(read[..., None], x, jnp.nan) for x in (state.slots.k, state.slots.v))
-    poisoned = state.replace(slots=state.slots.replace(k=k, v=v))
+    assert read.sum() < 0.8 * np.asarray(state.cache.live).sum()
+    k, v = (jnp.where(read[..., None], x, jnp.nan) for x in (state.cache.k, state.cache.v))
+    poisoned = state.replace(cache=state.cache.replace(k=k, v=v))
     np.testing.assert_array_equal(step(state, *args)[0], step(poisoned, *args)[0])
 
 
 def test_first_layers_are_exempt():
     case = inputs()
     policy = Quest(**SMALL | {"exempt": 1})
-    assert not policy.recalls(case.spec)
-    assert policy.recalls(dataclasses.replace(case.spec, layer=1))
+    assert not policy.layer(case.spec).traits.sparse
+    assert policy.layer(dataclasses.replace(case.spec, layer=1)).traits.sparse
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
     assert Quest().exempt == 2
 
@@ -166,7 +166,9 @@ def test_pages_for_many_more_tokens_than_the_prompts():
     policy = Quest(budget=64, page=16, exempt=0)
     inputs = [jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    state, _ = jax.eval_shape(lambda *args: policy.prefill(spec, *args, None), *inputs, lengths)
+    state, _ = jax.eval_shape(
+        lambda *args: policy.layer(spec).prefill(Prompt.of(spec.rope, *args), {}), *inputs, lengths
+    )
     assert state.bounds.shape == (1, 2, (64 + 300 + 20) // 16, 2 * 8)
 
 

@@ -10,6 +10,7 @@ from policies.oracle_shadowkv import ShadowLayer
 import kvjax
 from kvjax.cache import host_memory, layer_specs
 from kvjax.policies import CateKV, Full, PolicyError, ShadowKV, offloaded
+from kvjax.policies.capabilities import as_cache
 from kvjax.policies.shadowkv import low_rank
 
 SMALL = {"budget": 12, "rank": 10, "chunk": 4, "outlier_chunks": 2, "local_chunks": 1}
@@ -32,10 +33,10 @@ def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts with nothing to select and such with much: what is exact, selections, outputs at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
     policy, case = ShadowKV(**options), inputs(heads, kv_heads)
-    assert policy.recalls(case.spec)
+    assert policy.layer(case.spec).traits.sparse
     _, outputs, states = run(policy, case)
     spec, group = case.spec, heads // kv_heads
-    select = jax.jit(lambda state, q, pos: policy.selected(spec, state, spec.rope.rotate(q, pos[:, None])))
+    select = jax.jit(lambda state, q, pos: policy.layer(spec).select(state, spec.rope.rotate(q, pos[:, None])))
     picks = []
     for i in range(STEPS):
         pos = case.lengths + i
@@ -55,7 +56,7 @@ def test_equals_the_literal_algorithm(name):
                 assert index[live].tolist() == chosen
                 np.testing.assert_allclose(outputs[i, row, at], out, atol=5e-5)
                 some += len(chosen) > 0
-        slots = states[-1].slots
+        slots = states[-1].cache
         for head in range(kv_heads):
             held = np.asarray(slots.pos[row, head])[np.asarray(slots.live[row, head])]
             assert set(held.tolist()) == set(literal.exact[head])
@@ -67,7 +68,7 @@ def test_everything_is_there():
     policy, case = ShadowKV(**SMALL | {"rank": 16}), inputs()
     state = run(policy, case)[0]
     assert kept(policy, case, state) == [[set(range(n + STEPS))] * 2 for n in case.lengths]
-    slots = policy.slots(case.spec, state)
+    slots = as_cache(policy.layer(case.spec), state)
     assert np.asarray(slots.count).tolist() == [[n + STEPS] * 2 for n in case.lengths]
 
 
@@ -102,7 +103,7 @@ def test_bytes():
     exact = 2 * slots * (2 * 16 * 2 + 8) + 2 * 4 + 4
     keys = 6144 * 8 * 2 + 8 * 2 * 16 * 2
     marks = 2 * 768 * (16 * 2 + 1)
-    assert policy.init(spec).slots.k.shape == (1, 2, slots, 16)
+    assert policy.layer(spec).init().cache.k.shape == (1, 2, slots, 16)
     assert policy.nbytes(TINY, 1, 6144, 64) == 2 * (exact + values + keys + marks + 4)
     full = Full().nbytes(TINY, 1, 6144, 64)
     far = offloaded(policy)
@@ -128,7 +129,7 @@ def test_adaptive_heads_of_catekv(tiny):
 def test_a_prompt_without_room_is_kept_whole():
     case = make_case(4, [60, 3], 4)
     policy = ShadowKV()
-    assert not policy.recalls(case.spec)
+    assert not policy.layer(case.spec).traits.sparse
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
 
 

@@ -80,6 +80,10 @@ class OffloadedLayer(Layer[Offloaded]):
     inner: Layer[Any] = dataclasses.field(kw_only=True)
 
     @property
+    def max_kept(self) -> int:
+        return self.inner.max_kept
+
+    @property
     def capacity(self) -> int:
         return self.inner.capacity
 
