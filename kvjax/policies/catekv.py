@@ -74,8 +74,8 @@ class ChunkHead(Policy):
         """How many of a prompt's chunks are kept, where sinks, tail and recent tokens leave `free` slots of the budget."""
         raise NotImplementedError
 
-    def max_kept(self, spec: LayerSpec) -> int:
-        """The most slots that tokens of a prompt take."""
+    def max_prompt_kept(self, spec: LayerSpec) -> int:
+        """The most tokens of a prompt that are kept."""
         raise NotImplementedError
 
     def layer(self, spec: LayerSpec) -> "ChunkHeadLayer":
@@ -88,7 +88,7 @@ class ChunkHeadLayer(Layer[ChunkHead]):
 
     @property
     def max_kept(self) -> int:
-        return min(self.policy.max_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
+        return min(self.policy.max_prompt_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
         parts, lengths = self.policy.layout, prompt.lengths
@@ -139,7 +139,7 @@ class Consistent(ChunkHead):
     def chosen(self, chunks: Int[Array, " B"], free: Int[Array, " B"]) -> Int[Array, " B"]:
         return jnp.minimum(free // self.layout.chunk, chunks)
 
-    def max_kept(self, spec: LayerSpec) -> int:
+    def max_prompt_kept(self, spec: LayerSpec) -> int:
         return budget_tokens(self.budget, spec.max_tokens)
 
 
@@ -164,7 +164,7 @@ class Adaptive(ChunkHead):
     def chosen(self, chunks: Int[Array, " B"], free: Int[Array, " B"]) -> Int[Array, " B"]:
         return budget_rows(self.eta, chunks)
 
-    def max_kept(self, spec: LayerSpec) -> int:
+    def max_prompt_kept(self, spec: LayerSpec) -> int:
         """All of a prompt within the budget, else sinks, recent tokens and the most of the middle.
 
         Of a middle of m tokens with a tail of t < chunk, η (m - t) + t are kept at most, which is η m + (1 - η) t.
