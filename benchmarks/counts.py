@@ -227,7 +227,7 @@ class Sources:
         ]
 
     def public_methods(self, name: str, module: str = "kvjax.policies.base") -> list[str]:
-        """Functions and properties that a class defines in its own body for others to call; none where there is no such class."""
+        """Functions that a class defines in its own body for others to call, its properties left out; none where there is no such class."""
         body = self.modules[module].tree.body if module in self.modules else []
         return sorted(
             {
@@ -235,7 +235,9 @@ class Sources:
                 for node in body
                 if isinstance(node, ast.ClassDef) and node.name == name
                 for method in node.body
-                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and not method.name.startswith("_")
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                and not method.name.startswith("_")
+                and not any(isinstance(x, ast.Name) and x.id == "property" for x in method.decorator_list)
             }
         )
 

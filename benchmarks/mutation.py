@@ -1,7 +1,7 @@
 """Which small faults in the code the default tests find, without torch and transformers.
 
     python -m benchmarks.mutation                        # go on with benchmarks/results/mutation.json
-    python -m benchmarks.mutation --files kvjax/cache.py --count 300
+    python -m benchmarks.mutation --files 'kvjax/cache/*.py' --count 300
 
 Places are drawn with a seed, from every file of `FILES` in proportion to what can be changed there, and one change (by cosmic-ray's
 operators, or a function for its opposite) is made at each, in a copy of the tracked files. A changed file's own tests run first, then wider
@@ -36,8 +36,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
-    "kvjax/policies/*.py",
-    "kvjax/cache.py",
+    "kvjax/policies/**/*.py",
+    "kvjax/cache/*.py",
     "kvjax/sampling.py",
     "kvjax/decoding.py",
     "models/rope.py",
@@ -48,7 +48,9 @@ POLICIES = "tests/policies"
 SCORED = f"{POLICIES}/test_scoring.py"
 SLOTS = f"tests/test_cache.py {POLICIES}/test_compose.py | {POLICIES}/test_streaming_llm.py {POLICIES}/test_chunkkv.py"
 OWN = {
-    "kvjax/cache.py": SLOTS,
+    **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens", "update")},
+    "kvjax/cache/packing.py": f"{POLICIES}/test_quantized.py",
+    "kvjax/cache/host_memory.py": f"{POLICIES}/test_offload.py",
     "kvjax/sampling.py": "tests/test_generation.py",
     "kvjax/decoding.py": "tests/test_decoding.py | tests/test_generation.py",
     "models/rope.py": "tests/models/test_rope.py",
@@ -70,17 +72,26 @@ OWN = {
     "kvjax/policies/h2o.py": SCORED,
     "kvjax/policies/keydiff.py": SCORED,
     "kvjax/policies/knorm.py": SCORED,
-    "kvjax/policies/noise.py": f"{POLICIES}/test_cam.py {SCORED}",
-    "kvjax/policies/pages.py": f"{POLICIES}/test_quest.py",
+    "kvjax/policies/families/scoring.py": SCORED,
+    "kvjax/policies/kivi.py": f"{POLICIES}/test_quantized.py",
+    "kvjax/policies/text.py": f"{POLICIES}/test_text.py",
+    **{f"kvjax/policies/{name}.py": f"{POLICIES}/test_defaults.py | {SCORED}" for name in ("budget", "fields", "info")},
+    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py",
+    **{f"kvjax/policies/transforms/by_{kind}.py": f"{POLICIES}/test_compose.py" for kind in ("layer", "head")},
+    "kvjax/policies/transforms/offload.py": f"{POLICIES}/test_offload.py",
+    "kvjax/policies/transforms/pyramid.py": f"{POLICIES}/test_pyramidkv.py",
+    "kvjax/policies/transforms/quantize.py": f"{POLICIES}/test_quantized.py",
+    "kvjax/policies/families/noise.py": f"{POLICIES}/test_cam.py {SCORED}",
+    "kvjax/policies/families/pages.py": f"{POLICIES}/test_quest.py",
     "kvjax/policies/profile.py": f"{POLICIES}/test_duoattention.py | {POLICIES}/test_catekv.py tests/calibration/test_head_types.py",
     "kvjax/policies/random_eviction.py": SCORED,
-    "kvjax/policies/recalling.py": f"{POLICIES}/test_quest.py | {POLICIES}/test_clusterkv.py {POLICIES}/test_offload.py",
+    "kvjax/policies/families/sparse.py": f"{POLICIES}/test_quest.py | {POLICIES}/test_clusterkv.py {POLICIES}/test_offload.py",
     "kvjax/policies/registry.py": f"{POLICIES}/test_compose.py tests/test_generation.py",
-    "kvjax/policies/skewing.py": f"{POLICIES}/test_infinigen.py tests/calibration/test_skewing.py",
+    "kvjax/policies/families/skewing.py": f"{POLICIES}/test_infinigen.py tests/calibration/test_skewing.py",
     "kvjax/policies/snapkv.py": SCORED,
-    "kvjax/policies/soft_matching.py": f"{POLICIES}/test_chelsea.py",
+    "kvjax/policies/families/soft_matching.py": f"{POLICIES}/test_chelsea.py",
     "kvjax/policies/tova.py": SCORED,
-    "kvjax/policies/wrapper.py": f"{POLICIES}/test_offload.py {POLICIES}/test_quantized.py",
+    "kvjax/policies/transforms/wrapper.py": f"{POLICIES}/test_offload.py {POLICIES}/test_quantized.py",
 }
 """The tests of files that have none of their own name, those before a bar first."""
 
@@ -89,7 +100,7 @@ WIDER = {
     "conversion": "tests/conversion tests/cli/test_convert.py tests/cli/test_process.py",
     "policies": f"{POLICIES}/test_invariants.py -k {{name}}",
     "all": f"{POLICIES}/test_traps.py {POLICIES}/test_compose.py {POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
-    "tests/test_session.py tests/test_question.py tests/test_prefill_chunks.py tests/test_costs.py tests/cli/test_hyperparameters.py",
+    "tests/test_session.py tests/test_question.py tests/test_prefill_chunks.py tests/test_costs.py tests/test_settings.py",
 }
 
 NOTHING = 5

@@ -16,7 +16,7 @@ from kvjax import decoding
 from kvjax.arguments import short, shown, whole
 from kvjax.cache import layer_specs
 from kvjax.decoding import Specs
-from kvjax.generation import Generation, _Row, _Run
+from kvjax.generation import Generation, Row, Run
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import Policy, get_policy
 from kvjax.request import Request, check_request, flag
@@ -231,7 +231,7 @@ def program_bytes(executable: Any) -> int:
     )
 
 
-class _Served(_Run):
+class _Served(Run):
     """A run of compiled programs: as many rows and as long prompts as they are for, whatever is asked."""
 
     def __init__(self, compiled: Compiled, params: Params, prompt: Any, request: Request) -> None:
@@ -242,16 +242,16 @@ class _Served(_Run):
             raise ValueError(f"a prompt has {longest} tokens, but the programs take {room}; compile for longer ones")
         self.asked = len(self.rows)
         idle = -self.asked % compiled.specs[0].batch
-        self.rows += [_Row(self.rows[-1].prompt[:1], [], None, stop_reason="length") for _ in range(idle)]
+        self.rows += [Row(self.rows[-1].prompt[:1], [], None, stop_reason="length") for _ in range(idle)]
 
     def generations(self) -> list[Generation]:
         del self.rows[self.asked :]
         return super().generations()
 
-    def _new_tokens(self, row: _Row) -> int:
+    def _new_tokens(self, row: Row) -> int:
         return self.compiled.specs[0].new_tokens
 
-    def _longest(self, rows: Sequence[_Row]) -> int:
+    def _longest(self, rows: Sequence[Row]) -> int:
         return self.compiled.specs[0].prompt_len
 
     def _groups(self) -> list[list[int]]:

@@ -161,7 +161,7 @@ def generate(
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
-    run = _Run(params, prompt, policy, budget, request, question, prefill_chunk)
+    run = Run(params, prompt, policy, budget, request, question, prefill_chunk)
     for _ in run.chunks(decoding.CHUNK):
         pass
     generations = run.generations()
@@ -196,10 +196,10 @@ def stream(
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
-    return _pieces(_Run(params, prompt, policy, budget, request, question, prefill_chunk, streamed=True))
+    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_chunk, streamed=True))
 
 
-def _pieces(run: "_Run") -> Iterator[str]:
+def _pieces(run: "Run") -> Iterator[str]:
     text = run.rows[0].growing
     assert text is not None
     for _ in run.chunks(STREAM_STEPS):
@@ -215,7 +215,7 @@ def _listed(values: list[Any]) -> str:
 
 
 @dataclasses.dataclass
-class _Row:
+class Row:
     """What one row has drawn so far."""
 
     prompt: list[int]
@@ -254,7 +254,7 @@ class _Row:
                     self.stop_reason = "stop"
 
 
-class _Run:
+class Run:
     """One call of `generate` or `stream`: checks the arguments, runs the programs, collects what they draw."""
 
     def __init__(
@@ -280,7 +280,7 @@ class _Run:
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
-        self.rows = [_Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
+        self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         self._check_lengths()
         for row in self.rows if streamed or request.stop else ():
             row.watch(request.stop)
@@ -332,11 +332,11 @@ class _Run:
                 stacklevel=4,
             )
 
-    def _new_tokens(self, row: _Row) -> int:
+    def _new_tokens(self, row: Row) -> int:
         """Tokens that may come after the prompt; a question is counted with its padding, so that few programs serve all."""
         return bucket(len(row.question)) + self.request.max_new_tokens
 
-    def _longest(self, rows: Sequence[_Row]) -> int:
+    def _longest(self, rows: Sequence[Row]) -> int:
         """Tokens of the longest prompt that the programs for these rows are made for."""
         return max(len(row.prompt) for row in rows)
 
@@ -417,7 +417,7 @@ class _Run:
         yield
 
     def _extended(
-        self, rows: list[_Row], specs: decoding.Specs, weights: Params, seed: Any, size: int
+        self, rows: list[Row], specs: decoding.Specs, weights: Params, seed: Any, size: int
     ) -> tuple[decoding.Decoding, int]:
         """The state after as many tokens as all rows have in whole pieces, but for a last one; and how many these are.
 
@@ -436,7 +436,7 @@ class _Run:
                 read += piece
         return state, read
 
-    def _collect(self, rows: list[_Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
+    def _collect(self, rows: list[Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
         """Take each row's next `counts` draws, as far as it was asked for them."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
             count = min(count, self.request.max_new_tokens - len(row.tokens))

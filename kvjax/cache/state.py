@@ -128,15 +128,14 @@ def _gathered(
 
 
 def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """`state` with `f((k, v), ...)` for the keys and values of every `LayerCache` in it, given those of `others` at the same places."""
+    """A layer's state, a `LayerCache` or one that has it as `cache`, with `f((k, v), ...)` for its keys and values.
 
-    def one(x: Any, *rest: Any) -> Any:
-        if not isinstance(x, LayerCache):
-            return x
-        k, v = f(*((each.k, each.v) for each in (x, *rest)))
-        return dataclasses.replace(x, k=k, v=v)
-
-    return jax.tree.map(one, state, *others, is_leaf=lambda x: isinstance(x, LayerCache))
+    Args:
+        others: states of the same kind, whose keys and values `f` is given, too.
+    """
+    k, v = f(*((each.cache.k, each.cache.v) for each in (state, *others)))
+    mapped = dataclasses.replace(state.cache, k=k, v=v)
+    return mapped if state.cache is state else dataclasses.replace(state, cache=mapped)
 
 
 def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:
