@@ -115,7 +115,7 @@ class ClusterKV(Policy):
         if budget <= self.sinks:
             raise PolicyError(
                 f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but {self.sinks} sinks and at least one "
-                f"recalled token need {self.sinks + 1}; raise budget or lower sinks"
+                f"selected token need {self.sinks + 1}; raise budget or lower sinks"
             )
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
@@ -198,23 +198,24 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
 
     def select(self, state: ClusteredCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
         """The tokens of the clusters that rotated queries like best, in the order in which they are taken (section IV-C)."""
-        return self._taken(state, query, None)
+        return self._taken(state, query, with_always_kept=False)
 
     def slots_to_read(self, state: ClusteredCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        always = Always(*self.always_kept, self.tail_start(state), state.cache.seen, self.slots_read)
-        return self._taken(state, query, always)
+        return self._taken(state, query, with_always_kept=True)
 
     def _taken(
-        self, state: ClusteredCache, query: Rotated, always: Always | None
+        self, state: ClusteredCache, query: Rotated, *, with_always_kept: bool
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The tokens of the best clusters, and what is always read besides."""
+        """The tokens of the best clusters; and what is always read besides, which the same kernel writes behind them."""
         spec, (heads, size) = self.spec, self.selection_shape
         if self.policy.gqa == "mean":
             query = heads_of(query).astype(jnp.float32)
             query = einops.reduce(query, "b (k g) h -> b k h", "mean", k=spec.num_kv_heads)
         scores = centroid_scores(query, state.centroids)
+        always = Always(*self.always_kept, self.tail_start(state), state.cache.seen, self.slots_read)
+        besides = always if with_always_kept else None
         remaining = jnp.maximum(state.budget - self.policy.sinks, 0)
-        taken = cluster_tokens(scores, state.sizes, state.starts, state.order, remaining, size, always)
+        taken = cluster_tokens(scores, state.sizes, state.starts, state.order, remaining, size, besides)
         index, valid = (x.reshape(spec.batch, heads, -1) for x in taken)
         return index, valid
 
