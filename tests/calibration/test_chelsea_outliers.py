@@ -123,7 +123,7 @@ def test_outlier_heads_keep_everything_and_the_others_pay(tiny):
     assert policy.bind(tiny.config) == policy
     states = jax.eval_shape(policy.layer(layer_specs(tiny.config, 1, 64, 64, jnp.float32)[0]).init)
     assert states[0].pos.shape[-1] == 128
-    assert states[1].slots.pos.shape[-1] == 64  # a third of 128 and one, rounded up
+    assert states[1].cache.pos.shape[-1] == 64  # a third of 128 and one, rounded up
 
 
 def test_four_percent_take_a_fifth_to_a_sixth(tiny):
