@@ -19,10 +19,10 @@ import numpy as np
 
 import kvjax
 from benchmarks import report
-from kvjax import decoding
 from kvjax.models import ModelConfig, init
 from kvjax.models.rope import RopeConfig
 from kvjax.policies.text import split_policies
+from kvjax.runtime import decoding
 
 CONFIG = ModelConfig(
     family="llama",

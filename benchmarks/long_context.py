@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks import report
-from kvjax import decoding
 from kvjax.bench.case import Case, read_policy
 from kvjax.cache import layer_specs
-from kvjax.compilation_cache import keep_compiled_programs
-from kvjax.compiling import program_bytes
 from kvjax.models import Params, init
 from kvjax.policies import get_policy
 from kvjax.policies.text import split_policies
+from kvjax.runtime import decoding
+from kvjax.runtime.compilation_cache import keep_compiled_programs
+from kvjax.runtime.compiling import program_bytes
 
 MARKS = 10
 """Points on the way of which the time is noted."""

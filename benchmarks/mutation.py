@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = (
     "kvjax/policies/**/*.py",
     "kvjax/cache/*.py",
-    "kvjax/sampling.py",
-    "kvjax/decoding.py",
+    "kvjax/runtime/sampling.py",
+    "kvjax/runtime/decoding.py",
     "models/rope.py",
     "conversion/*.py",
 )
@@ -51,8 +51,8 @@ OWN = {
     **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens", "update")},
     "kvjax/cache/packing.py": f"{POLICIES}/test_quantized.py",
     "kvjax/cache/host_memory.py": f"{POLICIES}/test_offload.py",
-    "kvjax/sampling.py": "tests/test_generation.py",
-    "kvjax/decoding.py": "tests/test_decoding.py | tests/test_generation.py",
+    "kvjax/runtime/sampling.py": "tests/test_generation.py",
+    "kvjax/runtime/decoding.py": "tests/test_decoding.py | tests/test_generation.py",
     "models/rope.py": "tests/models/test_rope.py",
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",

@@ -23,11 +23,11 @@ import numpy as np
 
 import kvjax
 from benchmarks import report
-from kvjax import decoding
 from kvjax.models import ModelConfig, init
 from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy, get_policy, offloaded
+from kvjax.runtime import decoding
 
 TINY = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
 CHECKED = {"tiny": TINY, "smollm2-like": dataclasses.replace(PRESETS["smollm2-135m"], num_layers=4, windows=())}

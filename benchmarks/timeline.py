@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jax.profiler import ProfileData
 
 from benchmarks import report
-from kvjax import decoding
 from kvjax.bench import states
 from kvjax.bench.case import Case, read_policy
 from kvjax.cache import layer_specs
-from kvjax.compilation_cache import keep_compiled_programs
 from kvjax.models import Params, init
 from kvjax.policies.text import split_policies
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.compilation_cache import keep_compiled_programs
+from kvjax.runtime.sampling import Greedy
 
 STEPS = 48
 """Tokens a call, when it is timed."""

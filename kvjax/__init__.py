@@ -13,17 +13,12 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import conversion as conversion
+    from . import evals as evals
     from . import models as models
+    from . import plots as plots
     from . import policies as policies
-    from . import sampling as sampling
-    from .compiling import Compiled as Compiled
-    from .compiling import compile as compile
     from .conversion import load as load
     from .conversion import save as save
-    from .generation import Generation as Generation
-    from .generation import Stats as Stats
-    from .generation import generate as generate
-    from .generation import stream as stream
     from .models import Params as Params
     from .policies import CateKV as CateKV
     from .policies import ChunkKV as ChunkKV
@@ -35,12 +30,20 @@ if TYPE_CHECKING:
     from .policies import TreeKV as TreeKV
     from .policies import get_policy as get_policy
     from .policies import register as register
-    from .session import Session as Session
+    from .runtime.compiling import CompiledGenerator as CompiledGenerator
+    from .runtime.compiling import aot_compile as aot_compile
+    from .runtime.generation import Generation as Generation
+    from .runtime.generation import GenerationStats as GenerationStats
+    from .runtime.generation import Reply as Reply
+    from .runtime.generation import generate as generate
+    from .runtime.generation import stream as stream
+    from .runtime.session import Session as Session
 
 _NAMES = {
-    "compiling": ("Compiled", "compile"),
-    "conversion": ("load", "save"),
-    "generation": ("Generation", "Stats", "generate", "stream"),
+    "conversion": (
+        "load",
+        "save",
+    ),
     "models": ("Params",),
     "policies": (
         "CateKV",
@@ -54,9 +57,20 @@ _NAMES = {
         "get_policy",
         "register",
     ),
-    "session": ("Session",),
+    "runtime.compiling": (
+        "CompiledGenerator",
+        "aot_compile",
+    ),
+    "runtime.generation": (
+        "Generation",
+        "GenerationStats",
+        "Reply",
+        "generate",
+        "stream",
+    ),
+    "runtime.session": ("Session",),
 }
-_MODULES = ("conversion", "models", "policies", "sampling")
+_MODULES = ("conversion", "evals", "models", "plots", "policies")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 

@@ -11,10 +11,10 @@ from jaxtyping import Float
 
 from kvjax import files
 from kvjax.extras import import_matplotlib
-from kvjax.generation import Stats
-from kvjax.inspection import retained_positions
 from kvjax.models import Params
 from kvjax.policies import HeadProfile, Policy
+from kvjax.runtime.generation import GenerationStats
+from kvjax.runtime.inspection import retained_positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def kept_tokens(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there is no policy to draw, or as `kvjax.inspection.retained_positions`.
+        ValueError: there is no policy to draw, or as `kvjax.runtime.inspection.retained_positions`.
     """
     import_matplotlib()
     named = policies if isinstance(policies, Mapping) else {_title(policy): policy for policy in policies}
@@ -135,7 +135,7 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
     return figure
 
 
-def costs(stats: Mapping[str, Stats]) -> "Figure":
+def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
     """Bars of what runs took, one a run: bytes of cache on the device, and tokens decoded a second.
 
     Args:

@@ -15,9 +15,9 @@ import tokenizers
 
 runtime_types.install()
 
-from kvjax import decoding
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
+from kvjax.runtime import decoding
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 

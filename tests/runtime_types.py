@@ -8,15 +8,15 @@ import beartype.roar
 import jaxtyping
 
 UNCHECKED = {
-    "kvjax.compiling",
+    "kvjax.runtime.compiling",
     "kvjax.conversion.state_dict",
     "kvjax.conversion.writing",
-    "kvjax.generation",
+    "kvjax.runtime.generation",
     "kvjax.policies.registry",
-    "kvjax.prompts",
-    "kvjax.request",
-    "kvjax.sampling.make_sampler",
-    "kvjax.session",
+    "kvjax.runtime.prompts",
+    "kvjax.runtime.request",
+    "kvjax.runtime.sampling.make_sampler",
+    "kvjax.runtime.session",
 }
 """Modules and functions that take whatever users pass, and are tested for the errors that they answer with."""
 

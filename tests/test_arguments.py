@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decoding
 from kvjax.conversion import Tokenizer
 from kvjax.models import Params, abstract
 from kvjax.policies import PolicyError, get_policy, policies
-from kvjax.program import Program
+from kvjax.runtime import decoding
+from kvjax.runtime.program import Program
+from kvjax.runtime.prompts import token_ids
 
 IDS = [5, 9, 2, 7, 7, 1]
 NEW = 12
@@ -28,8 +29,8 @@ LIBRARIES = {
 
 
 @pytest.fixture(scope="module")
-def compiled(letters: Params) -> kvjax.Compiled:
-    return kvjax.compile(letters, prompt_len=64, max_new_tokens=NEW)
+def compiled(letters: Params) -> kvjax.CompiledGenerator:
+    return kvjax.aot_compile(letters, prompt_len=64, max_new_tokens=NEW)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode", refuse)
 
 
-def entries(letters: Params, compiled: kvjax.Compiled, session: kvjax.Session) -> dict:
+def entries(letters: Params, compiled: kvjax.CompiledGenerator, session: kvjax.Session) -> dict:
     """Every way of asking for new tokens; each takes the options of `generate` that it has."""
     return {
         "generate": lambda **options: kvjax.generate(letters, TEXT, **options),
@@ -98,8 +99,8 @@ def test_every_way_of_asking_checks_alike(letters, compiled, session, nothing_ru
 def test_other_whole_numbers(letters, nothing_runs, value):
     for name, call in (
         ("room", lambda: kvjax.Session(letters, TEXT, room=value)),
-        ("batch", lambda: kvjax.compile(letters, prompt_len=64, batch=value)),
-        ("prompt_len", lambda: kvjax.compile(letters, prompt_len=value)),
+        ("batch", lambda: kvjax.aot_compile(letters, prompt_len=64, batch=value)),
+        ("prompt_len", lambda: kvjax.aot_compile(letters, prompt_len=value)),
     ):
         with pytest.raises(ValueError, match=f"^{name}=.*; give a whole number, 1 or more"):
             call()
@@ -112,14 +113,14 @@ def test_policies_are_checked_first(letters, nothing_runs):
     for call in (
         lambda: kvjax.generate(letters, TEXT, "no such policy"),
         lambda: kvjax.stream(letters, TEXT, "no such policy"),
-        lambda: kvjax.compile(letters, "no such policy", prompt_len=64),
+        lambda: kvjax.aot_compile(letters, "no such policy", prompt_len=64),
         lambda: kvjax.Session(letters, TEXT, "no such policy"),
         lambda: kvjax.generate(letters, TEXT, "snapkv", 32, prefill_chunk=8),
     ):
         with pytest.raises(PolicyError, match=r"unknown policy|prompt cannot be read in pieces"):
             call()
     with pytest.raises(ValueError, match="dtype='text'; give a floating-point type"):
-        kvjax.compile(letters, prompt_len=64, dtype="text")
+        kvjax.aot_compile(letters, prompt_len=64, dtype="text")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -142,7 +143,7 @@ def test_numbers_of_every_library(letters, library):
     talk = kvjax.Session(letters, TEXT, policy, room=made(16))
     assert len(talk.generate(max_new_tokens=new, **options).tokens) == NEW
     assert talk.room == 4
-    assert kvjax.compile(letters, policy, prompt_len=made(64), max_new_tokens=new).specs[0].new_tokens == NEW
+    assert kvjax.aot_compile(letters, policy, prompt_len=made(64), max_new_tokens=new).specs[0].new_tokens == NEW
 
 
 @pytest.mark.parametrize("name", [name for name, cls in policies().items() if hasattr(cls, "budget")])
@@ -177,7 +178,7 @@ def test_other_hyperparameters_are_numbers_too():
 def test_seeds_of_any_size(letters, compiled):
     """Negative and huge seeds count modulo 2**32, in every way of asking and in every row."""
     draw = {"temperature": 1.0, "ignore_eos": True}
-    sampled = kvjax.compile(letters, prompt_len=64, max_new_tokens=NEW, **draw)
+    sampled = kvjax.aot_compile(letters, prompt_len=64, max_new_tokens=NEW, **draw)
     talk = kvjax.Session(letters, TEXT, room=32)
     ways = (
         lambda seed: kvjax.generate(letters, TEXT, max_new_tokens=NEW, seed=seed, **draw).tokens,
@@ -210,7 +211,7 @@ def test_what_is_no_model(params):
         lambda: kvjax.generate(params, TEXT),
         lambda: kvjax.stream(params, TEXT),
         lambda: kvjax.Session(params, TEXT),
-        lambda: kvjax.compile(params, prompt_len=64),
+        lambda: kvjax.aot_compile(params, prompt_len=64),
     ):
         with pytest.raises(ValueError, match=r"give a model's weights, such as kvjax\.load\(\.\.\.\) returns"):
             call()
@@ -241,8 +242,8 @@ def test_shapes_are_no_weights(letters, compiled):
 )
 def test_token_ids_of_every_kind(letters, prompt):
     want = list(prompt) if isinstance(prompt, range) else IDS
-    assert kvjax.prompts.token_ids(letters, prompt) == ([want], True)
-    assert kvjax.prompts.token_ids(letters, [prompt, TEXT]) == ([want, IDS], False)
+    assert token_ids(letters, prompt) == ([want], True)
+    assert token_ids(letters, [prompt, TEXT]) == ([want, IDS], False)
 
 
 def test_arrays_of_two_dimensions_are_batches(letters):
@@ -379,11 +380,14 @@ def test_what_is_printed_is_short(letters, compiled):
         "logprobs=[-1.25, -1.25, -1.25, -1.25, -1.25, -1.25, … 500 in all], stop_reason='length', "
         f"stats={stats!r})"
     )
-    short = kvjax.session.Reply("ab", [0, 1], [-0.5, -1.0], "eos")
+    short = kvjax.Reply("ab", [0, 1], [-0.5, -1.0], "eos")
     assert repr(short) == "Reply(text='ab', tokens=[0, 1], logprobs=[-0.5, -1.0], stop_reason='eos')"
     talk = kvjax.Session(letters, TEXT, "streaming_llm", 16, room=16)
     for thing, parts in (
-        (compiled, ["Compiled(llama", "policy=Full()", "batch=1, prompt_len=64, max_new_tokens=12", "memory=Memory("]),
+        (
+            compiled,
+            ["CompiledGenerator(llama", "policy=Full()", "batch=1, prompt_len=64, max_new_tokens=12", "memory=Memory("],
+        ),
         (talk, ["Session(llama", "policy=StreamingLLM(budget=16", "6 tokens", "room for 16", "bytes"]),
     ):
         assert all(part in repr(thing) for part in parts), repr(thing)

@@ -1,4 +1,4 @@
-"""`kvjax.compile`: programs made ahead of time are the ones that run, and tell what they take."""
+"""`kvjax.aot_compile`: programs made ahead of time are the ones that run, and tell what they take."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax import decoding
 from kvjax.conversion import Tokenizer
 from kvjax.models import Params
-from kvjax.program import Program
+from kvjax.runtime import decoding
+from kvjax.runtime.program import Program
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8] * 5]
 NEW = 10
@@ -18,16 +18,16 @@ TREE = kvjax.TreeKV(budget=16, sinks=2)
 
 
 @pytest.fixture(scope="module")
-def served(tiny: Params) -> kvjax.Compiled:
+def served(tiny: Params) -> kvjax.CompiledGenerator:
     """Two rows of up to 64 tokens, from the shape of the model alone."""
-    return kvjax.compile(tiny.config, TREE, batch=2, prompt_len=60, max_new_tokens=NEW, dtype="float32")
+    return kvjax.aot_compile(tiny.config, TREE, batch=2, prompt_len=60, max_new_tokens=NEW, dtype="float32")
 
 
 def executables() -> int:
     return len(decoding.prefill.executables) + len(decoding.decode.executables)
 
 
-def test_generates_what_generate_does_and_compiles_nothing(tiny: Params, served: kvjax.Compiled) -> None:
+def test_generates_what_generate_does_and_compiles_nothing(tiny: Params, served: kvjax.CompiledGenerator) -> None:
     """Three prompts on two rows, prompts shorter than the programs' length, fewer new tokens than there is room for."""
     before = executables()
     results = served.generate(tiny, PROMPTS)
@@ -41,13 +41,13 @@ def test_generates_what_generate_does_and_compiles_nothing(tiny: Params, served:
     assert (results[0].stats.rows, results[0].stats.new_tokens) == (3, 3 * NEW)
 
 
-def test_what_was_compiled_serves_generate_too(tiny: Params, served: kvjax.Compiled) -> None:
+def test_what_was_compiled_serves_generate_too(tiny: Params, served: kvjax.CompiledGenerator) -> None:
     before = executables()
     kvjax.generate(tiny, PROMPTS[:2], TREE, max_new_tokens=NEW, ignore_eos=not tiny.config.eos)
     assert executables() == before
 
 
-def test_weights_with_a_tokenizer_run_the_same_programs(tiny: Params, served: kvjax.Compiled) -> None:
+def test_weights_with_a_tokenizer_run_the_same_programs(tiny: Params, served: kvjax.CompiledGenerator) -> None:
     import tokenizers
 
     vocabulary = {chr(40 + i): i for i in range(64)}
@@ -65,7 +65,7 @@ def test_weights_with_a_tokenizer_run_the_same_programs(tiny: Params, served: kv
     assert served.generate(spoken, text, stop=stop).text == result.text[: result.text.index(stop)]
 
 
-def test_memory_is_what_runs(tiny: Params, served: kvjax.Compiled) -> None:
+def test_memory_is_what_runs(tiny: Params, served: kvjax.CompiledGenerator) -> None:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny))
     assert served.memory.weights == weights
     assert served.memory.cache == served.generate(tiny, PROMPTS[:2])[0].stats.cache_bytes
@@ -92,10 +92,10 @@ def test_shapes_without_a_place_are_on_the_default_device() -> None:
 )
 def test_refusals(tiny: Params, options: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        kvjax.compile(tiny, **{"prompt_len": 100} | options)
+        kvjax.aot_compile(tiny, **{"prompt_len": 100} | options)
 
 
-def test_requests_that_the_programs_cannot_serve(tiny: Params, served: kvjax.Compiled) -> None:
+def test_requests_that_the_programs_cannot_serve(tiny: Params, served: kvjax.CompiledGenerator) -> None:
     with pytest.raises(ValueError, match="a prompt has 65 tokens, but the programs take 64"):
         served.generate(tiny, [1] * 65)
     with pytest.raises(ValueError, match="max_new_tokens=11, but the programs were compiled for 10"):

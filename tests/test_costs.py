@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, abstract, transformer
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import get_policy
+from kvjax.runtime import decoding
 
 pytestmark = pytest.mark.optimised
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax import cache, decoding, program
+from kvjax import cache
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
 from kvjax.policies.capabilities import needs_compression
-from kvjax.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding, program
+from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS
+from kvjax.runtime.sampling import Greedy
 
 STEPS = 24
 CHELSEA = Chelsea(budget=12, sinks=2, recent=3, every=5, chunk=8, outliers=False)

@@ -10,10 +10,11 @@ import tokenizers
 from tokenizers import decoders, models
 
 import kvjax
-from kvjax import cache, decoding
+from kvjax import cache
 from kvjax.conversion import Tokenizer
 from kvjax.models import transformer
-from kvjax.sampling import Sample, make_sampler
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Sampling, make_sampler
 
 PROMPT = [5, 9, 2, 7, 7, 1, 30, 12]
 
@@ -191,7 +192,7 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
 def test_what_samplers_draw(options, expected):
     """Frequencies of 20 000 draws."""
     sampler = make_sampler(**{"temperature": 1.0} | options)
-    assert isinstance(sampler, Sample)
+    assert isinstance(sampler, Sampling)
     count = 20_000
     logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (count, 5))
     drawn = jax.jit(sampler.__call__)(logits, jnp.arange(count, dtype=jnp.uint32), jnp.full((count,), 7, jnp.int32))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvjax.inspection import retained_positions
 from kvjax.models import Params
 from kvjax.policies import Full, PolicyError, StreamingLLM, TreeKV
+from kvjax.runtime.inspection import retained_positions
 
 PROMPT = list(range(3, 43))
 STEPS = 20

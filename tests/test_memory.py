@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvjax.memory import largest_cache, parse_bytes
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, PolicyError, StreamingLLM, TreeKV, get_policy, policies
+from kvjax.runtime.memory import largest_cache, parse_bytes
 
 
 @pytest.mark.parametrize(

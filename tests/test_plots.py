@@ -13,9 +13,9 @@ from matplotlib.image import imread
 
 import kvjax
 from kvjax import plots
-from kvjax.inspection import retained_positions
 from kvjax.models import Params
 from kvjax.policies import Full, HeadProfile, StreamingLLM
+from kvjax.runtime.inspection import retained_positions
 
 # As in test_inspection.py, so that the programs are compiled once for both.
 PROMPT = list(range(3, 43))

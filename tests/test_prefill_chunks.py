@@ -9,10 +9,10 @@ import pytest
 from policies.driver import ROPE, compositions, make_case, rotate, softmax
 
 import kvjax
-from kvjax import decoding
 from kvjax.cache import TokenBlock, layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
+from kvjax.runtime import decoding
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5 + [1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 4]
 OPTIONS = {"max_new_tokens": 6, "ignore_eos": True}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decoding
 from kvjax.cache import bucket, layer_specs
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 STEP = jax.jit(decoding.step, static_argnums=(0, 1))
 

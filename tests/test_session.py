@@ -13,10 +13,10 @@ import pytest
 from checkpoints import HF_CONFIG, write_hf
 
 import kvjax
-from kvjax import decoding, interrupts, session
 from kvjax.cache import layer_specs
 from kvjax.conversion import Tokenizer
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding, interrupts, session
+from kvjax.runtime.sampling import Greedy
 
 STEP = jax.jit(decoding.step, static_argnums=(0, 1))
 RNG = np.random.default_rng(11)

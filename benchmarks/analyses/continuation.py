@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.evals.perplexity import Perplexity, read
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.evals import Perplexity, perplexity, windowed
 from kvjax.policies import H2O, TOVA, Policy, StreamingLLM
+from kvjax.runtime import decoding
 
 from .bench import FULL, Bench
 from .claim import Claim, Measured, Row

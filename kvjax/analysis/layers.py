@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Prompt
-from kvjax.decoding import Specs
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
+from kvjax.runtime.decoding import Specs
 
 REPEATS = 4
 """Times that it is run; the first warms up."""

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import LayerSpec
-from kvjax.decoding import Specs
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
+from kvjax.runtime.decoding import Specs
 
 BANDWIDTH = {
     "B200": 8.0e12,

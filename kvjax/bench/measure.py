@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
-from kvjax.compiling import executables, program_bytes
-from kvjax.decoding import Decoding, Specs
 from kvjax.models import Params, abstract
 from kvjax.policies import Policy
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.compiling import executables, program_bytes
+from kvjax.runtime.decoding import Decoding, Specs
+from kvjax.runtime.sampling import Greedy
 
 from . import compression, floor, states
 from .case import LARGEST, Case

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import LayerSpec, Prompt
-from kvjax.decoding import Decoding, Specs
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
+from kvjax.runtime.decoding import Decoding, Specs
 
 
 def filled(policy: Policy, specs: Specs, context: int) -> Decoding:

@@ -37,7 +37,7 @@ def main() -> None:
     """Measure kvjax, or with `compile_only` have its programs in the compilation cache."""
     options = json.loads(sys.argv[1])
     if options["compilation_cache"]:
-        from kvjax.compilation_cache import keep_compiled_programs
+        from kvjax.runtime.compilation_cache import keep_compiled_programs
 
         keep_compiled_programs()
     import jax

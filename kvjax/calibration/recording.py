@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies.base import Carry, Layer, Policy
-from kvjax.program import Program
+from kvjax.runtime.program import Program
 
 Measure = Callable[[LayerSpec, Array, Array, Array], Any]
 """From a layer, rotated queries [B, T, N, H] and keys [B, T, K, H], and values, to any arrays. Hashable: a frozen dataclass."""

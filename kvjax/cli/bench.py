@@ -77,7 +77,7 @@ def bench(
     Rows are written as they come; one that fails says why.
     """
     from kvjax.bench.runner import run
-    from kvjax.memory import parse_bytes
+    from kvjax.runtime.memory import parse_bytes
 
     for value, option in (
         (bandwidth, "--bandwidth"),

@@ -26,9 +26,9 @@ from .options import (
 from .progress import waiting
 
 if TYPE_CHECKING:
-    from kvjax.generation import Generation
     from kvjax.models import Params
     from kvjax.policies import Policy
+    from kvjax.runtime.generation import Generation
 
 
 def generate(
@@ -74,7 +74,7 @@ def generate(
 
     The KV cache is kept by a policy, within a budget. Text goes to standard output as it comes.
     """
-    from kvjax.sampling import make_sampler
+    from kvjax.runtime.sampling import make_sampler
 
     chosen = read_policy(policy, budget, settings)  # before the model is loaded: mistakes show at once
     if not 0 <= temperature <= 1e38:  # of more float32 makes infinity

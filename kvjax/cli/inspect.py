@@ -51,7 +51,7 @@ def inspect(
     on top.
     """
     from kvjax.conversion import describe
-    from kvjax.memory import parse_bytes
+    from kvjax.runtime.memory import parse_bytes
 
     available = None if memory is None else parse_bytes(memory)
     found = describe(source)
@@ -73,8 +73,8 @@ def _report(
 ) -> dict[str, Any]:
     import jax.numpy as jnp
 
-    from kvjax.memory import largest_cache
     from kvjax.policies import PolicyError, policies
+    from kvjax.runtime.memory import largest_cache
 
     config = model.config
     dtype = dtype or model.own_dtype

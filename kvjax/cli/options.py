@@ -69,8 +69,8 @@ CompilationCacheOption = Annotated[
 
 def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -> "Params":
     """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
-    from kvjax.compilation_cache import keep_compiled_programs
     from kvjax.conversion import load
+    from kvjax.runtime.compilation_cache import keep_compiled_programs
 
     start_jax(devices=True)
     if compilation_cache:

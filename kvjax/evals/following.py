@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import Params
 from kvjax.policies import Policy
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 from .perplexity import read
 

@@ -16,10 +16,10 @@ import numpy as np
 from kvjax.cache import bucket
 from kvjax.conversion import load
 from kvjax.extras import optional
-from kvjax.generation import generate
 from kvjax.models import Params, transformer
 from kvjax.policies import Full, Policy, get_policy
-from kvjax.program import Program
+from kvjax.runtime.generation import generate
+from kvjax.runtime.program import Program
 
 from .following import following
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy, get_policy
-from kvjax.program import Program
+from kvjax.runtime import decoding
+from kvjax.runtime.program import Program
 
 from .checkpoint import Checkpoint
 from .report import model_fingerprint

@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
 from kvjax import strict_json
 from kvjax.cache import bucket
-from kvjax.generation import generate
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
+from kvjax.runtime.generation import generate
 
 from .report import ResultFile, header, model_fingerprint
 from .task import Example, Format, Task

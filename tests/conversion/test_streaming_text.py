@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvjax.conversion import Tokenizer
-from kvjax.growing_text import GrowingText
+from kvjax.runtime.growing_text import GrowingText
 
 WORDS = ["▁", "▁▁", "a", "▁hello", "▁world", "or", ".", "\ufffd", "é", "▁\ufffd"]
 

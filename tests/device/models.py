@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 SMALL = ModelConfig("llama", 97, 256, 512, 2, 8, 2, 64, 1024, RopeConfig(1e4, 64))
 """2 layers of 8 query heads on 2 KV heads of 64."""

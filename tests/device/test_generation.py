@@ -6,7 +6,7 @@ import pytest
 from device.models import BUDGET, PROMPTS, small
 
 import kvjax
-from kvjax import decoding
+from kvjax.runtime import decoding
 
 OPTIONS = {"max_new_tokens": 24, "ignore_eos": True, "budget": BUDGET}
 POLICIES = ["treekv", "snapkv", "chelsea", "clusterkv", "catekv"]

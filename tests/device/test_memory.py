@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from device.models import SMALL
 
-from kvjax import decoding
 from kvjax.cache import host_memory, layer_specs
 from kvjax.models import init
 from kvjax.policies import ChunkKV, ClusterKV, Full, TreeKV, offloaded
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 ROWS, LENGTH, NEW = 4, 4000, 96
 COPIES = 16
@@ -100,7 +100,7 @@ import kvjax
 from device.models import SMALL
 from kvjax.models import init
 policy, rows, length, new = sys.argv[1], *map(int, sys.argv[2:])
-compiled = kvjax.compile(SMALL, policy, 1024 if policy != "full" else None, batch=rows, prompt_len=length, max_new_tokens=new)
+compiled = kvjax.aot_compile(SMALL, policy, 1024 if policy != "full" else None, batch=rows, prompt_len=length, max_new_tokens=new)
 params = jax.block_until_ready(init(SMALL, jax.random.key(0), "bfloat16"))
 prompts = np.random.default_rng(0).integers(0, SMALL.vocab_size, (rows, length)).tolist()
 before = jax.local_devices()[0].memory_stats()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvjax import ahead_of_time
+from kvjax.runtime import ahead_of_time
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
@@ -21,7 +21,7 @@ def chip(generation: str) -> Any:
 
 
 def compile_for(generation: str, function: Any, *args: Any, **options: Any) -> Any:
-    """As `kvjax.ahead_of_time.compile_for`, skipping as `chip` does."""
+    """As `kvjax.runtime.ahead_of_time.compile_for`, skipping as `chip` does."""
     chip(generation)
     return ahead_of_time.compile_for(generation, function, *args, **options)
 

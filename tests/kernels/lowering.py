@@ -5,9 +5,9 @@ import jax
 from kvjax.bench import states
 from kvjax.bench.case import Case
 from kvjax.cache import layer_specs
-from kvjax.decoding import layers_of
 from kvjax.models import abstract
 from kvjax.models.transformer import decode_step
+from kvjax.runtime.decoding import layers_of
 
 
 def on(kind="NVIDIA H200", cores=132):

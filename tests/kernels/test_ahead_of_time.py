@@ -10,8 +10,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from kernels.ahead_of_time import compile_for, temporaries
 
-from kvjax import ahead_of_time
-from kvjax.ahead_of_time import CHIPS
 from kvjax.pallas_kernels import (
     Rotation,
     chunk_similarity,
@@ -24,6 +22,8 @@ from kvjax.pallas_kernels import (
     window_scores,
 )
 from kvjax.pallas_kernels.decode_attention import pallas_mosaic_tpu as decode_attention_tpu
+from kvjax.runtime import ahead_of_time
+from kvjax.runtime.ahead_of_time import CHIPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 

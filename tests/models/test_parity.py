@@ -7,9 +7,9 @@ import numpy as np
 import oracles
 import pytest
 
-from kvjax.generation import generate
 from kvjax.models import Params
 from kvjax.models.transformer import forward
+from kvjax.runtime.generation import generate
 
 pytestmark = pytest.mark.oracle
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import compile_for, temporaries
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policies
+from kvjax.runtime import decoding
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 

@@ -10,12 +10,13 @@ from policies import oracle_chunkkv as oracle
 from policies.driver import ROPE, kept, make_case, run, softmax
 
 import kvjax
-from kvjax import decoding
 from kvjax.cache import Prompt, layer_specs
 from kvjax.models import transformer
 from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_head, by_layer, chunk_token_hybrid, chunkkv
 from kvjax.policies.budget import budget_rows
 from kvjax.policies.capabilities import as_cache
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
 """Attention that the 25 tokens of a prompt get, of which the last 4 are the window."""
@@ -233,7 +234,7 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
     """Kept positions of one prompt, by layer and head."""
     policy = policy.bind(params.config)
     specs = layer_specs(params.config, 1, len(prompt), 4, params.dtype)
-    rest = jnp.zeros(1, jnp.uint32), kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32)
+    rest = jnp.zeros(1, jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
     state, _ = decoding.prefill(policy, specs, params, *decoding.padded([prompt]), *rest)
     held = []
     for spec, layer in zip(specs, state.caches, strict=True):

@@ -22,12 +22,13 @@ from policies.driver import (
 )
 
 import kvjax
-from kvjax import decoding
 from kvjax.cache import LayerCache, host_memory, layer_specs
 from kvjax.policies import ByHead, ByLayer, Full, Policy
 from kvjax.policies.adakv import Ragged
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.transforms.quantize import PackedCache
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
 AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
@@ -299,7 +300,7 @@ def inputs_of(policy: Policy, params, new_tokens: int = NEW):
     tokens = np.zeros((3, specs[0].prompt_len), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    args = kvjax.sampling.Greedy(), jnp.zeros((0,), jnp.int32)
+    args = Greedy(), jnp.zeros((0,), jnp.int32)
     return specs, args, (jnp.asarray(tokens), jnp.asarray(lengths), jnp.zeros(3, jnp.uint32))
 
 

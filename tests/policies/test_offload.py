@@ -10,7 +10,6 @@ import pytest
 from policies.driver import TINY, compiled, make_case, run
 
 import kvjax
-from kvjax import decoding
 from kvjax.analysis import recall
 from kvjax.cache import host_memory, layer_specs
 from kvjax.policies import (
@@ -36,7 +35,8 @@ from kvjax.policies import (
     offloaded,
 )
 from kvjax.policies.transforms import offload
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.sampling import Greedy
 
 CLUSTERS = ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=2, window=8, new_clusters=3)
 """Clusters its tail three times in the 24 steps of `case`."""

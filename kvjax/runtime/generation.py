@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding
 from kvjax.arguments import short, whole
 from kvjax.cache import bucket, host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
-from kvjax.growing_text import GrowingText
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.transforms.offload import hits
-from kvjax.prompts import Prompt, Question, question_ids, token_ids
-from kvjax.request import Request, check_request, row_seeds
+from kvjax.runtime import decoding
+from kvjax.runtime.growing_text import GrowingText
+from kvjax.runtime.prompts import Prompt, Question, question_ids, token_ids
+from kvjax.runtime.request import Request, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
 
@@ -28,7 +28,7 @@ STREAM_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Stats:
+class GenerationStats:
     """What one call did; of a batch, all rows together.
 
     Attributes:
@@ -102,7 +102,7 @@ class Generation(Reply):
         stats: what the call did.
     """
 
-    stats: Stats
+    stats: GenerationStats
 
 
 @overload
@@ -138,10 +138,10 @@ def generate(
             may have any lengths: each gets what it would get alone.
         policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
         budget: cache slots a head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
-            A policy without one ignores it, as `Stats.budget_applies` tells.
+            A policy without one ignores it, as `GenerationStats.budget_applies` tells.
         max_new_tokens: most tokens to draw.
         temperature: 0 is greedy.
-        top_k, top_p, min_p: filters on what may be drawn, see `kvjax.sampling.Sample`.
+        top_k, top_p, min_p: filters on what may be drawn, see `kvjax.runtime.sampling.Sampling`.
         seed: with the same seed a prompt draws the same tokens; row i of a list draws as it would alone with `seed + i`. Any whole
             number will do; what counts is its remainder modulo 2**32.
         stop: strings that end the text where they appear (they are not part of it).
@@ -297,7 +297,7 @@ class Run:
 
     def generations(self) -> list[Generation]:
         """The results, once all chunks have run."""
-        stats = Stats(
+        stats = GenerationStats(
             rows=len(self.rows),
             prompt_tokens=sum(len(row.prompt) for row in self.rows),
             new_tokens=sum(len(row.tokens) for row in self.rows),

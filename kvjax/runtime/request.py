@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.arguments import plain, short, shown, whole
 from kvjax.models import Params
-from kvjax.sampling import Greedy, Sample, make_sampler
+from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Request:
     """
 
     max_new_tokens: int
-    sampler: Greedy | Sample
+    sampler: Greedy | Sampling
     seed: int
     stop: tuple[str, ...]
     ends: tuple[int, ...]

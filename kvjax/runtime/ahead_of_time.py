@@ -12,8 +12,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from kvjax.compilation_cache import not_kept
 from kvjax.extras import install
+from kvjax.runtime.compilation_cache import not_kept
 
 CHIPS = {"v5e": ("v5e:1x1", [1, 1, 1]), "v5p": ("v5p:1x1x1", [1, 1, 1]), "v6e": ("v6e:1x1", [1, 1, 1])}
 """Topology of a single chip, by the name of its generation."""

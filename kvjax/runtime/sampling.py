@@ -38,7 +38,7 @@ class Greedy:
 
 
 @flax.struct.dataclass
-class Sample:
+class Sampling:
     """Draw from softmax(logits / temperature), after filters applied in this order.
 
     Attributes:
@@ -69,7 +69,7 @@ class Sample:
 
 def make_sampler(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
-) -> Greedy | Sample:
+) -> Greedy | Sampling:
     """A sampler from plain numbers; temperature 0 is greedy, and so is any below 0.000001.
 
     Raises:
@@ -83,7 +83,7 @@ def make_sampler(
         min_p = number("min_p", min_p, lambda p: 0 <= p <= 1, "a number from 0 to 1")
     if temperature < _GREEDY_BELOW:
         return Greedy()
-    return Sample(
+    return Sampling(
         temperature=jnp.asarray(min(temperature, float(jnp.finfo(jnp.float32).max)), jnp.float32),
         top_k=None if top_k is None else jnp.asarray(top_k, jnp.int32),
         top_p=None if top_p is None else jnp.asarray(top_p, jnp.float32),

@@ -1,6 +1,6 @@
 """Programs compiled ahead of time, for servers: what is compiled and what it takes is known before any request.
 
-server = kvjax.compile(params, "treekv", budget=1024, batch=4, prompt_len=8192, max_new_tokens=512)
+server = kvjax.aot_compile(params, "treekv", budget=1024, batch=4, prompt_len=8192, max_new_tokens=512)
 print(server.memory.peak)
 server.generate(params, ["one prompt", "another"])
 """
@@ -12,15 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import decoding
 from kvjax.arguments import short, shown, whole
 from kvjax.cache import layer_specs
-from kvjax.decoding import Specs
-from kvjax.generation import Generation, Row, Run
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import Policy, get_policy
-from kvjax.request import Request, check_request, flag
-from kvjax.sampling import Greedy, Sample, Sampler, make_sampler
+from kvjax.runtime import decoding
+from kvjax.runtime.decoding import Specs
+from kvjax.runtime.generation import Generation, Row, Run
+from kvjax.runtime.request import Request, check_request, flag
+from kvjax.runtime.sampling import Greedy, Sampler, Sampling, make_sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Compiled:
+class CompiledGenerator:
     """Two programs for one model shape, policy, batch and length; made by `compile`.
 
     Attributes:
@@ -55,7 +55,7 @@ class Compiled:
         specs: each layer's cache, which knows batch, prompt length (padded) and new tokens.
         sampler: how tokens are drawn.
         ends: token ids that end a row.
-        prefill, decode: the executables; see `kvjax.decoding`.
+        prefill, decode: the executables; see `kvjax.runtime.decoding`.
         memory: what they take.
         compile_seconds: time it took to compile them, little if they were found in JAX's compilation cache.
     """
@@ -63,7 +63,7 @@ class Compiled:
     config: ModelConfig
     policy: Policy
     specs: Specs
-    sampler: Greedy | Sample
+    sampler: Greedy | Sampling
     ends: tuple[int, ...]
     prefill: Any
     decode: Any
@@ -116,14 +116,14 @@ class Compiled:
         """What the programs are for and what they take, in a few lines."""
         spec = self.specs[0]
         return (
-            f"Compiled({self.config.family}, {spec.dtype.name}, {self.sampler}, ends={self.ends},\n"
+            f"CompiledGenerator({self.config.family}, {spec.dtype.name}, {self.sampler}, ends={self.ends},\n"
             f"  policy={short(self.policy, 300)},\n"
             f"  batch={spec.batch}, prompt_len={spec.prompt_len}, max_new_tokens={spec.new_tokens},\n"
             f"  memory={self.memory}, compile_seconds={self.compile_seconds:.1f})"
         )
 
 
-def compile(
+def aot_compile(
     model: Params | ModelConfig,
     policy: str | Policy = "full",
     budget: int | float | None = None,
@@ -137,7 +137,7 @@ def compile(
     top_p: float | None = None,
     min_p: float | None = None,
     ignore_eos: bool = False,
-) -> Compiled:
+) -> CompiledGenerator:
     """Compile what generation needs, ahead of time. Shapes are enough: no weights need be loaded, and none are touched.
 
     Args:
@@ -181,7 +181,7 @@ def compile(
         prefill=program_bytes(prefill),
         decode=program_bytes(decode),
     )
-    return Compiled(config, policy, specs, sampler, ends, prefill, decode, memory, seconds)
+    return CompiledGenerator(config, policy, specs, sampler, ends, prefill, decode, memory, seconds)
 
 
 def _floating(dtype: Any) -> Any:
@@ -234,7 +234,7 @@ def program_bytes(executable: Any) -> int:
 class _Served(Run):
     """A run of compiled programs: as many rows and as long prompts as they are for, whatever is asked."""
 
-    def __init__(self, compiled: Compiled, params: Params, prompt: Any, request: Request) -> None:
+    def __init__(self, compiled: CompiledGenerator, params: Params, prompt: Any, request: Request) -> None:
         self.compiled = compiled
         super().__init__(params, prompt, compiled.policy, None, request)
         longest, room = max(len(row.prompt) for row in self.rows), compiled.specs[0].prompt_len

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decoding, interrupts
 from kvjax.arguments import short, shown, whole
 from kvjax.cache import layer_specs
-from kvjax.generation import Reply, StopReason
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
-from kvjax.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
-from kvjax.request import Request, check_params, check_request, row_seeds
-from kvjax.sampling import make_sampler
+from kvjax.runtime import decoding, interrupts
+from kvjax.runtime.generation import Reply, StopReason
+from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
+from kvjax.runtime.request import Request, check_params, check_request, row_seeds
+from kvjax.runtime.sampling import make_sampler
 
 PIECE = 128
 """Tokens that are read in one call of the compiled loop."""

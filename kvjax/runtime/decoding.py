@@ -20,8 +20,8 @@ from kvjax.models import Params, transformer
 from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
-from kvjax.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Program
-from kvjax.sampling import Sampler
+from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Program
+from kvjax.runtime.sampling import Sampler
 
 CHUNK = 256
 """Tokens a call of the decode program can return."""

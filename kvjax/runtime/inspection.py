@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import decoding
 from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
-from kvjax.prompts import token_ids
-from kvjax.sampling import Greedy
+from kvjax.runtime import decoding
+from kvjax.runtime.prompts import token_ids
+from kvjax.runtime.sampling import Greedy
 
 
 def retained_positions(
