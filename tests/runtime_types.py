@@ -12,7 +12,7 @@ UNCHECKED = {
     "kvjax.conversion.state_dict",
     "kvjax.conversion.writing",
     "kvjax.runtime.generation",
-    "kvjax.policies.registry",
+    "kvjax.policies.text",
     "kvjax.runtime.prompts",
     "kvjax.runtime.request",
     "kvjax.runtime.sampling.make_sampler",

@@ -96,7 +96,7 @@ def test_a_chat_reads_what_the_template_says(talker):
     talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300)
     tokenizer = talker.tokenizer
     for message in ("hello", "and now?"):
-        reply = talk.say(message, 5, ignore_eos=True)
+        reply = talk.chat(message, 5, ignore_eos=True)
         assert talk.messages[-2:] == [
             {"role": "user", "content": message},
             {"role": "assistant", "content": reply.text},
@@ -116,7 +116,7 @@ def test_an_end_token_is_not_read_twice(talker, monkeypatch):
     talk = kvjax.Session(talker, [{"role": "user", "content": "hi"}], room=200)
     talk.answer(3, ignore_eos=True)
     talk._at.ids[-1] = 1  # as if the last token drawn had been the end
-    talk.say("again", 2)
+    talk.chat("again", 2)
     text = talker.tokenizer.decode(talk.tokens, skip_special=False)
     assert text.count("</s>\n<|user|>again</s>\n<|assistant|>") == 1
     assert "</s></s>" not in text
@@ -271,7 +271,7 @@ def test_a_chat_that_is_broken_off_in_the_tokenizer(talker, monkeypatch, method)
 
         monkeypatch.setattr(Tokenizer, method, broken)
         try:
-            talk.say("hello", 5, ignore_eos=True)
+            talk.chat("hello", 5, ignore_eos=True)
             break
         except KeyboardInterrupt:
             pass
@@ -280,7 +280,7 @@ def test_a_chat_that_is_broken_off_in_the_tokenizer(talker, monkeypatch, method)
         agrees(talker, talk)
         if talk.messages[-1]["role"] == "user":
             talk.answer(5, ignore_eos=True)
-        reply = talk.say("and now?", 5, ignore_eos=True)
+        reply = talk.chat("and now?", 5, ignore_eos=True)
         assert talk.messages[-1] == {"role": "assistant", "content": reply.text}
         agrees(talker, talk)
     assert call > 1
@@ -308,14 +308,14 @@ def test_a_chat_that_is_broken_off_in_a_program(talker, monkeypatch, call):
     talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300)
     monkeypatch.setattr(decoding, "answer", BrokenOff(call, "during", KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        talk.say("hello", 6, ignore_eos=True)
+        talk.chat("hello", 6, ignore_eos=True)
     monkeypatch.setattr(decoding, "answer", PROGRAM)
     agrees(talker, talk)
     if talk.messages[-1]["role"] == "user":
         with pytest.raises(ValueError, match=r"use answer\(\)"):
-            talk.say("again", 3)
+            talk.chat("again", 3)
         talk.answer(3, ignore_eos=True)
-    talk.say("and now?", 3, ignore_eos=True)
+    talk.chat("and now?", 3, ignore_eos=True)
     agrees(talker, talk)
     assert [message["role"] for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
 
@@ -332,9 +332,9 @@ def test_what_say_refuses(talker):
         ("hello", {"seed": 0.5}, "seed=0.5"),
     ):
         with pytest.raises(ValueError, match=says):
-            talk.say(message, **options)
+            talk.chat(message, **options)
     with pytest.raises(TypeError, match="stop"):
-        talk.say("hello", stop="x")
+        talk.chat("hello", stop="x")
     assert (talk.tokens, talk.messages, talk.room) == before
 
 
@@ -343,7 +343,7 @@ def test_what_a_session_refuses(tiny, talker):
     with pytest.raises(ValueError, match="61 tokens are more than the session's room for 60"):
         talk.generate(max_new_tokens=61)
     with pytest.raises(ValueError, match="did not begin with chat messages"):
-        talk.say("hello")
+        talk.chat("hello")
     with pytest.raises(ValueError, match="no message of the user's"):
         talk.answer()
     with pytest.raises(ValueError, match="two tokens or more"):
@@ -351,4 +351,4 @@ def test_what_a_session_refuses(tiny, talker):
     with pytest.raises(ValueError, match="room=0"):
         kvjax.Session(tiny, PROMPT, room=0)
     with pytest.raises(ValueError, match="assistant's turn"):
-        kvjax.Session(talker, [{"role": "user", "content": "hi"}], room=200).say("again")
+        kvjax.Session(talker, [{"role": "user", "content": "hi"}], room=200).chat("again")

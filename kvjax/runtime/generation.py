@@ -4,7 +4,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.transforms.offload import hits
 from kvjax.runtime import decoding
 from kvjax.runtime.growing_text import GrowingText
-from kvjax.runtime.prompts import Prompt, Question, question_ids, token_ids
-from kvjax.runtime.request import Request, check_request, row_seeds
+from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
+from kvjax.runtime.request import GenerateOptions, Request, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
 
@@ -105,10 +105,40 @@ class Generation(Reply):
     stats: GenerationStats
 
 
+# A string is also a sequence of strings; the first that fits is taken.
 @overload
-def generate(params: Params, prompt: str, **options: Any) -> Generation: ...
+def generate(  # pyright: ignore[reportOverlappingOverload]
+    params: Params,
+    prompt: str | Sequence[int] | Sequence[Message],
+    policy: str | Policy = ...,
+    budget: int | float | None = ...,
+    max_new_tokens: int = ...,
+    *,
+    question: Question | None = ...,
+    **options: Unpack[GenerateOptions],
+) -> Generation: ...
 @overload
-def generate(params: Params, prompt: Any, **options: Any) -> Any: ...
+def generate(
+    params: Params,
+    prompt: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
+    policy: str | Policy = ...,
+    budget: int | float | None = ...,
+    max_new_tokens: int = ...,
+    *,
+    question: Sequence[Question] | None = ...,
+    **options: Unpack[GenerateOptions],
+) -> list[Generation]: ...
+@overload
+def generate(
+    params: Params,
+    prompt: Any,
+    policy: str | Policy = ...,
+    budget: int | float | None = ...,
+    max_new_tokens: int = ...,
+    *,
+    question: Any = ...,
+    **options: Unpack[GenerateOptions],
+) -> Any: ...
 
 
 def generate(

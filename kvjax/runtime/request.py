@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -10,6 +10,24 @@ import numpy as np
 from kvjax.arguments import plain, short, shown, whole
 from kvjax.models import Params
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are sampled; see `kvjax.generate` for each."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int
+    ignore_eos: bool
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """What else `kvjax.generate` takes."""
+
+    stop: str | Sequence[str]
+    prefill_chunk: int | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.generation import Reply, StopReason
 from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
-from kvjax.runtime.request import Request, check_params, check_request, row_seeds
+from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 from kvjax.runtime.sampling import make_sampler
 
 PIECE = 128
@@ -175,7 +175,7 @@ class Session:
             self._take_in(new, request)
         return self._draw(request)
 
-    def say(self, message: str, max_new_tokens: int = 128, **options: Any) -> Reply:
+    def chat(self, message: str, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
         """The assistant's answer to the user's next message, of a session that began with chat messages.
 
         Only what is new is read, in the form that the chat template gives it.
@@ -202,7 +202,7 @@ class Session:
         self._take_in(tail, request, [*messages, said])
         return self._draw(request)
 
-    def answer(self, max_new_tokens: int = 128, **options: Any) -> Reply:
+    def answer(self, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
         """The assistant's answer to the messages so far; options as for `generate`.
 
         Raises:
@@ -212,10 +212,12 @@ class Session:
         self._check_alive()
         messages = self.messages
         if not messages or messages[-1]["role"] != "user":
-            raise ValueError("there is no message of the user's to answer; use say(message), or generate(text)")
+            raise ValueError("there is no message of the user's to answer; use chat(message), or generate(text)")
         return self.generate(None, max_new_tokens, **options)
 
-    def ask(self, questions: Sequence[Any], max_new_tokens: int = 128, **options: Any) -> list[Reply]:
+    def ask(
+        self, questions: Sequence[Any], max_new_tokens: int = 128, **options: Unpack[SamplingOptions]
+    ) -> list[Reply]:
         """An answer to each question, each from a fork of the session as it is now.
 
         Args:
@@ -232,7 +234,7 @@ class Session:
         if self._at.messages:
             for question in questions:
                 check_message({"role": "user", "content": question})
-            return [self.fork().say(question, max_new_tokens, **options) for question in questions]
+            return [self.fork().chat(question, max_new_tokens, **options) for question in questions]
         read = question_ids(self._params, questions, len(questions))
         return [self.fork().generate(question, max_new_tokens, **options) for question in read]
 
