@@ -289,7 +289,7 @@ def tests_of(file: str, near: bool) -> list[str]:
     path = Path(file)
     own = OWN.get(file)
     if own is None:
-        own = f"{POLICIES if path.parent.name == 'policies' else 'tests/conversion'}/test_{path.stem}.py"
+        own = f"{POLICIES if 'policies' in path.parts else 'tests/conversion'}/test_{path.stem}.py"
         if not (ROOT / own).exists():
             own = ""
     name = path.stem.removesuffix("_eviction")
@@ -297,7 +297,7 @@ def tests_of(file: str, near: bool) -> list[str]:
         wider = [WIDER["conversion"]]
     elif path.parent.name == "models":
         wider = [WIDER["models"]]
-    elif path.parent.name == "policies":
+    elif "policies" in path.parts:
         wider = [WIDER["policies"].format(name=name), WIDER["all"]]
     else:
         wider = [WIDER["all"]]

@@ -55,7 +55,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     for policy in args.policies:
-        recalls = get_policy(policy.partition(":")[0]).memory == "bandwidth"
+        recalls = get_policy(policy).info.memory == "sparse"
         for mode in [mode for mode in args.modes if recalls or mode != "layer"]:
             rows.append({"policy": policy, "mode": mode} | in_a_process(policy, mode))
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items() if name != "header"), flush=True)

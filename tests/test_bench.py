@@ -348,7 +348,7 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("policy", ["chelsea:32:every=8:sinks=2:recent=4", "treekv:32:sinks=2"])
+@pytest.mark.parametrize("policy", ["chelsea:32,every=8,sinks=2,recent=4", "treekv:32,sinks=2"])
 def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params) -> None:
     """What is held and what the program takes do not grow with the text."""
     name, settings = read_policy(policy)

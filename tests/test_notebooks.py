@@ -63,7 +63,7 @@ def test_its_badge_and_its_first_cell_give_the_projects_address(path):
 def test_a_list_of_policies_has_all_that_there_are():
     """And those that the notebook itself registers."""
     cells = json.loads((NOTEBOOKS[0].parent / "your_own_policy.ipynb").read_text(encoding="utf-8"))["cells"]
-    own = re.findall(r'name: ClassVar\[str\] = "(\w+)"', "".join("".join(cell["source"]) for cell in cells))
+    own = re.findall(r'PolicyInfo\("(\w+)"', "".join("".join(cell["source"]) for cell in cells))
     outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
     said = "".join("".join(output.get("text", "")) for output in outputs)
     (listed,) = re.findall(r"known: ([\w, ]+)\.", said)

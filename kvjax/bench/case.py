@@ -73,7 +73,7 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
     name, _, settings = text.partition(":")
     cls = policy_class(name)
     hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | typing.get_type_hints(cls)
-    return name, parse_settings(text, hints, split(settings, ","))
+    return name, parse_settings(text, hints, split(settings, ",") if settings else [])
 
 
 def _labels(config: ModelConfig, kinds: Sequence[str], shares: dict[str, float]) -> tuple[tuple[str, ...], ...]:

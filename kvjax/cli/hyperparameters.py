@@ -80,8 +80,6 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
     from kvjax.policies.text import parse_policy, split_policies
 
     texts = split_policies(names)
-    if not texts:
-        raise typer.BadParameter("name one policy or more, separated by commas", param_hint=option)
     given = [parse_policy(text) for text in texts]
     checks.once([str(policy) for policy in given], option)
     wanted = [None] if budgets is None else checks.listed(budgets, "--budget")

@@ -22,7 +22,7 @@ def policies(as_json: JsonOption = False) -> None:
                 {
                     "name": cls.about.name,
                     "paper": cls.about.paper,
-                    "keeps": cls.about.summary,
+                    "summary": cls.about.summary,
                     "memory": cls.about.memory,
                     "stage": cls.about.stage,
                     "positions": cls.about.positions,

@@ -40,9 +40,9 @@ def parse_policy(text: str) -> Policy:
     if bracket and ":" not in name:
         if not inside.endswith(")"):
             raise PolicyError(f"{text!r}: close the bracket, as in offloaded(clusterkv:1024; steps=2)")
-        return _combined(text, name.strip(), split(inside[:-1], ";"))
+        return _combined(text, name.strip(), _filled(split(inside[:-1], ";")))
     name, _, settings = text.partition(":")
-    return make_policy(name, parse_settings(text, get_type_hints(policy_class(name)), split(settings, ",")))
+    return make_policy(name, parse_settings(text, get_type_hints(policy_class(name)), _filled(split(settings, ","))))
 
 
 def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
@@ -65,7 +65,7 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
 
 
 def split(text: str, at: str) -> list[str]:
-    """The parts of a text between separators that stand outside of brackets and quotes; those that are empty are left out."""
+    """The parts of a text between separators that stand outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -77,16 +77,21 @@ def split(text: str, at: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
+    return [part.strip() for part in parts]
 
 
 def split_policies(text: str) -> list[str]:
     """Texts of policies from a list separated by commas: `full,chunkkv:budget=0.2,chunk=20,treekv` are three.
 
     A part that begins with a setting belongs to the policy before it.
+
+    Raises:
+        PolicyError: there is nothing between two commas, or nothing at all.
     """
     found: list[str] = []
     for part in split(text, ","):
+        if not part:
+            raise PolicyError(f"{text!r}: give policies separated by commas, none of them empty")
         setting = part.partition("=")[0]
         if found and "=" in part and setting.replace("_", "").replace("-", "").isalnum():
             found[-1] += f",{part}"
@@ -119,6 +124,10 @@ def parse_settings(text: str, hints: Mapping[str, Any], settings: Sequence[str])
         except ValueError as error:
             raise PolicyError(f"{text!r}: {key}={value!r}; {error}") from None
     return values
+
+
+def _filled(parts: list[str]) -> list[str]:
+    return [part for part in parts if part]
 
 
 def _combined(text: str, name: str, parts: list[str]) -> Policy:

@@ -16,8 +16,12 @@ def test_policies_as_json(kvjax_command) -> None:
     for entry in listed:
         cls = policies()[entry["name"]]
         assert entry["hyperparameters"] == dataclasses.asdict(cls())
-        assert (entry["paper"], entry["keeps"]) == (cls.paper, cls.keeps)
-        assert (entry["memory"], entry["stage"], entry["positions"]) == (cls.memory, cls.stage, cls.positions)
+        assert (entry["paper"], entry["summary"]) == (cls.about.paper, cls.about.summary)
+        assert (entry["memory"], entry["stage"], entry["positions"]) == (
+            cls.about.memory,
+            cls.about.stage,
+            cls.about.positions,
+        )
 
 
 def test_policies_in_a_pipe_are_a_line_each(kvjax_command) -> None:
@@ -25,8 +29,8 @@ def test_policies_in_a_pipe_are_a_line_each(kvjax_command) -> None:
     assert len(lines) == 1 + len(policies())
     for line, cls in zip(lines[1:], policies().values(), strict=True):
         assert line.startswith(cls.about.name)
-        assert cls.paper in line
-        assert cls.keeps in line
+        assert cls.about.paper in line
+        assert cls.about.summary in line
         assert line == line.rstrip()
     assert not set("\n".join(lines)) & set("│┃─\x1b")
 

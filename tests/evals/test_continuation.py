@@ -13,7 +13,7 @@ from kvjax.models import transformer
 TEXTS = np.random.default_rng(3).integers(0, 64, size=(3, 90)).tolist()
 PROMPT = 60
 WHOLE = every_policy(budget=1.0)
-WHOLE = [policy for policy in WHOLE if policy.memory != "quantised"]  # a few bits are near, not equal
+WHOLE = [policy for policy in WHOLE if policy.info.memory != "quantized"]  # a few bits are near, not equal
 
 
 @pytest.fixture(scope="module")

@@ -143,11 +143,11 @@ def pretended(monkeypatch):
 
     def continued(params, texts, prompt, policy):
         policy = get_policy(policy)
-        policy.bind(params.config).check(len(texts[0]))
+        policy.bind(params.config).validate(len(texts[0]))
         return [Continuation(Perplexity(np.asarray([-1.0])), np.asarray([1]))] * len(texts)
 
     def evaluated(params, task, policy, query_aware, batch):
-        policy.bind(params.config).check(max(task.lengths))
+        policy.bind(params.config).validate(max(task.lengths))
         assert query_aware
         return SimpleNamespace(rows=[{"score": 1.0}] * batch)
 
@@ -156,7 +156,7 @@ def pretended(monkeypatch):
         return dict.fromkeys(("L1 loss of the cache", "attention cosine", "Jaccard of adjacent layers"), 1.0)
 
     def kept(params, recorded, prompt, policy):
-        policy.bind(params.config).check(len(prompt))
+        policy.bind(params.config).validate(len(prompt))
         return np.ones(3)
 
     def streamed(bench, policy, texts):
