@@ -23,7 +23,6 @@ from kvjax.models import Params, init
 from kvjax.policies import get_policy
 from kvjax.policies.text import split_policies
 from kvjax.runtime import decoding
-from kvjax.runtime.compilation_cache import keep_compiled_programs
 from kvjax.runtime.compiling import program_bytes
 
 MARKS = 10
@@ -44,7 +43,6 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    keep_compiled_programs()
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
     rows, params = [], None

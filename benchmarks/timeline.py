@@ -25,7 +25,6 @@ from kvjax.cache import layer_specs
 from kvjax.models import Params, init
 from kvjax.policies.text import split_policies
 from kvjax.runtime import decoding
-from kvjax.runtime.compilation_cache import keep_compiled_programs
 from kvjax.runtime.sampling import Greedy
 
 STEPS = 48
@@ -46,7 +45,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--out", type=Path, help="result file; printed alone if not given")
     args = parser.parse_args()
-    keep_compiled_programs()
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
     rows, params = [], None
     for text in split_policies(args.policies):

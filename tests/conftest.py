@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The device tier computes where the user's programs do. All other tests mean the CPU, whatever else the machine has.
     """
+    os.environ["KVJAX_COMPILATION_CACHE"] = "0"  # what a test compiles is compiled
     if config.option.markexpr == "device":
         # Several processes share the device's memory; and files are few, so their tests are divided among processes.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

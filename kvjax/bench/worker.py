@@ -36,10 +36,10 @@ def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any
 def main() -> None:
     """Measure kvjax, or with `compile_only` have its programs in the compilation cache."""
     options = json.loads(sys.argv[1])
-    if options["compilation_cache"]:
-        from kvjax.runtime.compilation_cache import keep_compiled_programs
+    from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
 
-        keep_compiled_programs()
+    os.environ[VARIABLE] = str(int(options["compilation_cache"]))
+    keep_unless_refused()
     import jax
 
     from kvjax.evals.report import header

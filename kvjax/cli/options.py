@@ -1,5 +1,6 @@
 """Options that several commands share, and what they mean."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -70,11 +71,11 @@ CompilationCacheOption = Annotated[
 def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -> "Params":
     """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
     from kvjax.conversion import load
-    from kvjax.runtime.compilation_cache import keep_compiled_programs
+    from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
 
     start_jax(devices=True)
-    if compilation_cache:
-        keep_compiled_programs()
+    os.environ[VARIABLE] = str(int(compilation_cache))
+    keep_unless_refused()
     with unwatched("Loading the model"):
         return load(source, dtype=dtype)
 

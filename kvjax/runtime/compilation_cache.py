@@ -1,12 +1,15 @@
 """Compiled programs on disk, beside the default model."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from kvjax.conversion.default_model import cache_directory
+
+VARIABLE = "KVJAX_COMPILATION_CACHE"
 
 _LIMIT = 2 * 2**30
 """Bytes of compiled programs to keep; beyond it the least recently used go."""
@@ -24,6 +27,13 @@ def keep_compiled_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)
+        compilation_cache.reset_cache()  # JAX looks for the folder once, and remembers if there was none
+
+
+def keep_unless_refused() -> None:
+    """`keep_compiled_programs`, unless the environment variable `KVJAX_COMPILATION_CACHE` says 0, no, off or false."""
+    if os.environ.get(VARIABLE, "").lower() not in ("0", "no", "off", "false"):
+        keep_compiled_programs()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.pallas_kernels.device import target
+from kvjax.runtime.compilation_cache import keep_unless_refused
 
 CUDA_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
@@ -28,7 +29,7 @@ class Program:
     """A function compiled once for each combination of static arguments and argument shapes.
 
     `jax.jit` compiles inside the first call, so that its time cannot be told from the run's, nor the executable be asked
-    how much memory it takes. Here every executable is compiled ahead of time and kept.
+    how much memory it takes. Here every executable is compiled ahead of time and kept, on disk, too (see `compilation_cache`).
 
     Args:
         function: called as `function(*static, *arrays)`.
@@ -63,6 +64,7 @@ class Program:
         leaves, tree = jax.tree.flatten(args[self._static :])
         key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x)) for x in leaves))
         if key not in self._compiled:
+            keep_unless_refused()
             start = time.perf_counter()
             self._compiled[key] = self._jitted.lower(*args).compile(
                 compiler_options=self._options(args[: self._static])
