@@ -24,6 +24,7 @@ from .info import PolicyInfo as PolicyInfo
 from .keydiff import KeyDiff as KeyDiff
 from .kivi import KIVI as KIVI
 from .knorm import KNorm as KNorm
+from .lagkv import LagKV as LagKV
 from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV
 from .quest import Quest as Quest

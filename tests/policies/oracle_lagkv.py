@@ -1,0 +1,41 @@
+"""LagKV, literally: segments, and what varies most in the range of the segment after, in NumPy loops. Written for reading."""
+
+import numpy as np
+from policies.driver import highest, softmax
+
+
+def varied(segment: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """For each of a segment's L tokens [L, d], how much it varies over channels, in the range of the segment after it."""
+    lag, dim = segment.shape
+    deviations = np.zeros(lag)
+    for token in range(lag):
+        relative = np.zeros(dim)
+        for channel in range(dim):
+            low, high = min(following[:, channel]), max(following[:, channel])
+            if high > low:
+                relative[channel] = (segment[token, channel] - low) / (high - low)
+        mean = sum(relative) / dim
+        deviations[token] = np.sqrt(sum((x - mean) ** 2 for x in relative) / (dim - 1))  # as torch.std
+    return softmax(deviations)
+
+
+def survivors(keys: np.ndarray, values: np.ndarray, budget: int, sinks: int, lag: int) -> list[int]:
+    """Which of n tokens one head keeps, ascending; rotated keys and values [n, d], float64."""
+    n = len(keys)
+    if n <= budget:
+        return list(range(n))
+    segments = []
+    start = sinks
+    while start + lag <= n:
+        segments.append(range(start, start + lag))
+        start += lag
+    scored = segments[:-1]
+    always = [pos for pos in range(n) if not any(pos in segment for segment in scored)]
+    if len(always) >= budget:
+        return [*range(sinks), *range(n - (budget - sinks), n)]
+    share = (budget - len(always)) // len(scored)
+    kept = set(always)
+    for segment, following in zip(scored, segments[1:], strict=True):
+        scores = varied(keys[segment], keys[following]) + varied(values[segment], values[following])
+        kept |= {segment.start + i for i in highest(scores, range(lag), share)}
+    return sorted(kept)
