@@ -1,5 +1,7 @@
 """What layers declare of themselves is true of every policy: nothing else looks at what a method is made of."""
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -111,3 +113,33 @@ def test_layers_are_hashable_and_equal(policy):
     assert one == other
     assert hash(one) == hash(other)
     assert compiled(policy, case().spec) is compiled(policy, case().spec)
+
+
+UNREACHED = {
+    ("ClusterKV", "tokens_per_cluster"),
+    ("ExpectedAttention", "future"),
+    ("ShadowKV", "rank"),
+    ("Chelsea", "recent"),
+}
+"""Whole numbers beyond the tests' prompts that still act on them: of clusters a number is given, and the others are bounds."""
+
+
+def fields(policy: Any) -> Iterator[tuple[str, str, Any]]:
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        yield type(policy).__name__, field.name, value
+        for part in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(part):
+                yield from fields(part)
+
+
+def test_hyperparameters_fit_the_small_cases():
+    """Else the invariants hold without the method ever choosing: a new policy's sizes belong into the driver's `small`."""
+    longest = int(case().lengths.max())
+    large = {
+        (name, field)
+        for policy in every_policy(budget=16)
+        for name, field, value in fields(policy)
+        if isinstance(value, int) and value > longest
+    }
+    assert large == UNREACHED
