@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def compiled() -> None:
-    jnp.ones(3) + 1  # as a user's own program, before any of kvjax's
+    jnp.add(jnp.ones(3), 1)  # as a user's own program, before any of kvjax's
     Program(lambda x: jnp.cos(x) * 2.5, static=0)(jnp.ones(7))
 
 

@@ -144,7 +144,7 @@ def register() -> type[Any]:
                     chosen = group[at : at + self.batch_size]
                     batch = [prompts[i][-most:] for i in chosen]
                     results = generate(self.params, batch, policy=self.policy, **options)
-                    answers |= {i: result.text for i, result in zip(chosen, results, strict=True)}
+                    answers |= {i: result.text or "" for i, result in zip(chosen, results, strict=True)}
             return [answers[i] for i in range(len(requests))]
 
         def _windows(self, text: str) -> Any:

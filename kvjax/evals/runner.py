@@ -204,6 +204,7 @@ def _run(
     rows = []
     for i, (context, question), answer in zip(batch, pairs, answers, strict=False):
         example, stats = examples[i], answer.stats
+        assert answer.text is not None  # tasks are asked of models with tokenizers
         shares = ("cache_bytes", "host_cache_bytes", "full_cache_bytes", "prefill_seconds", "decode_seconds")
         rows.append(
             {

@@ -217,6 +217,7 @@ def test_generation_tells_what_it_held_and_hit(tiny):
     assert stats.cache_bytes == offloaded(inner).nbytes(*shapes) < plain[0].stats.cache_bytes
     assert stats.host_cache_bytes == offloaded(inner).host_nbytes(*shapes) > 0
     assert stats.step_bytes_read == plain[0].stats.step_bytes_read == inner.bytes_read(*shapes)
+    assert stats.hit_rate is not None
     assert 0 < stats.hit_rate < 1
     assert (plain[0].stats.host_cache_bytes, plain[0].stats.hit_rate) == (0, None)
 
