@@ -46,8 +46,8 @@ def weight_bytes(params: Params) -> int:
 def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> int:
     """Bytes of the caches that a decoding step has to read, at least.
 
-    These are the keys and values of live slots; of a policy that recalls, what it selects and the metadata by which it does so
-    (see `Policy.layer_bytes_read`); of quantised slots, their share of what the layer holds.
+    These are the keys and values of live slots; of sparse attention, what is selected and the metadata by which it is
+    (see `Layer.bytes_read`); of quantised slots, their share of what the layer holds.
     """
 
     @jax.jit
