@@ -37,7 +37,7 @@ GRID = (
     (f"full,{_SPARSER}", "40960", "largest", False),
     (f"full,{_SPARSER}", "512000", "1", False),
 )
-"""Policies, lengths and batches of `--grid`, and whether a prompt is read: times a token come from rows without one, which take
+"""Policies, lengths and batches of `--grid`, and whether a prompt is read: times per token come from rows without one, which take
 less. The largest batches are those of the papers' own comparisons."""
 
 _APART = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--bandwidth", type=float, help="bytes a second, for the floor")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second, for the floor")
     parser.add_argument("--memory", type=int, help="bytes to use")
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--case-seconds", type=float, default=600)
@@ -83,7 +83,7 @@ def main() -> None:
     out = args.out or Path(f"benchmarks/results/decode-{_in_a_process('report.device_slug()')}.json")
     given = ((args.policies, args.context, args.batch, not args.skip_prefill),)
     parts = [
-        read_cases(policies, args.shape, context, batch, args.new_tokens, not prefill, "bfloat16", args.layers)
+        read_cases(policies, None, args.shape, context, batch, args.new_tokens, not prefill, "bfloat16", args.layers)
         for policies, context, batch, prefill in (GRID if args.grid else given)
     ]
     cases = [case for part in parts for case in part]
@@ -187,7 +187,7 @@ def check() -> float:
         kvjax.get_policy("full"),
         kvjax.TreeKV(budget=48, sinks=2, block=8),
         kvjax.StreamingLLM(budget=48),
-        kvjax.get_policy("quest", budget=48, page=8, exempt=0),
+        kvjax.get_policy("quest", budget=48, page=8, dense_layers=0),
         kvjax.get_policy("chelsea", budget=48, chunk=32, every=8, sinks=2, recent=8),
     )
     for policy in checked:

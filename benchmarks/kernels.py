@@ -35,8 +35,8 @@ def main() -> None:
         "--update", action="store_true", help="keep the other rows of a result file of this device and versions"
     )
     parser.add_argument("--shape", default="", help="only shapes that contain this")
-    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second (H200: 4.8e12)")
-    parser.add_argument("--flops", type=float, default=989e12, help="operations a second (H200, bfloat16: 989e12)")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second (H200: 4.8e12)")
+    parser.add_argument("--flops", type=float, default=989e12, help="operations per second (H200, bfloat16: 989e12)")
     parser.add_argument("--seconds", type=float, default=0.05, help="of device time for each of 5 measurements")
     parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
     parser.add_argument("--out", type=Path, help="result file")

@@ -18,12 +18,10 @@ from tqdm import tqdm
 
 from benchmarks import report
 from kvjax.bench.case import Case, read_policy
-from kvjax.cache import layer_specs
 from kvjax.models import Params, init
-from kvjax.policies import get_policy
 from kvjax.policies.text import split_policies
 from kvjax.runtime import decoding
-from kvjax.runtime.compiling import program_bytes
+from kvjax.runtime.engine import Engine, program_bytes
 
 MARKS = 10
 """Points on the way of which the time is noted."""
@@ -57,16 +55,19 @@ def main() -> None:
 
 def measure(case: Case, params: Params, piece: int, seconds: float) -> dict[str, Any]:
     """Read `case.context` tokens, less what is no whole piece, or as many as there is time for."""
-    policy, pieces = case.bound_policy(), case.context // piece
-    specs = layer_specs(params.config, 1, 0, case.context, params.dtype)
-    state = decoding.empty(policy, specs, jnp.zeros((1,), jnp.uint32))
+    engine, pieces = (
+        Engine(params, case.bound_policy(), prompt_len=0, max_new_tokens=case.context),
+        case.context // piece,
+    )
+    state = engine.begin()
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.caches))
-    program = decoding.extend.compiled(policy, specs, params, state, jax.ShapeDtypeStruct((1, piece), jnp.int32))
+    shape = jax.ShapeDtypeStruct((1, piece), jnp.int32)
+    program = decoding.extend.compiled(engine.policy, engine.specs, engine.weights, state, shape)
     start, marks = time.perf_counter(), []
     for i in tqdm(range(pieces), unit="piece", desc=case.policy):
         key = jax.random.fold_in(jax.random.key(1), i)
         tokens = jax.random.randint(key, (1, piece), 0, params.config.vocab_size, jnp.int32)
-        state = jax.block_until_ready(decoding.extend(policy, specs, params, state, tokens))
+        state = jax.block_until_ready(engine.extend(state, tokens))
         taken = time.perf_counter() - start
         if (i + 1) * MARKS // pieces > i * MARKS // pieces or taken > seconds:
             marks.append({"tokens": (i + 1) * piece, "seconds": taken})
@@ -82,7 +83,7 @@ def measure(case: Case, params: Params, piece: int, seconds: float) -> dict[str,
         "marks": marks,
         "cache_bytes": cache_bytes,
         "program_bytes": program_bytes(program),
-        "full_cache_bytes": get_policy("full").nbytes(params.config, 1, 0, case.context, params.dtype),
+        "full_cache_bytes": engine.full_cache_bytes,
     }
 
 

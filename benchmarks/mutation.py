@@ -119,8 +119,12 @@ ARITHMETIC = {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod"}
 BITS = {"BitOr", "BitAnd", "BitXor"}
 
 _PAIRS = "min max, minimum maximum, argmin argmax, any all, floor ceil, zeros ones, zeros_like ones_like, cos sin, log exp, left right"
-OPPOSITES = {a: b for pair in _PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])}
-OPPOSITES |= {"sum": "max", "mean": "sum", "append": "extend", "cumsum": "cumprod"}
+OPPOSITES = {a: b for pair in _PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])} | {
+    "sum": "max",
+    "mean": "sum",
+    "append": "extend",
+    "cumsum": "cumprod",
+}
 """What `Opposite` puts for a function's name."""
 
 
@@ -214,7 +218,7 @@ def draw(count: int, seed: int) -> list[Mutant]:
 
 def _places(path: Path) -> dict[tuple[int, int], list[Mutant]]:
     """All that can be changed in a file, by place; but for annotations, which only other tools read, and functions' heads."""
-    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
 
     source = path.read_text(encoding="utf-8")
     places = defaultdict(list)
@@ -237,16 +241,17 @@ def _places(path: Path) -> dict[tuple[int, int], list[Mutant]]:
 def _operators() -> dict[str, Any]:
     """Operators by name: cosmic-ray's that take no arguments, and `Opposite`."""
     import parso.python.tree  # before cosmic-ray, which imports it in a circle otherwise
-    from cosmic_ray import plugins
-    from cosmic_ray.operators.operator import Operator
+    from cosmic_ray import plugins  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.operators.operator import Operator  # pyright: ignore[reportMissingImports]
 
-    class Opposite(Operator):
+    class Opposite(Operator):  # pyright: ignore[reportUntypedBaseClass]
         """A function for its opposite."""
 
         def mutation_positions(self, node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
             if not isinstance(node, parso.python.tree.Name) or node.value not in OPPOSITES:
                 return
-            if node.get_previous_leaf().value != "def" and node.get_next_leaf().value == "(":
+            before, after = node.get_previous_leaf(), node.get_next_leaf()
+            if (before is None or before.value != "def") and after is not None and after.value == "(":
                 yield node.start_pos, node.end_pos
 
         def mutate(self, node: Any, index: int) -> Any:
@@ -271,7 +276,7 @@ def _worthwhile(operator: str) -> bool:
 
 
 def _mutated(source: str, mutant: Mutant) -> str:
-    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
 
     return mutate_code(source, _operators()[mutant.operator], mutant.occurrence)
 

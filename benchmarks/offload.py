@@ -3,7 +3,7 @@
     python -m benchmarks.offload --context 4096 --policies full clusterkv:1024
 
 Three modes: "plain" keeps the cache on the device; "selected" and "layer" are `offloaded(policy, fetch=...)`, which are the same,
-and run once, unless the policy recalls. Each is run in a process of its own, so that one's peak of device memory is not another's, and one that the
+and run once, unless its attention is sparse. Each is run in a process of its own, so that one's peak of device memory is not another's, and one that the
 device's compiler cannot take is a row that says so. Before a mode is measured, its tokens and log-probabilities are compared
 with the plain policy's on this device, in float32 with exact matmuls, by two small random models, one of SmolLM2's widths.
 
@@ -55,8 +55,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     for policy in args.policies:
-        recalls = get_policy(policy).info.memory == "sparse"
-        for mode in [mode for mode in args.modes if recalls or mode != "layer"]:
+        sparse = get_policy(policy).info.memory == "sparse"
+        for mode in [mode for mode in args.modes if sparse or mode != "layer"]:
             rows.append({"policy": policy, "mode": mode} | in_a_process(policy, mode))
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items() if name != "header"), flush=True)
             header = rows[-1].pop("header", header)
@@ -116,8 +116,10 @@ def measure(args: argparse.Namespace, name: str, mode: str) -> dict[str, Any]:
 def check(config: ModelConfig, name: str, mode: str, steps: int) -> float:
     """Largest difference of log-probabilities between a policy in this mode and the plain one, whose tokens are the same."""
     params = init(config, jax.random.key(1))
-    prompts = [np.random.default_rng(i).integers(0, 97, size).tolist() for i, size in enumerate((150, 3, 60))]
-    small = {"budget": 48, "sinks": 4, "exempt": 1, "n_clusters": 8, "window": 16, "every": 8}
+    prompts: list[list[int]] = [
+        np.random.default_rng(i).integers(0, 97, size).tolist() for i, size in enumerate((150, 3, 60))
+    ]
+    small = {"budget": 48, "sinks": 4, "dense_layers": 1, "n_clusters": 8, "window": 16, "every": 8}
     fields = {field.name for field in dataclasses.fields(kvjax.policies.policies()[name])}
     policy = get_policy(name, **{field: value for field, value in small.items() if field in fields})
     with jax.default_matmul_precision("highest"):

@@ -59,7 +59,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     assert isinstance(case.batch, int)
     if case.program == "kvpress":  # which is missing more often than the others: told before a model is made
-        import kvpress  # noqa: F401
+        import kvpress  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
 
     torch.compiler.reset()  # what was compiled for another case: its memory, and sizes taken for dynamic since they changed
     gc.collect()
@@ -71,6 +71,8 @@ def measure(case: Case) -> dict[str, Any]:
     compiled = case.program == "transformers-compiled"
     step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if compiled else model.forward
     named = compiled and "cache_position" in inspect.signature(model.forward).parameters  # of older versions
+    cache: Any = None
+    token: Any = None
     ttft = []
     with torch.no_grad() if compiled else torch.inference_mode():
         for _ in range(3):
@@ -94,7 +96,7 @@ def measure(case: Case) -> dict[str, Any]:
                 place += 1
             torch.cuda.synchronize()
             calls.append(time.perf_counter() - begun)
-    held = sum(x.nbytes for x in _tensors(cache))
+    cache_bytes = sum(x.nbytes for x in _tensors(cache))
     weights = sum(x.nbytes for x in model.parameters()) - (
         0 if case.config.tied else model.get_input_embeddings().weight.nbytes
     )
@@ -112,7 +114,7 @@ def measure(case: Case) -> dict[str, Any]:
         "decode_s": sum(calls),
         "latency_s": ttft[-1] + sum(calls),
         "tokens_per_s": case.batch / tpot,
-        "cache_bytes": held,
+        "cache_bytes": cache_bytes,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "compile_s": None,
         "wall_s": time.perf_counter() - start,
@@ -150,7 +152,7 @@ def _pressed(case: Case, model: Any) -> Any:
     """The context in which kvpress compresses what is read; of transformers alone, one that does nothing."""
     if case.program != "kvpress":
         return contextlib.nullcontext()
-    import kvpress
+    import kvpress  # pyright: ignore[reportMissingImports]
 
     press = kvpress.SnapKVPress(compression_ratio=RATIO)
     return (press if case.policy == "snapkv" else kvpress.ChunkKVPress(press=press))(model)

@@ -3,10 +3,9 @@
     python -m benchmarks.policy_quality --text BOOK.txt --text OTHER.txt
 
 The beginning of every text is prefilled under a policy, the rest is read token by token through what it kept
-(`benchmarks.analyses.continuation`): perplexity of that rest, and how often the likeliest next token is the one that the full cache finds
-likeliest. Budgets are fractions of the whole text, prompt and rest. What a budget limits differs: policies that compress only the
-prompt keep the rest in addition, and policies that read a selection keep everything; the table gives the bytes that are really
-held.
+(`benchmarks.analyses.continuation`): perplexity of that rest, and how often the top-1 token is that of the full cache.
+Budgets are fractions of the whole text, prompt and rest. What a budget limits differs: policies that compress only the prompt
+keep the rest in addition, and policies that read a selection keep everything; the table gives the bytes that are really held.
 """
 
 import argparse
@@ -155,7 +154,7 @@ def perplexity(texts: list[Continuation]) -> float:
 
 
 def agreement(texts: list[Continuation], full: list[Continuation]) -> float:
-    """Share of all places where the likeliest token is the full cache's."""
+    """Share of all places where the top-1 token is the full cache's."""
     return float(np.mean([text.agreement(other) for text, other in zip(texts, full, strict=True)]))
 
 

@@ -32,7 +32,9 @@ def main() -> None:
             start = time.perf_counter()
             jax.block_until_ready(attend(q, k, v))
             times.append(time.perf_counter() - start)
-        temporary = attend.memory_analysis().temp_size_in_bytes
+        memory = attend.memory_analysis()
+        assert memory is not None
+        temporary = memory.temp_size_in_bytes
         rows.append({"block": block, "seconds": float(np.median(times[1:])), "temp_bytes": temporary})
         print(
             f"block {block:5d}  {1e3 * rows[-1]['seconds']:8.1f} ms  temporaries {temporary / 1e6:8.1f} MB", flush=True

@@ -15,7 +15,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def perplexity() -> str:
-    """Perplexity by part of the text, a row a policy."""
+    """Perplexity by part of the text, one row per policy."""
     measured = rows("streaming-perplexity-h200.json")
     parts = list(measured[0]["parts"])
     lines = [
@@ -41,7 +41,7 @@ def memory() -> str:
 
 
 def quality(measured: list[dict[str, Any]]) -> str:
-    """Perplexity and agreement with the full cache, a row a policy, a column a budget; from rows of `policy_quality`."""
+    """Perplexity and agreement with the full cache, one row per policy, one column per budget; from rows of `policy_quality`."""
     budgets = sorted({row["budget"] for row in measured if row["budget"] is not None})
     lines = [
         "| policy | " + " | ".join(f"{100 * budget:g} %" for budget in budgets) + " |",
@@ -66,7 +66,7 @@ def measured_quality() -> list[dict[str, Any]]:
 
 
 def speed() -> str:
-    """Milliseconds a token and how many times the floor that is, a row a policy, a column a length and batch."""
+    """Milliseconds per output token (TPOT) and how many times the floor that is; one row per policy, one column per length and batch."""
     measured = [row for row in _decoded("kvjax") if row["batch"] in (1, 8) and row["context"] <= 65536]
     cases = sorted({(row["batch"], row["context"]) for row in measured})
     lines = [
@@ -83,7 +83,7 @@ def speed() -> str:
 
 
 def first_token() -> str:
-    """Seconds to the first token and what compression adds to the full cache's, a row a policy, a column a length."""
+    """Time to first token (TTFT) in seconds, and what compression adds to the full cache's; one row per policy, one column per length."""
     measured = [row for row in _decoded("kvjax") if row["ttft_s"] is not None and row["batch"] == 1]
     full = {row["context"]: row["ttft_s"] for row in measured if row["policy"] == "full"}
     contexts = sorted({row["context"] for row in measured if row["policy"] != "full"})
@@ -103,7 +103,7 @@ def first_token() -> str:
 
 
 def compression() -> str:
-    """Milliseconds that a policy works on a prompt in all layers, apart from the model, and that over the full cache's first token."""
+    """Milliseconds that a policy works on a prompt in all layers, apart from the model; their share of the full cache's TTFT."""
     measured = [row for row in _decoded("kvjax") if row.get("compression_s") is not None and row["batch"] == 1]
     full = {row["context"]: row["ttft_s"] for row in measured if row["policy"] == "full"}
     contexts = sorted({row["context"] for row in measured if row["policy"] != "full"})
@@ -132,8 +132,8 @@ def published() -> str:
     ) -> None:
         cells = []
         for batch, measure in measures:
-            rows_of = [_first(measured, name, context, batch, measure) for name in names]
-            if all(rows_of):
+            rows_of = [row for name in names if (row := _first(measured, name, context, batch, measure))]
+            if len(rows_of) == len(names):
                 most = {row["batch_run"] for row in rows_of}
                 ratio = rows_of[0][measure] / rows_of[1][measure]
                 ratio = 1 / ratio if measure == "tokens_per_s" else ratio
@@ -170,7 +170,7 @@ def _first(rows: list[dict[str, Any]], name: str, context: int, batch: Any, meas
 
 
 def long_texts() -> str:
-    """How far a text was read in what time, a row a policy, and what memory that took."""
+    """How far a text was read in what time, one row per policy, and what memory that took."""
     measured = [row for name in ("long-context-h200.json", "long-context-10m-h200.json") for row in rows(name)]
     lines = [
         "| policy | tokens of the text | read | seconds | cache | program | full cache |",
@@ -185,7 +185,7 @@ def long_texts() -> str:
 
 
 def peers() -> str:
-    """Milliseconds a token and seconds to the first token of PyTorch's programs beside kvjax, a row a length and batch."""
+    """TPOT in ms and TTFT in seconds of PyTorch's programs beside kvjax, one row per length and batch."""
     theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
     ours = {(_name(row), row["context"], row["batch"]): row for row in reversed(_decoded("kvjax"))}
     full_prefills = {

@@ -3,7 +3,7 @@
     python -m benchmarks.timeline --policies full,catekv:share_adaptive=0.4 --context 16384 --batch 1 --layers 6
 
 Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
-side one after the other. The time a token beside it is without the profiler.
+side one after the other. The time per token beside it is without the profiler.
 A loop that runs as one CUDA graph shows a part of its kernels; with `XLA_FLAGS=--xla_gpu_enable_command_buffer=` in the environment it does not run as
 one, and shows all, with the gaps of their launches.
 """
@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.profiler import ProfileData
 
 from benchmarks import report
 from kvjax.bench import states
 from kvjax.bench.case import Case, read_policy
-from kvjax.cache import layer_specs
 from kvjax.models import Params, init
 from kvjax.policies.text import split_policies
-from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.decoding import Decoding
 
 STEPS = 48
 """Tokens a call, when it is timed."""
@@ -52,7 +49,7 @@ def main() -> None:
         case = Case(name, settings, args.context, args.batch, args.shape, dtype=args.dtype, layers=args.layers)
         params = init(case.config, jax.random.key(0), case.dtype) if params is None else params
         rows.append(measure(case, params))
-        print(f"{text}: {rows[-1]['tpot_ms']:.3f} ms a token")
+        print(f"{text}: {rows[-1]['tpot_ms']:.3f} ms per token")
         for kernel in rows[-1]["kernels"]:
             print("{begin_us:10.2f} {microseconds:9.2f} {name}".format(**kernel), flush=True)
         if args.out is not None:
@@ -60,15 +57,12 @@ def main() -> None:
 
 
 def measure(case: Case, params: Params) -> dict[str, Any]:
-    """The time a token, and the kernels of one."""
-    policy = case.bound_policy()
-    specs = layer_specs(params.config, int(case.batch), case.context, case.new_tokens, params.dtype)
-    state = jax.block_until_ready(states.filled(policy, specs, case.context))
-    ends = jnp.zeros((0,), jnp.int32)
+    """The time per token, and the kernels of one."""
+    engine = case.engine(params, int(case.batch))
+    state = jax.block_until_ready(states.filled(engine.policy, engine.specs, case.context))
 
-    def decode(state: decoding.Decoding, steps: int) -> decoding.Decoding:
-        count = jnp.asarray(steps, jnp.int32)
-        return jax.block_until_ready(decoding.decode(policy, specs, params, state, count, Greedy(), ends))[0]
+    def decode(state: Decoding, steps: int) -> Decoding:
+        return jax.block_until_ready(engine.decode(state, steps))[0]
 
     state = decode(state, PROFILED)
     start = time.perf_counter()
@@ -94,8 +88,8 @@ def measure(case: Case, params: Params) -> dict[str, Any]:
     }
 
 
-def kernels(profile: ProfileData) -> list[tuple[float, float, str]]:
-    """Begin and duration in nanoseconds, and name, of all that a GPU did.
+def kernels(profile: Any) -> list[tuple[float, float, str]]:
+    """Begin and duration in nanoseconds, and name, of all that a GPU did in a `ProfileData`.
 
     Raises:
         ValueError: there is no GPU in it.

@@ -248,9 +248,10 @@ def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int
                 beta_fast=held.beta_fast,
                 beta_slow=held.beta_slow,
             )
-    raise CheckpointError(
-        f"{path}: unsupported rope scaling {kind!r}; supported are none, linear, yarn and factor tensors"
-    )
+        case _:
+            raise CheckpointError(
+                f"{path}: unsupported rope scaling {kind!r}; supported are none, linear, yarn and factor tensors"
+            )
 
 
 def _llama3(factors: tuple[float, ...], theta: float, window: int) -> RopeScaling:

@@ -188,7 +188,8 @@ def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
             return pre_tokenizers.Sequence(
                 [first, pre_tokenizers.Split(Regex(words), "isolated"), *numbers, bytes_only]
             )
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[way]), "isolated"), bytes_only])
+        case _:
+            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[way]), "isolated"), bytes_only])
 
 
 def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], unknown: int, prefix: bool) -> Tokenizer:

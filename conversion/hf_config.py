@@ -312,9 +312,10 @@ def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
                 factor=_or(rope.factor, window / original),
                 attention_factor=rope.attention_factor,
             )
-    raise CheckpointError(
-        f"{source}: unsupported rope type {kind!r}; supported are default, linear, llama3, yarn and longrope"
-    )
+        case _:
+            raise CheckpointError(
+                f"{source}: unsupported rope type {kind!r}; supported are default, linear, llama3, yarn and longrope"
+            )
 
 
 def _yarn_attention_factor(rope: _Rope, factor: float) -> float | None:
@@ -358,7 +359,8 @@ def _scaling_to_hf(config: ModelConfig) -> dict[str, Any]:
             if factor != config.max_position / original:
                 fields["factor"] = factor
             return fields if attention_factor is None else fields | {"attention_factor": attention_factor}
-    raise CheckpointError(f"a config.json has no word for rope scaling {config.rope.scaling!r}")
+        case scaling:
+            raise CheckpointError(f"a config.json has no word for rope scaling {scaling!r}")
 
 
 def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, ...]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, ItemsView, Iterable, KeysView, 
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
@@ -303,6 +302,8 @@ def _foresee(allowance: Allowance, name: str, args: tuple[Any, ...], kwargs: Map
             allowance.foresee(len(subject) + fields * sum(written(arg, allowance.size) for arg in rest))
         case "sum" if not isinstance(kwargs.get("start", args[2] if len(args) > 2 else 0), int | float):
             raise ExceededError("it sums what is no number")
+        case _:
+            pass
 
 
 def _foresee_product(allowance: Allowance, operator: str, left: Any, right: Any) -> None:

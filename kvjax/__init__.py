@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .policies import register as register
     from .runtime.compiling import CompiledGenerator as CompiledGenerator
     from .runtime.compiling import aot_compile as aot_compile
+    from .runtime.engine import Engine as Engine
     from .runtime.generation import Generation as Generation
     from .runtime.generation import GenerationStats as GenerationStats
     from .runtime.generation import Reply as Reply
@@ -61,6 +62,7 @@ _NAMES = {
         "CompiledGenerator",
         "aot_compile",
     ),
+    "runtime.engine": ("Engine",),
     "runtime.generation": (
         "Generation",
         "GenerationStats",

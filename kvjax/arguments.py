@@ -47,8 +47,8 @@ def shown(value: Any) -> str:
     return f"{short(value)} ({type(value).__name__})"
 
 
-def short(value: Any, most: int = 60) -> str:
-    """`repr`, of long values the beginning and the end: of lists a few items, of others `most` characters."""
+def short(value: Any, max_length: int = 60) -> str:
+    """`repr`, of long values the beginning and the end: of lists a few items, of others `max_length` characters."""
     form = reprlib.Repr()
-    form.maxstring = form.maxother = most
+    form.maxstring = form.maxother = max_length
     return form.repr(value)

@@ -1,4 +1,4 @@
-"""JSON lines, one object a line, of which each is what it should be: or the message says which line of which file is not."""
+"""JSON lines, one object per line, of which each is what it should be: or the message says which line of which file is not."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,15 +10,15 @@ from . import strict_json
 T = TypeVar("T")
 
 
-def read(path: Path, kind: type[T], most: int | None = None) -> list[T]:
-    """All lines of a file, or the first `most`, as `kind`: a pydantic model or a dataclass. Blank lines count for nothing.
+def read(path: Path, kind: type[T], max_lines: int | None = None) -> list[T]:
+    """All lines of a file, or the first `max_lines`, as `kind`: a pydantic model or a dataclass. Blank lines count for nothing.
 
     Raises:
         ValueError: there is no line, or one is not UTF-8, not JSON, or lacks something that `kind` has or has it otherwise.
         OSError: the file cannot be read.
     """
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # which some editors open UTF-8 with
-    found = [parsed(path, number, line, kind) for number, line in numbered(content)[:most]]
+    found = [parsed(path, number, line, kind) for number, line in numbered(content)[:max_lines]]
     if not found:
         raise ValueError(f"{path}: no rows; give a file of JSON lines")
     return found

@@ -34,7 +34,7 @@ def kept_tokens(
     Args:
         prompt: text or token ids.
         policies: one panel each, titled by its key or, in a sequence, by its name and budget.
-        max_new_tokens: tokens to draw, greedily.
+        max_new_tokens: tokens to generate, greedily.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -45,20 +45,20 @@ def kept_tokens(
     return draw({name: retained_positions(params, prompt, policy, max_new_tokens) for name, policy in named.items()})
 
 
-def draw(held: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
+def draw(retained: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
     """One panel for each array of `retained_positions`, drawn to the same scale.
 
     Args:
-        held: panels by title.
+        retained: panels by title.
     """
     figures, colormaps = import_matplotlib()
-    if not held:
+    if not retained:
         raise ValueError("no policy to draw; give at least one")
-    figure = figures.Figure(figsize=(2.2 + 3.1 * len(held), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(held), sharex=True, sharey=True, squeeze=False)[0]
+    figure = figures.Figure(figsize=(2.2 + 3.1 * len(retained), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(retained), sharex=True, sharey=True, squeeze=False)[0]
     colours = colormaps[_COLOURS].with_extremes(under="white", bad="0.9")
     image = None
-    for panel, (title, shares) in zip(panels, held.items(), strict=True):
+    for panel, (title, shares) in zip(panels, retained.items(), strict=True):
         steps, positions = shares.shape
         prompt = positions - steps + 1
         unwritten = np.arange(positions) >= prompt + np.arange(steps)[:, None]
@@ -136,7 +136,7 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
 
 
 def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
-    """Bars of what runs took, one a run: bytes of cache on the device, and tokens decoded a second.
+    """Bars of what runs took, one per run: bytes of cache on the device, and tokens decoded per second.
 
     Args:
         stats: of each run, by name.
@@ -152,7 +152,7 @@ def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
     panels = figure.subplots(1, 2, sharey=True)
     measures = {
         "cache in MB (shorter is better)": [run.cache_bytes / 1e6 for run in stats.values()],
-        "new tokens a second (longer is better)": [run.decode_tokens_per_second for run in stats.values()],
+        "new tokens per second (longer is better)": [run.decode_tokens_per_second for run in stats.values()],
     }
     for panel, (label, values), shade in zip(panels, measures.items(), (0.75, 0.45), strict=True):
         bars = panel.barh(list(stats), values, color=colormaps[_COLOURS](shade), height=0.6)
@@ -186,7 +186,7 @@ def coloured_text(
         raise ValueError("no shares to draw; give at least one array")
     for title, values in shares.items():
         if len(values) != len(pieces):
-            raise ValueError(f"{title} has {len(values)} shares for {len(pieces)} tokens; give one a token")
+            raise ValueError(f"{title} has {len(values)} shares for {len(pieces)} tokens; give one per token")
     places = _lines(pieces, width)
     lines = 1 + max((line for line, _, _ in places), default=0)
     # Inches: letters of the font that comes with matplotlib, at 8 points, are 0.067 wide, in whole pixels 0.07.
@@ -231,7 +231,7 @@ def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Quality over memory and over speed, a row of panels a task, a line a policy, the full cache as the reference.
+    """Quality over memory and over speed, one row of panels per task, one line per policy, the full cache as the reference.
 
     With a single budget, at which all policies hold the same bytes, policies are listed instead, the best first.
 
@@ -267,7 +267,7 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def _listed(panels: Any, rows: Sequence[Mapping[str, Any]], quality: str) -> None:
-    """A marker a policy: its value, and its speed; behind its name, its share of the full cache's bytes."""
+    """One marker per policy: its value, and its speed; behind its name, its share of the full cache's bytes."""
     best = -1 if rows[0]["higher_is_better"] else 1
     ranked = sorted(rows, key=lambda row: math.inf if row["value"] is None else best * row["value"])
     names = [f"{row['policy']} ({100 * row['cache_bytes'] / row['full_cache_bytes']:.0f} %)" for row in ranked]
@@ -319,7 +319,7 @@ def _or_untimed(panel: Any, rows: Sequence[Mapping[str, Any]], field: str) -> No
         panel.set_xticks([])
 
 
-_SPEED = "tokens decoded a second"
+_SPEED = "tokens decoded per second"
 
 _REFERENCE, _SINGLE = "black", "#0072B2"
 

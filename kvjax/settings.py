@@ -5,7 +5,7 @@ import types
 import typing
 from typing import Any, Literal, get_args, get_origin
 
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 """No count of tokens or examples is larger: positions are 32-bit numbers."""
 
 
@@ -63,7 +63,7 @@ def _parse(text: str, kind: Any) -> Any:
 def _in_range(value: Any) -> Any:
     """A number that 32 bits hold, or anything else."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _refuse() if number and not abs(value) <= (MOST if isinstance(value, int) else 3e38) else value
+    return _refuse() if number and not abs(value) <= (MAX_INT if isinstance(value, int) else 3e38) else value
 
 
 def _refuse() -> typing.NoReturn:

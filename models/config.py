@@ -79,7 +79,9 @@ class ModelConfig:
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if len(self.windows) != self.num_layers:
-            raise ValueError(f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one a layer")
+            raise ValueError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one per layer"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "

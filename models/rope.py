@@ -47,7 +47,7 @@ class Rope:
         """`rotate` for positions below `size` that differ from head to head.
 
         One table of `size` rows is computed and rows are gathered from it: for a cache of C slots in K heads and L layers
-        that is C sines instead of L·K·C a step (the table is the same expression in every layer, so XLA computes it once).
+        that is C sines instead of L·K·C per step (the table is the same expression in every layer, so XLA computes it once).
         """
         cos, sin = self.cos_sin(jnp.arange(size, dtype=jnp.int32))
         return self.apply(x, jnp.take(cos, pos, axis=0, mode="clip"), jnp.take(sin, pos, axis=0, mode="clip"))

@@ -5,7 +5,7 @@ prompt in, a cache out) and `decode_step` (one token in, cache updated). The cac
 layers alone, so nothing here knows any method.
 
 Layers are unrolled: each has weights and a cache of its own shape, and a scan would copy both (measured on an H200 at the
-Llama-3.1-8B shape: 4.94 ms a token unrolled, 17.95 scanned).
+Llama-3.1-8B shape: 4.94 ms per token unrolled, 17.95 scanned).
 """
 
 from collections.abc import Callable, Sequence
@@ -87,16 +87,21 @@ def hidden(params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = 
 
 
 def prefill(
-    params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], caches: Sequence[CacheLayer[Any]]
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    total: Int[Array, " B"],
+    caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read a right-padded prompt.
 
     Args:
         lengths: tokens in each row.
+        total: tokens that each row will reach with its new ones.
         caches: the policy's functions for each layer.
 
     Returns:
-        Logits of each row's last token (only that position goes through the vocabulary head), and one state a layer.
+        Logits of each row's last token (only that position goes through the vocabulary head), and one state per layer.
     """
     config = params.config
     x = _embed(params, tokens)
@@ -107,7 +112,7 @@ def prefill(
         def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache) -> Array:
             nonlocal carry
             spec = cache.spec
-            prompt = Prompt.of(spec.rope, q, k, v, lengths)
+            prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
             state, carry = cache.prefill(prompt, carry)
             out = prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=spec.scale, window=spec.window)
             # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
@@ -127,7 +132,7 @@ def decode_step(
     pos: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token a row, at original position `pos`; logits of the next, and the states with it appended."""
+    """Read one token per row, at original position `pos`; logits of the next, and the states with it appended."""
     config, layers = params.config, params.layers
     x = _embed(params, token)
     heads = _first_heads(config, layers[0], x)
@@ -153,7 +158,7 @@ def extend(
     pos: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Any, ...]:
-    """Read S tokens a row, at original positions from `pos` on, into the caches; no logits.
+    """Read S tokens per row, at original positions from `pos` on, into the caches; no logits.
 
     What each token attends to is what it would in `decode_step`, one after the other, but weights are read once for all.
     """

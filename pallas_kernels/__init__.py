@@ -1,34 +1,40 @@
-"""Attention operations the cache policies are built on: one folder an operation, a readable XLA reference first."""
+"""Operations that the cache policies and models are built on, each with a readable XLA reference: one folder per idea.
 
-from .centroid_scores import centroid_scores as centroid_scores
-from .chunk_similarity import chunk_similarity as chunk_similarity
-from .cluster_tokens import Always as Always
-from .cluster_tokens import cluster_tokens as cluster_tokens
+A folder has `api.py`, its public functions with an `Op` each (`op.py`), which chooses who computes; `reference.py`, the same in plain
+XLA; `types.py`, if its operations have types of their own; and bodies by backend: `pallas_triton.py`, `pallas_mosaic_gpu.py`,
+`pallas_mosaic_tpu.py`. Where one module a backend would be too long, as the operations of a folder have long bodies, all its bodies are named
+for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
+"""
+
+from .block_scores import centroid_scores as centroid_scores
+from .block_scores import page_scores as page_scores
+from .block_scores import widen_bounds as widen_bounds
+from .cluster_merging import Clusters as Clusters
+from .cluster_merging import chunk_similarity as chunk_similarity
+from .cluster_merging import copy_clusters as copy_clusters
+from .cluster_merging import merge_clusters as merge_clusters
 from .decode_attention import Attended as Attended
+from .decode_attention import CacheShard as CacheShard
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
+from .decode_attention import ragged_attention as ragged_attention
+from .decode_attention import sharded_decode_attention as sharded_decode_attention
 from .fused_decode_block import BlockWeights as BlockWeights
 from .fused_decode_block import fused_decode_block as fused_decode_block
 from .gather_attention import gather_attention as gather_attention
 from .kmeans import Distance as Distance
+from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
-from .merge_clusters import Clusters as Clusters
-from .merge_clusters import copy_clusters as copy_clusters
-from .merge_clusters import merge_clusters as merge_clusters
-from .nearest import Nearest as Nearest
-from .nearest import nearest as nearest
-from .page_bounds import widen_bounds as widen_bounds
-from .page_scores import page_scores as page_scores
+from .kmeans import nearest as nearest
 from .prefill_attention import prefill_attention as prefill_attention
 from .projection import Norm as Norm
 from .projection import gated_projection as gated_projection
 from .projection import projection as projection
-from .ragged_attention import ragged_attention as ragged_attention
 from .rotary import DeferredRope as DeferredRope
 from .rotary import heads_of as heads_of
-from .sharded_decode_attention import CacheShard as CacheShard
-from .sharded_decode_attention import sharded_decode_attention as sharded_decode_attention
 from .ties import exceeds as exceeds
+from .top_k import Always as Always
+from .top_k import cluster_tokens as cluster_tokens
 from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .tree_eviction import Ranked as Ranked

@@ -1,7 +1,5 @@
 """The device that programs are traced for, and what it can run."""
 
-import importlib
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -42,14 +40,3 @@ def hopper() -> bool:
     return target().platform == "gpu" and any(
         name in target().kind for name in ("H100", "H200", "H800", "H20", "GH200")
     )
-
-
-def triton_unsupported() -> str | None:
-    """Why Pallas' Triton backend, deprecated since JAX 0.11, cannot be used here; None if it can."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return f"jax {jax.__version__} has no Triton backend for Pallas"
-    return None

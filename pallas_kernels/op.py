@@ -36,12 +36,15 @@ class Op:
     """An operation of a package with one module for each way to compute it.
 
     `reference` and every kernel's module have a function by the operation's name, of the same arguments; a kernel's takes `interpret` besides.
-    A kernel's module has `unsupported_reason` too, of these arguments, which tells why the kernel does not serve them, or None.
+    A kernel's module has `unsupported_reason` too, of these arguments, which tells why the kernel does not serve them, or None; a module whose
+    operations differ in that has one for each, such as `page_scores_unsupported_reason`.
 
     Attributes:
         name: of the operation.
-        home: name of the module that makes it; the others are beside it.
-        gpu, tpu: names of the modules with kernels for such devices, the one to be preferred first.
+        home: name of the module that makes it, its folder's `api`; the others are beside it.
+        gpu, tpu: names of the modules with kernels for such devices, the one to be preferred first: `BACKEND`, such as `pallas_triton`, or
+            `OPERATION_BACKEND` in every folder whose operations do not share one module a backend (operations that do are named for
+            the first).
         forward_only: whether somebody may ask for a gradient through it, which its Pallas kernels do not have: then they say so.
         prefer_xla_reason: tells why XLA is as fast in a case, None if a kernel is faster; `"auto"` heeds it.
     """
@@ -113,7 +116,9 @@ class Op:
         names = {"gpu": self.gpu, "tpu": self.tpu}.get(platform, ())
         reasons = []
         for name in names:
-            if not (reason := self._module(name).unsupported_reason(*args, **options)):
+            module = self._module(name)
+            told = getattr(module, f"{self.name}_unsupported_reason", None) or module.unsupported_reason
+            if not (reason := told(*args, **options)):
                 return name, None
             reasons.append(reason if len(names) == 1 else f"{name}: {reason}")
         return None, "; ".join(reasons) or f"there is no {platform} kernel"

@@ -9,6 +9,7 @@ import jaxtyping
 
 UNCHECKED = {
     "kvjax.runtime.compiling",
+    "kvjax.runtime.engine",
     "kvjax.conversion.state_dict",
     "kvjax.conversion.writing",
     "kvjax.runtime.generation",

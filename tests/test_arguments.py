@@ -18,7 +18,7 @@ from kvjax.runtime.prompts import token_ids
 
 IDS = [5, 9, 2, 7, 7, 1]
 NEW = 12
-"""Tokens drawn wherever it does not matter, so that the tests share programs."""
+"""Tokens generated wherever it does not matter, so that the tests share programs."""
 TEXT = "fjchhb"
 OPTIONS = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "seed": 3, "ignore_eos": True}
 LIBRARIES = {
@@ -35,7 +35,7 @@ def compiled(letters: Params) -> kvjax.CompiledGenerator:
 
 @pytest.fixture(scope="module")
 def session(letters: Params) -> kvjax.Session:
-    return kvjax.Session(letters, TEXT, room=32)
+    return kvjax.Session(letters, TEXT, max_new_tokens=32)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_every_way_of_asking_checks_alike(letters, compiled, session, nothing_ru
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, None, np.nan, "8"])
 def test_other_whole_numbers(letters, nothing_runs, value):
     for name, call in (
-        ("room", lambda: kvjax.Session(letters, TEXT, room=value)),
+        ("max_new_tokens", lambda: kvjax.Session(letters, TEXT, max_new_tokens=value)),
         ("batch", lambda: kvjax.aot_compile(letters, prompt_len=64, batch=value)),
         ("prompt_len", lambda: kvjax.aot_compile(letters, prompt_len=value)),
     ):
@@ -140,10 +140,10 @@ def test_numbers_of_every_library(letters, library):
     same = kvjax.generate(letters, TEXT, policy, max_new_tokens=new, prefill_chunk=two)
     assert same.tokens == piecewise.tokens
     assert [len(program.executables) for program in programs] == before
-    talk = kvjax.Session(letters, TEXT, policy, room=made(16))
+    talk = kvjax.Session(letters, TEXT, policy, max_new_tokens=made(16))
     assert len(talk.generate(max_new_tokens=new, **options).tokens) == NEW
-    assert talk.room == 4
-    assert kvjax.aot_compile(letters, policy, prompt_len=made(64), max_new_tokens=new).specs[0].new_tokens == NEW
+    assert talk.remaining == 4
+    assert kvjax.aot_compile(letters, policy, prompt_len=made(64), max_new_tokens=new).engine.max_new_tokens == NEW
 
 
 @pytest.mark.parametrize("name", [name for name, cls in policies().items() if hasattr(cls, "budget")])
@@ -179,7 +179,7 @@ def test_seeds_of_any_size(letters, compiled):
     """Negative and huge seeds count modulo 2**32, in every way of asking and in every row."""
     draw = {"temperature": 1.0, "ignore_eos": True}
     sampled = kvjax.aot_compile(letters, prompt_len=64, max_new_tokens=NEW, **draw)
-    talk = kvjax.Session(letters, TEXT, room=32)
+    talk = kvjax.Session(letters, TEXT, max_new_tokens=32)
     ways = (
         lambda seed: kvjax.generate(letters, TEXT, max_new_tokens=NEW, seed=seed, **draw).tokens,
         lambda seed: "".join(kvjax.stream(letters, TEXT, max_new_tokens=NEW, seed=seed, **draw)),
@@ -330,12 +330,15 @@ def test_all_questions_are_checked_first(session, nothing_runs):
         session.ask([[1, 2], 5])
 
 
-class BrokenOff:
+class BrokenOff(Program):
     """A program that is broken off before it runs or after."""
 
     def __init__(self, program: Program, after: bool, kind: type[BaseException]) -> None:
         self.program, self.after, self.kind = program, after, kind
-        self.compiled, self.compile_seconds = program.compiled, 0.0
+        self.compile_seconds = 0.0
+
+    def compiled(self, *args: object) -> object:
+        return self.program.compiled(*args)
 
     def __call__(self, *args: object) -> None:
         if self.after:
@@ -382,7 +385,7 @@ def test_what_is_printed_is_short(letters, compiled):
     )
     short = kvjax.Reply("ab", [0, 1], [-0.5, -1.0], "eos")
     assert repr(short) == "Reply(text='ab', tokens=[0, 1], logprobs=[-0.5, -1.0], stop_reason='eos')"
-    talk = kvjax.Session(letters, TEXT, "streaming_llm", 16, room=16)
+    talk = kvjax.Session(letters, TEXT, "streaming_llm", 16, max_new_tokens=16)
     for thing, parts in (
         (
             compiled,

@@ -95,7 +95,7 @@ def test_a_row(small: Case, tiny: Params) -> None:
 
 
 def test_filled_states_are_as_full_as_real_ones_and_what_a_step_reads_of_them(tiny: Params) -> None:
-    """Of what is freed, live slots and not all there are; of what recalls, the selection and its metadata."""
+    """Of what is freed, live slots and not all there are; of what is sparse, the selection and its metadata."""
     specs = layer_specs(tiny.config, 2, 50, 8, tiny.dtype)
     tree, pair = kvjax.TreeKV(budget=20, sinks=2), 2 * 16 * 4
     state = states.filled(tree, specs, 50)
@@ -109,7 +109,10 @@ def test_filled_states_are_as_full_as_real_ones_and_what_a_step_reads_of_them(ti
         == 2 * 2 * 2 * 20 * pair
         < tree.nbytes(tiny.config, 2, 50, 8, tiny.dtype)
     )
-    quest, long = get_policy("quest", budget=32, page=16, exempt=0), layer_specs(tiny.config, 1, 200, 8, tiny.dtype)
+    quest, long = (
+        get_policy("quest", budget=32, page=16, dense_layers=0),
+        layer_specs(tiny.config, 1, 200, 8, tiny.dtype),
+    )
     read = floor.cache_bytes_read(quest, long, states.filled(quest, long, 200).caches)
     assert read == quest.bytes_read(tiny.config, 1, 200, 8, tiny.dtype) < 2 * 2 * 200 * pair
 
@@ -135,8 +138,7 @@ def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: P
     assert row["tpot_ms"] > 0
     assert list(row["program_bytes"]) == ["decode"]
     more = row["batch_run"] + max(row["batch_run"] // 16, 1) + 1
-    specs = layer_specs(tiny.config, more, 50, 4, "float32")
-    assert max(measure._needed(case, get_policy("full"), specs).values()) > memory
+    assert max(measure.needed(case, case.engine(tiny.config, more)).values()) > memory
     with pytest.raises(ValueError, match="a single row needs"):
         measure.measure(case, tiny, bandwidth=None, memory=1000)
     with pytest.raises(ValueError, match="give one"):

@@ -37,10 +37,20 @@ def test_what_layers_are_told():
     config = ModelConfig("qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16), windows=(None, 20))
     first, second = cache.layer_specs(config, 3, 65, 7, jnp.bfloat16)
     assert (first.layer, first.num_layers, first.batch, first.num_heads, first.num_kv_heads) == (0, 2, 3, 8, 2)
-    assert (first.head_dim, first.prompt_len, first.new_tokens, first.dtype) == (16, 96, 7, jnp.bfloat16)
+    assert (first.head_dim, first.prompt_len, first.new_tokens, first.dtype) == (16, 96, 8, jnp.bfloat16)
     assert (first.scale, first.window) == (1 / 4, None)
     assert first.rope == config.rope.resolve(65 + 7)
     assert second == dataclasses.replace(first, layer=1, window=20)
+    assert first.totals(None).tolist() == [104] * 3
+    assert first.totals(jnp.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_few_sizes_serve_all_lengths():
+    assert [cache.bucket(n) for n in (0, 1, 64, 65, 96, 97, 1000)] == [0, 64, 64, 96, 96, 128, 1024]
+    assert [cache.bucket(n, 8) for n in (0, 1, 8, 9, 12, 13, 100)] == [0, 8, 8, 12, 12, 16, 128]
+    config = ModelConfig("qwen2", 64, 64, 96, 1, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16))
+    sizes = {cache.layer_specs(config, 1, 700, new, jnp.float32)[0].new_tokens for new in range(1, 4097)}
+    assert len(sizes) == 19
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 48))
@@ -60,7 +70,7 @@ def test_select_insert_evict():
     keep = np.zeros((2, 1, spec.prompt_len), bool)
     keep[:, :, [0, 3, 5]] = True
     q, k, v = (jnp.asarray(x) for x in (np.zeros((2, spec.prompt_len, 2, 8), np.float32), k, v))
-    prompt = cache.Prompt.of(spec.rope, q, k, v, jnp.asarray(case.lengths))
+    prompt = cache.Prompt.of(spec.rope, q, k, v, jnp.asarray(case.lengths), jnp.asarray(case.lengths))
     slots, index = cache.gather_kept(spec, 8, prompt, jnp.asarray(keep), rotated=False)
     assert np.asarray(index)[0, 0, :3].tolist() == [0, 3, 5]
     assert np.asarray(slots.pos)[:, 0].tolist() == [

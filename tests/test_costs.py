@@ -61,13 +61,13 @@ def test_with_a_budget_the_context_costs_nothing(name: str) -> None:
 
 
 def test_only_the_last_position_of_a_prompt_goes_through_the_vocabulary_head() -> None:
-    """A larger vocabulary adds 2 D operations a row and token of it, not one for each position."""
+    """A larger vocabulary adds 2 D operations per row and token of it, not one for each position."""
     rows, length, more = 2, 128, 1024
     flops = []
     for vocabulary in (CONFIG.vocab_size, CONFIG.vocab_size + more):
         config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
         specs = layer_specs(config, rows, length, 8, jnp.float32)
         program = jax.jit(partial(transformer.prefill, caches=[get_policy("full").layer(spec) for spec in specs]))
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,))]
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,), (rows,))]
         flops.append(program.lower(abstract(config), *shapes).compile().cost_analysis()["flops"])
     assert flops[1] - flops[0] == pytest.approx(2 * rows * CONFIG.hidden_size * more, rel=0.01)

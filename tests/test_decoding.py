@@ -20,7 +20,7 @@ from kvjax.runtime.sampling import Greedy
 
 STEPS = 24
 CHELSEA = Chelsea(budget=12, sinks=2, recent=3, every=5, chunk=8, outliers=False)
-CLUSTERKV = ClusterKV(budget=8, sinks=2, exempt=0, window=7, n_clusters=2, new_clusters=2, iterations=2)
+CLUSTERKV = ClusterKV(budget=8, sinks=2, dense_layers=0, window=7, n_clusters=2, new_clusters=2, iterations=2)
 MIXED = by_head({"a": CHELSEA, "b": StreamingLLM(budget=8)}, [["a", "b"], ["b", "a"]])
 CASES = [
     pytest.param(CHELSEA, id="chelsea"),
@@ -39,7 +39,9 @@ def begun(tiny, policy):
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     tokens, lengths = decoding.padded([list(range(14)), [3, 1, 4, 1, 5]])
     ends = jnp.zeros((0,), jnp.int32)
-    state, _ = decoding.prefill(policy, specs, tiny, tokens, lengths, jnp.zeros(2, jnp.uint32), Greedy(), ends)
+    state, _ = decoding.prefill(
+        policy, specs, tiny, tokens, lengths, lengths + STEPS, jnp.zeros(2, jnp.uint32), Greedy(), ends
+    )
     return policy, specs, state, ends
 
 
@@ -47,14 +49,14 @@ def begun(tiny, policy):
 def test_the_loop_is_single_steps(tiny, policy):
     policy, specs, state, ends = begun(tiny, policy)
     step = jax.jit(partial(decoding.step, policy, specs))
-    caches, token, pos, drawn = state.caches, state.token, state.pos, []
+    caches, token, pos, sampled = state.caches, state.token, state.pos, []
     for _ in range(STEPS):
         logits, caches = step(tiny, caches, token, pos)
         token, pos = jnp.argmax(logits, axis=-1).astype(jnp.int32), pos + 1
-        drawn.append(token)
+        sampled.append(token)
     count = jnp.asarray(STEPS, jnp.int32)
     after, tokens, _ = decoding.decode(policy, specs, tiny, state, count, Greedy(), ends)
-    np.testing.assert_array_equal(tokens[:, :STEPS], np.stack(drawn, axis=1))
+    np.testing.assert_array_equal(tokens[:, :STEPS], np.stack(sampled, axis=1))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after.caches, caches)
 
 
@@ -64,7 +66,7 @@ def test_rows_are_due_as_often_as_they_have_waited(tiny, policy, times):
 
     @jax.jit
     def advance(caches, token, pos):
-        """The caches after a step, and which rows were due before they were compressed and after."""
+        """The caches after a step, and which rows needed compression before and after it."""
         layers = decoding.layers_of(policy, specs)
         _, caches = transformer.decode_step(tiny, caches, token, pos, layers)
         after = [layer.compress(x) for layer, x in zip(layers, caches, strict=True)]
@@ -85,7 +87,7 @@ def test_who_never_compresses_and_who_always(tiny):
         for name, policy in [("full", Full()), ("stream", StreamingLLM(budget=8)), ("mixed", MIXED)]
     }
     assert told == {"full": "never", "stream": "every_step", "mixed": "every_step"}
-    short = ClusterKV(budget=4, sinks=2, exempt=0, window=20).bind(tiny.config)  # no tail will ever be as long
+    short = ClusterKV(budget=4, sinks=2, dense_layers=0, window=20).bind(tiny.config)  # no tail will ever be as long
     assert short.layer(spec).traits.sparse
     assert short.layer(spec).traits.compression == "never"
 
@@ -106,7 +108,7 @@ END = 63
 
 @flax.struct.dataclass
 class Scripted:
-    """Draws what it is told: for the token at a position, of the row that has this seed."""
+    """Samples what it is told: for the token at a position, of the row that has this seed."""
 
     tokens: Int[Array, "B T"]
 
@@ -117,15 +119,16 @@ class Scripted:
 
 
 def scripted(tiny, ends):
-    """What programs are called with: rows of 14 and 5 tokens, read, that draw 7 but for an end at the given positions."""
+    """What programs are called with: rows of 14 and 5 tokens, read, that sample 7 but for an end at the given positions."""
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     tokens = np.full((2, 14 + STEPS + 1), 7, np.int32)
     for row, positions in enumerate(ends):
         tokens[row, list(positions)] = END
     sampler = Scripted(jnp.asarray(tokens))
-    prompts, seeds = decoding.padded([list(range(14)), [3, 1, 4, 1, 5]]), jnp.arange(2, dtype=jnp.uint32)
+    prompts, lengths = decoding.padded([list(range(14)), [3, 1, 4, 1, 5]])
+    seeds = jnp.arange(2, dtype=jnp.uint32)
     end = jnp.asarray([END], jnp.int32)
-    state, _ = decoding.prefill(Full(), specs, tiny, *prompts, seeds, sampler, end)
+    state, _ = decoding.prefill(Full(), specs, tiny, prompts, lengths, lengths + STEPS, seeds, sampler, end)
     return specs, state, sampler, end
 
 
@@ -142,7 +145,7 @@ def scripted(tiny, ends):
     ],
 )
 def test_the_loop_ends_with_the_last_row_to_end(tiny, ends, steps, pieces):
-    """A row that has ended stays so, though it goes on to draw other tokens."""
+    """A row that has ended stays so, though it goes on to sample other tokens."""
     specs, state, sampler, end = scripted(tiny, ends)
     for piece in pieces:
         count = jnp.asarray(min(piece, STEPS - int(state.steps)), jnp.int32)
@@ -156,12 +159,12 @@ def test_the_loop_ends_with_the_last_row_to_end(tiny, ends, steps, pieces):
     [
         (([16], [10]), 5),
         (([19], [8]), 5),
-        (([15, 19], [6, 7, 10]), 5),  # what rows would draw while they still read is no end
+        (([15, 19], [6, 7, 10]), 5),  # what rows would sample while they still read is no end
         (([], [8]), 8),
     ],
 )
 def test_an_answer_ends_with_the_last_row_to_end(tiny, ends, steps):
-    """Rows read one token and three, and draw up to six from then on."""
+    """Rows read one token and three, and sample up to six from then on."""
     specs, state, sampler, end = scripted(tiny, ends)
     given, lengths = decoding.padded([[2], [2, 3, 4]])
     state, tokens, _ = decoding.answer(
@@ -170,5 +173,5 @@ def test_an_answer_ends_with_the_last_row_to_end(tiny, ends, steps):
     assert int(state.steps) == steps
     assert state.done.tolist() == [bool(positions) for positions in ends]
     for row, first in enumerate((15, 8)):
-        drawn = steps - int(lengths[row]) + 1
-        np.testing.assert_array_equal(tokens[row, :drawn], sampler.tokens[row, first : first + drawn])
+        sampled = steps - int(lengths[row]) + 1
+        np.testing.assert_array_equal(tokens[row, :sampled], sampler.tokens[row, first : first + sampled])

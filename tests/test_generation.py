@@ -292,7 +292,7 @@ def test_streaming_costs_the_same_after_a_long_prompt(letters, monkeypatch):
             kvjax.generate(letters, "a" * size, max_new_tokens=30, ignore_eos=True, temperature=1.5, stop=stop)
             costs.append(sum(decoded))
     assert max(costs) < 20 * 30
-    talk = kvjax.Session(letters, "a" * 200, room=40)
+    talk = kvjax.Session(letters, "a" * 200, max_new_tokens=40)
     decoded.clear()
     talk.generate("and", 30, ignore_eos=True)
     assert sum(decoded) < 20 * 30

@@ -21,6 +21,7 @@ REACHED = (
     "isinstance of a policy or state",
     "tests whether a method is overridden",
     "type errors ignored in policies",
+    "operation folders of kernels",
 )
 """Goals of `benchmarks.counts` that are reached, and stay so; the first two counts have lists of their own above."""
 
@@ -51,7 +52,7 @@ def test_private_names_stay_in_their_modules(sources: Sources) -> None:
 @pytest.mark.parametrize("name", REACHED)
 def test_reached_goals_stay_reached(sources: Sources, name: str) -> None:
     count = {count.name: count for count in counts(sources)}[name]
-    assert count.value <= count.most, f"{name}: {count.value}, at most {count.most}: {', '.join(count.offenders)}"
+    assert count.value <= count.limit, f"{name}: {count.value}, at most {count.limit}: {', '.join(count.offenders)}"
 
 
 def package(root: Path, **files: str) -> Sources:
@@ -128,6 +129,8 @@ def test_policies_are_counted(tmp_path: Path) -> None:
         engine="def f(p, n): return isinstance(p, int | mine.Mine), getattr(type(p), n) is not 1, isinstance(n, int), n is Kind.A",
         other="def f(c): return c.f is Mine.f",
         evals__x="from kvjax.cli import y",
+        pallas_kernels__f__api="def f(): ...",
+        pallas_kernels__f__reference="def f(): ...",
         cli__y="from kvjax.evals import x",
     )
     found = {count.name: count.value for count in counts(found)}
@@ -140,5 +143,6 @@ def test_policies_are_counted(tmp_path: Path) -> None:
         "isinstance of a policy or state": 4,
         "tests whether a method is overridden": 3,
         "type errors ignored in policies": 1,
-        "source lines": 22,
+        "operation folders of kernels": 1,
+        "source lines": 24,
     }

@@ -1,9 +1,11 @@
 """Memory sizes and what fits in them."""
 
+import jax.numpy as jnp
 import pytest
 
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, PolicyError, StreamingLLM, TreeKV, get_policy, policies
+from kvjax.runtime import memory as memory_module
 from kvjax.runtime.memory import largest_cache, parse_bytes
 
 
@@ -36,7 +38,7 @@ def test_what_is_no_size(text: str) -> None:
 def test_the_largest_cache_fits_and_the_next_does_not(tiny: Params, policy: Policy, memory: int) -> None:
     def nbytes(slots: int) -> int:
         sized = policy if isinstance(policy, Full) else get_policy(policy, budget=slots)
-        return sized.nbytes(tiny.config, 1, 0, slots)
+        return memory_module.sequence_bytes(sized, tiny.config, slots)
 
     slots = largest_cache(policy, tiny.config, memory)
     step = 128 if slots >= 2048 else 32
@@ -54,8 +56,8 @@ def test_nothing_fits(tiny: Params, memory: int) -> None:
 @pytest.mark.parametrize("memory", [10**7, 8 * 10**10])
 def test_a_cache_that_fits_is_found_in_a_few_looks(tiny: Params, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Each traces all layers: twenty of them for every policy are what `kvjax inspect --memory` would wait for."""
-    looked, nbytes = [], Policy.nbytes
-    monkeypatch.setattr(Policy, "nbytes", lambda self, *shape: looked.append(self) or nbytes(self, *shape))
+    looked, look = [], memory_module.sequence_bytes
+    monkeypatch.setattr(memory_module, "sequence_bytes", lambda *given: looked.append(given) or look(*given))
     for cls in policies().values():
         policy, before = cls(), len(looked)
         try:
@@ -66,7 +68,7 @@ def test_a_cache_that_fits_is_found_in_a_few_looks(tiny: Params, monkeypatch: py
         assert len(looked) - before <= 9, policy
         sizes = [found, found + (128 if found >= 2048 else 32)]
         fits, more = (
-            nbytes(get_policy(policy, budget=n) if "budget" in vars(policy) else policy, tiny.config, 1, 0, n)
+            look(get_policy(policy, budget=n) if "budget" in vars(policy) else policy, tiny.config, n, jnp.bfloat16)
             for n in sizes
         )
         assert fits <= memory < more, policy

@@ -23,8 +23,8 @@ SLOW = [
     kvjax.TreeKV(budget=16, sinks=2),
     get_policy("tova", budget=16),
     get_policy("chelsea", budget=16, sinks=2, recent=4, chunk=4, every=4),
-    get_policy("quest", budget=8, page=4, exempt=1),
-    get_policy("infinigen", budget=8, exempt=1),
+    get_policy("quest", budget=8, page=4, dense_layers=1),
+    get_policy("infinigen", budget=8, dense_layers=1),
 ]
 POLICIES = [compositions(16)[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW)]
 
@@ -47,7 +47,7 @@ def test_pieces_are_what_tokens_one_by_one_are(tiny: Params, policy: Policy) -> 
         kvjax.generate(tiny, PROMPTS, policy, prefill_chunk=chunk, **OPTIONS) for chunk in (BY_ONE, 16)
     )
     same(pieces, one_by_one)
-    assert pieces[0].stats.cache_bytes == policy.nbytes(tiny.config, 3, 0, 64 + 6, jnp.float32)
+    assert pieces[0].stats.cache_bytes == policy.nbytes(tiny.config, 3, 0, max(map(len, PROMPTS)) + 6, jnp.float32)
 
 
 @pytest.mark.slow

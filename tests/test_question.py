@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import bucket, layer_specs
 from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
 
 STEP = jax.jit(decoding.step, static_argnums=(0, 1))
 
@@ -23,19 +22,18 @@ OPTIONS = {"max_new_tokens": 12, "ignore_eos": True}
 
 
 def by_hand(params, prompt, question, policy):
-    """Prefill alone, then the decode step for every token of the question and every draw."""
+    """Prefill alone, then the decode step for every token of the question and every generated token."""
     policy = policy.bind(params.config)
-    specs = layer_specs(params.config, 1, len(prompt), bucket(len(question)) + 12, params.dtype)
-    ends, seed = jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, *decoding.padded([prompt]), seed, Greedy(), ends)
-    caches, drawn, reading = state.caches, [], list(question)
+    engine = Engine(params, policy, prompt_len=len(prompt), max_new_tokens=len(question) + 12)
+    specs, (state, _) = engine.specs, engine.prefill([prompt])
+    caches, sampled, reading = state.caches, [], list(question)
     for pos in range(len(prompt), len(prompt) + len(question) + 11):
         token = jnp.asarray([reading.pop(0)], jnp.int32)
         logits, caches = STEP(policy, specs, params, caches, token, jnp.asarray([pos], jnp.int32))
         if not reading:
-            drawn.append(int(jnp.argmax(logits[0])))
-            reading.append(drawn[-1])
-    return drawn
+            sampled.append(int(jnp.argmax(logits[0])))
+            reading.append(sampled[-1])
+    return sampled
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)

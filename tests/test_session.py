@@ -13,10 +13,10 @@ import pytest
 from checkpoints import HF_CONFIG, write_hf
 
 import kvjax
-from kvjax.cache import layer_specs
 from kvjax.conversion import Tokenizer
 from kvjax.runtime import decoding, interrupts, session
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
+from kvjax.runtime.program import Program
 
 STEP = jax.jit(decoding.step, static_argnums=(0, 1))
 RNG = np.random.default_rng(11)
@@ -28,9 +28,8 @@ POLICY = kvjax.ChunkKV(budget=0.3, chunk=4, window=4)
 def by_hand(params, policy, pieces):
     """Each piece is read token by token after the prompt, then six tokens are drawn; draws by piece."""
     policy = policy.bind(params.config)
-    specs = layer_specs(params.config, 1, len(PROMPT) - 1, ROOM + 1, params.dtype)
-    ends, seed = jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, *decoding.padded([PROMPT[:-1]]), seed, Greedy(), ends)
+    engine = Engine(params, policy, prompt_len=len(PROMPT) - 1, max_new_tokens=ROOM + 1)
+    specs, (state, _) = engine.specs, engine.prefill([PROMPT[:-1]])
     caches, positions, unread, draws = state.caches, itertools.count(len(PROMPT) - 1), PROMPT[-1:], []
     for piece in pieces:
         unread, drawn = unread + piece, []
@@ -45,7 +44,7 @@ def by_hand(params, policy, pieces):
 
 
 def begin(params, policy):
-    return kvjax.Session(params, PROMPT, policy, room=ROOM)
+    return kvjax.Session(params, PROMPT, policy, max_new_tokens=ROOM)
 
 
 def test_turns_are_read_into_the_compressed_cache(tiny, monkeypatch):
@@ -57,12 +56,12 @@ def test_turns_are_read_into_the_compressed_cache(tiny, monkeypatch):
         held = talk.cache_bytes
         assert [talk.generate(text, 6, ignore_eos=True).tokens for text in (FIRST, SECOND)] == expected
         assert talk.tokens == PROMPT + FIRST + expected[0] + SECOND + expected[1]
-        assert talk.room == ROOM - 9 - 6 - 5 - 6
+        assert talk.remaining == ROOM - 9 - 6 - 5 - 6
         assert talk.cache_bytes == held
 
 
 def test_reading_and_writing_are_one_program(letters):
-    talk = kvjax.Session(letters, "hello", kvjax.StreamingLLM(budget=12), room=400)
+    talk = kvjax.Session(letters, "hello", kvjax.StreamingLLM(budget=12), max_new_tokens=400)
     before = len(decoding.answer.executables)
     talk.read("again " * 30)
     talk.generate("and again " * 15, 6)
@@ -79,7 +78,7 @@ def test_questions_are_asked_of_forks(tiny):
         talk.generate("", 6)
     with pytest.raises(ValueError, match="9 tokens are more than"):
         talk.generate(FIRST, ROOM - 8)
-    assert (talk.tokens, talk.room) == (PROMPT, ROOM)
+    assert (talk.tokens, talk.remaining) == (PROMPT, ROOM)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,9 @@ def talker(tmp_path_factory):
 
 def test_a_chat_reads_what_the_template_says(talker):
     """After any turns the session has read what the template makes of the conversation, but for cut answers' missing ends."""
-    talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300)
+    talk = kvjax.Session(
+        talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), max_new_tokens=300
+    )
     tokenizer = talker.tokenizer
     for message in ("hello", "and now?"):
         reply = talk.chat(message, 5, ignore_eos=True)
@@ -113,7 +114,7 @@ def test_a_chat_reads_what_the_template_says(talker):
 
 def test_an_end_token_is_not_read_twice(talker, monkeypatch):
     """An answer that ends by itself has drawn the end that the template puts behind it."""
-    talk = kvjax.Session(talker, [{"role": "user", "content": "hi"}], room=200)
+    talk = kvjax.Session(talker, [{"role": "user", "content": "hi"}], max_new_tokens=200)
     talk.answer(3, ignore_eos=True)
     talk._at.ids[-1] = 1  # as if the last token drawn had been the end
     talk.chat("again", 2)
@@ -125,7 +126,7 @@ def test_an_end_token_is_not_read_twice(talker, monkeypatch):
 PROGRAM = decoding.answer
 
 
-class BrokenOff:
+class BrokenOff(Program):
     """`decoding.answer`, whose nth call is broken off: before it runs, after, or by a Ctrl-C while it runs."""
 
     def __init__(self, call: int, when: str, kind: type[BaseException]) -> None:
@@ -144,6 +145,7 @@ class BrokenOff:
         return result
 
     compiled = PROGRAM.compiled
+    compile_seconds = 0.0
 
 
 CALLS = [
@@ -167,16 +169,16 @@ def test_a_turn_that_is_broken_off(tiny, monkeypatch, call, when, kind):
     written = max(call - (2 if when == "during" else 3), 0) * 3
     assert talk.tokens == PROMPT + FIRST + want[:written]
     if when == "after":
-        assert (talk.room, talk.cache_bytes) == (0, 0)
+        assert (talk.remaining, talk.cache_bytes) == (0, 0)
         assert ", over" in repr(talk)
         for refused in (talk.generate, talk.fork, lambda: talk.read([1]), lambda: talk.ask([[1]])):
             with pytest.raises(RuntimeError, match=r"this session is over.*kvjax\.Session\(params, session\.tokens"):
                 refused()
         return
-    assert talk.room == ROOM - len(FIRST) - written
+    assert talk.remaining == ROOM - len(FIRST) - written
     rest = talk.generate(max_new_tokens=6 - written, ignore_eos=True) if written < 6 else None
     assert want[written:] == (rest.tokens if rest else [])
-    assert (talk.tokens, talk.room) == (whole.tokens, whole.room)
+    assert (talk.tokens, talk.remaining) == (whole.tokens, whole.remaining)
     assert talk.generate(SECOND, 6, ignore_eos=True) == whole.generate(SECOND, 6, ignore_eos=True)
 
 
@@ -217,16 +219,16 @@ def test_a_turn_that_is_broken_off_at_any_line(tiny, monkeypatch):
         done = len(talk.tokens) - len(PROMPT)
         if talk._over:
             over += 1
-            assert talk.room == 0
+            assert talk.remaining == 0
             continue
         assert talk.tokens == (PROMPT + FIRST + want)[: len(talk.tokens)]
         assert done == 0 or done >= len(FIRST)
-        assert talk.room == ROOM - done
+        assert talk.remaining == ROOM - done
         if done == 0:
             talk.read(FIRST)
         left = ROOM - len(FIRST) - 6
-        if talk.room > left:
-            talk.generate(max_new_tokens=talk.room - left, ignore_eos=True)
+        if talk.remaining > left:
+            talk.generate(max_new_tokens=talk.remaining - left, ignore_eos=True)
         assert talk.tokens == whole.tokens
     assert lines > 60
     assert over < lines / 4  # where the new cache is not yet in place, which a real Ctrl-C waits for
@@ -258,7 +260,7 @@ def test_a_chat_that_is_broken_off_in_the_tokenizer(talker, monkeypatch, method)
     """At whichever call: messages, tokens and the cache tell of the same conversation."""
     monkeypatch.setattr(session, "PIECE", 8)
     opening = kvjax.Session(
-        talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300
+        talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), max_new_tokens=300
     )
     usual = getattr(Tokenizer, method)
     for call in itertools.count(1):
@@ -296,7 +298,7 @@ def agrees(params, talk):
     }
     want = "".join(parts[message["role"]].format(message["content"]) for message in talk.messages)
     assert text in (want, want.removesuffix("</s>\n"))
-    assert talk.room == 300 - len(talk.tokens) + len(params.tokenizer.encode("<|system|>Be brief.</s>\n"))
+    assert talk.remaining == 300 - len(talk.tokens) + len(params.tokenizer.encode("<|system|>Be brief.</s>\n"))
     assert not talk._over
 
 
@@ -305,7 +307,9 @@ def test_a_chat_that_is_broken_off_in_a_program(talker, monkeypatch, call):
     """Also in the middle of an answer, which the next message then follows."""
     monkeypatch.setattr(session, "PIECE", 16)
     monkeypatch.setattr(decoding, "CHUNK", 3)
-    talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), room=300)
+    talk = kvjax.Session(
+        talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), max_new_tokens=300
+    )
     monkeypatch.setattr(decoding, "answer", BrokenOff(call, "during", KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         talk.chat("hello", 6, ignore_eos=True)
@@ -322,25 +326,25 @@ def test_a_chat_that_is_broken_off_in_a_program(talker, monkeypatch, call):
 
 def test_what_say_refuses(talker):
     """Without a trace in the session."""
-    talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], room=40)
-    before = talk.tokens, talk.messages, talk.room
+    talk = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], max_new_tokens=40)
+    before = talk.tokens, talk.messages, talk.remaining
     for message, options, says in (
         (5, {}, r"content of a chat message is 5 \(int\)"),
         ("\ud83d", {}, "half of a surrogate pair"),
-        ("hello", {"max_new_tokens": 41}, "41 tokens are more than the session's room for 40"),
-        ("hello" * 9, {"max_new_tokens": 20}, "tokens are more than the session's room for 20"),
+        ("hello", {"max_new_tokens": 41}, "41 tokens are more than the session has room for, 40"),
+        ("hello" * 9, {"max_new_tokens": 20}, "tokens are more than the session has room for, 20"),
         ("hello", {"seed": 0.5}, "seed=0.5"),
     ):
         with pytest.raises(ValueError, match=says):
             talk.chat(message, **options)
     with pytest.raises(TypeError, match="stop"):
         talk.chat("hello", stop="x")
-    assert (talk.tokens, talk.messages, talk.room) == before
+    assert (talk.tokens, talk.messages, talk.remaining) == before
 
 
 def test_what_a_session_refuses(tiny, talker):
     talk = begin(tiny, POLICY)
-    with pytest.raises(ValueError, match="61 tokens are more than the session's room for 60"):
+    with pytest.raises(ValueError, match="61 tokens are more than the session has room for, 60"):
         talk.generate(max_new_tokens=61)
     with pytest.raises(ValueError, match="did not begin with chat messages"):
         talk.chat("hello")
@@ -348,7 +352,7 @@ def test_what_a_session_refuses(tiny, talker):
         talk.answer()
     with pytest.raises(ValueError, match="two tokens or more"):
         kvjax.Session(tiny, PROMPT[:1])
-    with pytest.raises(ValueError, match="room=0"):
-        kvjax.Session(tiny, PROMPT, room=0)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        kvjax.Session(tiny, PROMPT, max_new_tokens=0)
     with pytest.raises(ValueError, match="assistant's turn"):
-        kvjax.Session(talker, [{"role": "user", "content": "hi"}], room=200).chat("again")
+        kvjax.Session(talker, [{"role": "user", "content": "hi"}], max_new_tokens=200).chat("again")

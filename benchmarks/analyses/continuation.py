@@ -4,16 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache import layer_specs
 from kvjax.evals.perplexity import Perplexity, read
 from kvjax.models import Params
-from kvjax.policies import Policy, get_policy
-from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.policies import Policy
+from kvjax.runtime.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +19,14 @@ class Continuation:
 
     Attributes:
         scores: log-probabilities of the text's own tokens, and bytes of the cache they were predicted from.
-        predicted: the likeliest token at each of these places.
+        predicted: the top-1 token at each of these places.
     """
 
     scores: Perplexity
     predicted: Int[np.ndarray, " S"]
 
     def agreement(self, other: "Continuation") -> float:
-        """Share of places at which both find the same token likeliest."""
+        """Share of places at which both find the same token most probable."""
         return float(np.mean(self.predicted == other.predicted))
 
 
@@ -53,7 +50,7 @@ def continuation(
         progress: called with tokens read after the prompt, and in all.
 
     Returns:
-        One `Continuation` a text, each of its length - prompt_tokens - 1 predictions.
+        One `Continuation` per text, each of its length - prompt_tokens - 1 predictions.
 
     Raises:
         ValueError: there is no text, the lengths differ, or less than one token of prompt or two of continuation are left.
@@ -66,14 +63,11 @@ def continuation(
         raise ValueError(
             f"prompt_tokens={prompt_tokens} of texts of {lengths[0]}; give 1 to {lengths[0] - 2}, so that two or more follow"
         )
-    policy = get_policy(policy, budget=budget).bind(params.config)
-    policy.validate(lengths[0])
     tokens = np.asarray(texts, np.int32)
     rows = len(tokens)
-    specs = layer_specs(params.config, rows, prompt_tokens, lengths[0] - prompt_tokens, params.dtype)
-    prompts = decoding.padded([text[:prompt_tokens] for text in texts])
-    ends, seed = jnp.zeros((0,), jnp.int32), jnp.zeros((rows,), jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, *prompts, seed, Greedy(), ends)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches)) // rows
-    logprobs, predicted = read(params, policy, specs, state.caches, tokens, prompt_tokens, progress)
-    return [Continuation(Perplexity(row, held), best) for row, best in zip(logprobs, predicted, strict=True)]
+    new = lengths[0] - prompt_tokens
+    engine = Engine(params, policy, budget, batch=rows, prompt_len=prompt_tokens, max_new_tokens=new)
+    state, _ = engine.prefill([text[:prompt_tokens] for text in texts])
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches)) // rows
+    logprobs, predicted = read(engine, state.caches, tokens, prompt_tokens, progress)
+    return [Continuation(Perplexity(row, cache_bytes), best) for row, best in zip(logprobs, predicted, strict=True)]

@@ -76,8 +76,8 @@ def page_recall(
     Raises:
         ValueError: nothing follows the prompt, or the budget has no room for a chunk.
     """
-    room = budget - sinks - recent
-    if room < chunk:
+    remaining = budget - sinks - recent
+    if remaining < chunk:
         raise ValueError(f"a budget of {budget} has no room for a chunk of {chunk} besides {sinks + recent} tokens")
     count = max(prompt - sinks - recent, 0) // chunk
     middle = slice(sinks, sinks + count * chunk)
@@ -87,7 +87,7 @@ def page_recall(
         low, high = chunks.min(axis=1), chunks.max(axis=1)
         up, down = np.maximum(queries, 0).sum(axis=0), np.minimum(queries, 0).sum(axis=0)  # the group's, [Q, H]
         chosen = np.ones(probs.shape, bool)
-        chosen[:, middle] = np.repeat(_largest(up @ high.T + down @ low.T, room // chunk), chunk, axis=-1)
+        chosen[:, middle] = np.repeat(_largest(up @ high.T + down @ low.T, remaining // chunk), chunk, axis=-1)
         return chosen
 
     return _recall(layers, prompt, promising)

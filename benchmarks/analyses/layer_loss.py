@@ -70,10 +70,10 @@ def attention_similarity(layers: Sequence[Recorded], kept: Bool[np.ndarray, "L K
 
 
 def draw_layers(values: Mapping[str, Float[np.ndarray, " L"]], measure: str) -> "Figure":
-    """A line a policy over the layers, for `cache_loss` or `attention_similarity` (Figure 4).
+    """One line per policy over the layers, for `cache_loss` or `attention_similarity` (Figure 4).
 
     Args:
-        values: a value a layer, by policy.
+        values: one value per layer, by policy.
         measure: what the values are, with their unit; the axis says so.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.analysis.recall import Recaller, recall_rate, replay
+from kvjax.analysis.recall import SparsePolicy, recall_rate, replay
 from kvjax.analysis.recording import Recorded
 from kvjax.extras import import_matplotlib
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def rates(
     layers: Sequence[Recorded],
-    policies: Mapping[str, Recaller],
+    policies: Mapping[str, SparsePolicy],
     budgets: Sequence[int],
     prompt: int,
     progress: Callable[[int, int], None] | None = None,
@@ -24,7 +24,7 @@ def rates(
     """Recall rate by policy and budget, averaged over layers, query heads and decoding steps (Figure 11).
 
     Args:
-        layers: a text as recorded; leave out the layers that are exempt.
+        layers: a text as recorded; leave out the first `dense_layers`.
         policies: whose budgets are replaced by each of `budgets`.
         prompt: how many tokens of the text are the prompt.
         progress: called with layers replayed and in all, those of all policies and budgets counted.
@@ -36,8 +36,8 @@ def rates(
         for budget in budgets:
             means = []
             for layer in layers:
-                recalled = replay(dataclasses.replace(policy, budget=budget), layer, prompt)
-                means.append(np.mean(recall_rate(recalled.chosen, recalled.logits)))
+                selected = replay(dataclasses.replace(policy, budget=budget), layer, prompt)
+                means.append(np.mean(recall_rate(selected.chosen, selected.logits)))
                 done += 1
                 if progress is not None:
                     progress(done, total)
@@ -46,7 +46,7 @@ def rates(
 
 
 def draw_rates(rates: Mapping[str, Mapping[int, float]]) -> "Figure":
-    """Recall rate over budget, a line a policy (Figure 11).
+    """Recall rate over budget, one line per policy (Figure 11).
 
     Args:
         rates: as `rates` returns them.

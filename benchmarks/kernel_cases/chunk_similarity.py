@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import chunk_similarity
-from kvjax.pallas_kernels.chunk_similarity import RESOLUTION, pallas_triton
+from kvjax.pallas_kernels.cluster_merging import RESOLUTION
+from kvjax.pallas_kernels.cluster_merging import chunk_similarity_pallas_triton as pallas_triton
 
 from .case import Case, relative_error
 

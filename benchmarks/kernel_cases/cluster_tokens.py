@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import cluster_tokens
-from kvjax.pallas_kernels.cluster_tokens import pallas_triton
+from kvjax.pallas_kernels.top_k import cluster_tokens_pallas_triton as pallas_triton
 
 from .case import Case
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Clusters, copy_clusters
-from kvjax.pallas_kernels.merge_clusters import pallas_triton
+from kvjax.pallas_kernels.cluster_merging import merge_clusters_pallas_triton as pallas_triton
 
 from .case import Case
 

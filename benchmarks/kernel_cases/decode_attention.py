@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
-from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention, pallas_triton
+from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention
+from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_triton as pallas_triton
 
 SAMPLED = 3
 """Rows × KV heads compared with float64."""

@@ -66,7 +66,7 @@ def _way(
             found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
             out = pallas_mosaic_gpu.fused_decode_block(attended, x, weights, sizes=found)
         elif implementation is None:
-            out = reference.fused_decode_block(attended, x, weights)
+            out = reference.multiply_apart(attended, x, weights)
         else:
             out = fused_decode_block(attended, x, weights, implementation=implementation)
         x, attended, *_ = out

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import nearest
-from kvjax.pallas_kernels.nearest import pallas_triton
+from kvjax.pallas_kernels.kmeans import nearest_pallas_triton as pallas_triton
 
 from .case import Case, relative_error
 

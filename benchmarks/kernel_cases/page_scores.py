@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import page_scores
-from kvjax.pallas_kernels.page_scores import pallas_triton
+from kvjax.pallas_kernels.block_scores import pallas_triton
 
 from .case import Case, relative_error
 

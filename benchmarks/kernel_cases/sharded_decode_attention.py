@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import CacheShard, sharded_decode_attention
-from kvjax.pallas_kernels.sharded_decode_attention import pallas_triton
+from kvjax.pallas_kernels.decode_attention import sharded_decode_attention_pallas_triton as pallas_triton
 
 from .case import Case, relative_error
 
@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
 
 
 def _held(caches: Any) -> list[CacheShard]:
-    return [CacheShard(*arrays, heads) for arrays, heads in zip(caches, HEADS, strict=True)]
+    return [CacheShard(k, v, weight, heads) for (k, v, weight), heads in zip(caches, HEADS, strict=True)]
 
 
 def _attend(q: jax.Array, *caches: Any, implementation: Any = "auto", sizes: dict[str, int] | None = None) -> jax.Array:

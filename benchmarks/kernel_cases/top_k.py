@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.pallas_kernels import top_k, top_k_indices
 from kvjax.pallas_kernels.ties import NEAR
-from kvjax.pallas_kernels.top_k import pallas_triton
+from kvjax.pallas_kernels.top_k import top_k_pallas_triton as pallas_triton
 
 from .case import Case
 

@@ -16,7 +16,7 @@ def similarity(keys: Float[np.ndarray, "T H"]) -> Float[np.ndarray, "T T"]:
     """Cosine similarity of every two keys of a head (Figure 2).
 
     Args:
-        keys: rotated, one a token: `kvjax.analysis.recording.record(params, tokens)[layer].k[:, head]`.
+        keys: rotated, one per token: `kvjax.analysis.recording.record(params, tokens)[layer].k[:, head]`.
     """
     unit = _unit(keys)
     return unit @ unit.T
@@ -41,7 +41,7 @@ def by_distance(keys: Float[np.ndarray, "T K H"], distance: int = 256) -> Float[
 
 
 def draw_maps(maps: Mapping[str, Float[np.ndarray, "T T"]]) -> "Figure":
-    """Heat maps of `similarity`, one a head, to one scale.
+    """Heat maps of `similarity`, one per head, to one scale.
 
     Args:
         maps: matrices by title.
@@ -66,7 +66,7 @@ def draw_maps(maps: Mapping[str, Float[np.ndarray, "T T"]]) -> "Figure":
 
 
 def draw_by_distance(curves: Mapping[str, Float[np.ndarray, " D"]]) -> "Figure":
-    """A line a curve: mean similarity against distance.
+    """One line per curve: mean similarity against distance.
 
     Args:
         curves: by name, each at distances 1, 2, ….

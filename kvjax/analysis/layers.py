@@ -8,17 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.cache import layer_specs
 from kvjax.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
-from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,14 +33,11 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
     """
     if not len(tokens):
         raise ValueError("the prompt is empty; give at least one token")
-    policy = policy.bind(params.config)
-    policy.validate(len(tokens) + new_tokens)
-    specs = layer_specs(params.config, 1, len(tokens), new_tokens, params.dtype)
-    rest = jnp.zeros((1,), jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
-    state, _ = decoding.prefill(policy, specs, params, *decoding.padded([list(tokens)]), *rest)
-    held = np.zeros((len(specs), params.config.num_kv_heads, len(tokens)), bool)
-    for mask, spec, layer in zip(held, specs, state.caches, strict=True):
-        slots = as_cache(policy.layer(spec), layer)
+    engine = Engine(params, policy, prompt_len=len(tokens), max_new_tokens=new_tokens)
+    state, _ = engine.prefill([list(tokens)])
+    held = np.zeros((len(engine.specs), params.config.num_kv_heads, len(tokens)), bool)
+    for mask, layer, cache in zip(held, engine.layers, state.caches, strict=True):
+        slots = as_cache(layer, cache)
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         for head, places, full in zip(mask, pos, live, strict=True):
             head[places[full]] = True
@@ -74,7 +68,7 @@ def neighbours(similarity: Float[np.ndarray, "L L"]) -> float:
 
 
 def draw_similarity(similarity: Mapping[str, Float[np.ndarray, "L L"]]) -> "Figure":
-    """Heat maps of `jaccard`, one a policy, to one scale (Figures 2 and 7 to 15).
+    """Heat maps of `jaccard`, one per policy, to one scale (Figures 2 and 7 to 15).
 
     Args:
         similarity: matrices by title.

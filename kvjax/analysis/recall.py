@@ -1,4 +1,4 @@
-"""Whether policies recall the tokens that matter, and how often they have them at hand already (ClusterKV, section V-B and V-C).
+"""Whether queries select the tokens that matter, and how often those are on the device already (ClusterKV, section V-B and V-C).
 
 Queries are those of the plain model reading a text, so that all policies are asked the same.
 """
@@ -17,12 +17,12 @@ from kvjax.policies import ClusterKV, InfiniGen, Quest, SparseLayer
 
 from .recording import Recorded
 
-Recaller = ClusterKV | Quest | InfiniGen
-"""Policies that recall, and exempt some first layers from it."""
+SparsePolicy = ClusterKV | Quest | InfiniGen
+"""Policies with sparse attention that leave some first layers dense."""
 
 
-class Recalled(NamedTuple):
-    """What one layer's queries recall after a prompt: S steps, N query heads, T tokens of the whole text.
+class Selected(NamedTuple):
+    """What one layer's queries select after a prompt: S steps, N query heads, T tokens of the whole text.
 
     Attributes:
         chosen: what is read of the tokens before the tail, ClusterKV's sinks among them: of `budget` tokens all, where there
@@ -34,13 +34,12 @@ class Recalled(NamedTuple):
     logits: Float[np.ndarray, "S N T"]
 
 
-def replay(policy: Recaller, layer: Recorded, prompt: int) -> Recalled:
+def replay(policy: SparsePolicy, layer: Recorded, prompt: int) -> Selected:
     """Give a layer's recorded prompt to the policy, then the rest of the text token by token.
 
     Args:
-        policy: not bound to a model; only what it does in layers that are not exempt matters. InfiniGen is given the layer's own
-            queries, of which it would otherwise have only those that the layer before foresees, and takes its directions from
-            the prompt's.
+        policy: not bound to a model; only what it does beyond its dense layers matters. InfiniGen is given the layer's own queries,
+            where it would otherwise look ahead from the layer before, and takes its directions from the prompt's.
         layer: what `kvjax.analysis.recording.record` found in this layer.
         prompt: how many of the T tokens are the prompt.
 
@@ -54,7 +53,7 @@ def replay(policy: Recaller, layer: Recorded, prompt: int) -> Recalled:
     keys = np.repeat(layer.k, heads // layer.k.shape[1], axis=1)
     logits = np.einsum("snh,tnh->snt", layer.q[prompt:], keys) * np.float32(spec.scale)
     asked = np.arange(total) < tail[:, None]
-    return Recalled(chosen, np.where(asked[:, None], logits, -np.inf))
+    return Selected(chosen, np.where(asked[:, None], logits, -np.inf))
 
 
 def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray, "K T"]:
@@ -65,7 +64,7 @@ def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray,
     spec = _spec(policy, layer, prompt)
     lengths = jnp.full((1,), prompt, jnp.int32)
     q, k, v = (jnp.asarray(x)[None, :prompt] for x in (layer.q, layer.k, layer.v))
-    state, _ = jax.jit(policy.layer(spec).prefill)(Prompt.of(spec.rope, q, k, v, lengths), {})
+    state, _ = jax.jit(policy.layer(spec).prefill)(Prompt.of(spec.rope, q, k, v, lengths, spec.totals(None)), {})
     found = np.full((spec.num_kv_heads, prompt), -1)
     heads = (np.asarray(x[0]) for x in (state.order, state.starts, state.sizes))
     for labels, order, starts, sizes in zip(found, *heads, strict=True):
@@ -89,7 +88,7 @@ def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
     """Share of the chosen tokens that one of the last `steps` queries of the same head chose too (section IV-D).
 
     It is what a cache of the selections of R = `steps` steps saves of the transfer from host memory. Of a cluster that was cut
-    to fit the budget, the tokens that were left out count as not at hand. The first query, which finds nothing, is left out.
+    to fit the budget, the tokens that were left out count as not on the device. The first query, which finds nothing, is left out.
 
     Raises:
         ValueError: there are fewer than two queries, or `steps` is less than 1.
@@ -102,14 +101,14 @@ def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
     return hits / max(int(np.sum(chosen[1:])), 1)
 
 
-def _spec(policy: Recaller, layer: Recorded, prompt: int) -> LayerSpec:
-    """A layer that is not exempt, for a recorded text; errors as for `replay`."""
+def _spec(policy: SparsePolicy, layer: Recorded, prompt: int) -> LayerSpec:
+    """A layer that is not dense, for a recorded text; errors as for `replay`."""
     total, heads, dim = layer.q.shape
     if not 0 < prompt < total:
         raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
     spec = LayerSpec(
-        layer=policy.exempt,
-        num_layers=policy.exempt + 1,
+        layer=policy.dense_layers,
+        num_layers=policy.dense_layers + 1,
         batch=1,
         num_heads=heads,
         num_kv_heads=layer.k.shape[1],
@@ -130,12 +129,14 @@ def _spec(policy: Recaller, layer: Recorded, prompt: int) -> LayerSpec:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _replay(
-    policy: Recaller, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
+    policy: SparsePolicy, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
 ) -> tuple[Bool[Array, "S R T"], Int[Array, " S"]]:
     """What each head chooses at each step of the tokens before the tail, and where the tail begins by then."""
     layer, size = cast(SparseLayer[Any], policy.layer(spec)), spec.prompt_len
     lengths = jnp.full((1,), size, jnp.int32)
-    start, _ = layer.prefill(Prompt.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths), {})
+    start, _ = layer.prefill(
+        Prompt.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths, spec.totals(None)), {}
+    )
     position = jnp.arange(size, spec.max_tokens, dtype=jnp.int32)[:, None]
 
     def step(state: Any, inputs: tuple[Array, Array, Array, Array]) -> tuple[Any, tuple[Array, Array]]:

@@ -92,8 +92,8 @@ def magnitudes(layers: Sequence[Recorded], levels: int = 5) -> Float[np.ndarray,
     return total / len(layers)
 
 
-def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], ends: int = 32) -> "Figure":
-    """A line a level over positions, without the first and last `ends` tokens, whose attention is of another size (Figure 2).
+def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], margin: int = 32) -> "Figure":
+    """One line per level over positions, without the first and last `margin` tokens, whose attention is of another size (Figure 2).
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -101,11 +101,11 @@ def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], ends: int = 32) -> "Fig
     """
     figures, colormaps = import_matplotlib()
     levels, total = magnitude.shape
-    if total <= 2 * ends:
+    if total <= 2 * margin:
         raise ValueError(
-            f"{total} positions less {ends} at both ends leave none to draw; give a longer text or lower ends"
+            f"{total} positions less {margin} at both ends leave none to draw; give a longer text or lower margin"
         )
-    positions = np.arange(ends, total - ends)
+    positions = np.arange(margin, total - margin)
     figure = figures.Figure(figsize=(6.4, 3.8), layout="constrained")
     panel = figure.subplots()
     for level, shade in enumerate(colormaps["viridis_r"](np.linspace(0.15, 1, levels))):

@@ -6,10 +6,11 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from kvjax.models import ModelConfig
+from kvjax.models import ModelConfig, Params
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
 from kvjax.policies.text import parse_settings, split
+from kvjax.runtime.engine import Engine
 
 LARGEST = "largest"
 
@@ -49,6 +50,15 @@ class Case:
         """The model's shape."""
         config = PRESETS[self.shape]
         return config if self.layers is None else dataclasses.replace(config, num_layers=self.layers, windows=())
+
+    def engine(self, model: Params | ModelConfig, batch: int) -> Engine:
+        """What runs it in so many rows, with weights of its shape or for the shape alone.
+
+        Raises:
+            PolicyError: the policy does not take these settings.
+        """
+        sizes = {"batch": batch, "prompt_len": self.context, "max_new_tokens": self.new_tokens}
+        return Engine(model, self.bound_policy(), **sizes, dtype=self.dtype)
 
     def bound_policy(self) -> Policy:
         """The policy, for this model.

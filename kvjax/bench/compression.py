@@ -61,7 +61,7 @@ def _every_layer(
     states: list[Any] = []
     carry: Carry = {}
     for spec, factor in zip(specs, factors, strict=True):
-        prompt = Prompt.of(spec.rope, q * factor, k * factor, v * factor, lengths)
+        prompt = Prompt.of(spec.rope, q * factor, k * factor, v * factor, lengths, lengths + spec.new_tokens)
         state, carry = policy.layer(spec).prefill(prompt, carry)
         states.append(state)
     return states

@@ -18,8 +18,9 @@ Row = Mapping[str, Any]
 
 
 def by_context(rows: Sequence[Row]) -> "Figure":
-    """Time per output token (dotted: its floor) and peak memory by context, a column a batch, a line a policy; not of the largest
-    batches, each of which is another.
+    """Time per output token (dotted: its floor) and peak memory by context: one column per batch, one line per policy.
+
+    The largest batches are left out, each of which is another.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -43,7 +44,7 @@ def by_context(rows: Sequence[Row]) -> "Figure":
 
 
 def by_batch(rows: Sequence[Row]) -> "Figure":
-    """Tokens a second by batch, a column a context, a line a policy.
+    """Tokens per second by batch, one column per context, one line per policy.
 
     Errors: as for `by_context`.
     """

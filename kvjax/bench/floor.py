@@ -30,7 +30,7 @@ BANDWIDTH = {
     "TPU v5 lite": 0.819e12,
     "TPU v4": 1.228e12,
 }
-"""Bytes a second by what JAX calls the device (`device_kind` has it in it), from the makers' data sheets."""
+"""Bytes per second by what JAX calls the device (`device_kind` has it in it), from the makers' data sheets."""
 
 
 def bandwidth(device_kind: str) -> float | None:
@@ -39,7 +39,7 @@ def bandwidth(device_kind: str) -> float | None:
 
 
 def weight_bytes(params: Params) -> int:
-    """Bytes of weights that a decoding step reads: all but an embedding of its own, of which it reads a row a token."""
+    """Bytes of weights that a decoding step reads: all of them, but of a separate embedding one row per token."""
     return sum(x.nbytes for x in jax.tree.leaves(params)) - (0 if params.head is None else params.embed.nbytes)
 
 
@@ -63,9 +63,9 @@ def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
 
 
 def _layer(policy: Policy, spec: LayerSpec, live: int, cache: object) -> int:
-    held = sum(x.nbytes for x in jax.tree.leaves(cache))
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(cache))
     if policy.info.memory == "quantized":
         shape = jax.eval_shape(lambda x: as_cache(policy.layer(spec), x).pos, cache).shape
-        return held * live // int(np.prod(shape))
+        return cache_bytes * live // int(np.prod(shape))
     pairs = live * 2 * spec.head_dim * spec.dtype.itemsize
     return min(pairs, policy.layer(spec).bytes_read)

@@ -4,16 +4,12 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import layer_specs
-from kvjax.models import Params, abstract
-from kvjax.policies import Policy
+from kvjax.models import Params
 from kvjax.runtime import decoding
-from kvjax.runtime.compiling import executables, program_bytes
-from kvjax.runtime.decoding import Decoding, Specs
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.decoding import Decoding
+from kvjax.runtime.engine import Engine, program_bytes
 
 from . import compression, floor, states
 from .case import LARGEST, Case
@@ -24,33 +20,29 @@ STEPS = 64
 PREFILLS = 3
 """Times a prompt is read; the first warms up."""
 
-_REST = Greedy(), jax.ShapeDtypeStruct((0,), jnp.int32)
-
 
 def measure(case: Case, params: Params, bandwidth: float | None, memory: int | None) -> dict[str, Any]:
     """What a row says besides the case itself.
 
     Args:
         params: weights of the case's shape and type.
-        bandwidth: bytes a second, for the floor; None if it is not known.
+        bandwidth: bytes per second, for the floor; None if it is not known.
         memory: bytes that may be used; None if that is not known, which "largest" batches need.
 
     Raises:
         ValueError: the programs need more than `memory`, or nothing fits.
         PolicyError: the policy does not take these settings.
     """
-    policy = case.bound_policy()
-    policy.validate(case.context + case.new_tokens)
     if case.batch != LARGEST:
-        return _run(case, policy, params, case.batch, bandwidth, memory)
+        return _run(case, params, case.batch, bandwidth, memory)
     if memory is None:
         raise ValueError(
             "the largest batch is searched within a memory, but this device does not tell its own; give one"
         )
-    batch = _largest(case, policy, memory)
+    batch = _largest(case, memory)
     while True:
         try:
-            return _run(case, policy, params, batch, bandwidth, memory)
+            return _run(case, params, batch, bandwidth, memory)
         except (ValueError, jax.errors.JaxRuntimeError):
             if batch == 1:
                 raise
@@ -68,33 +60,29 @@ def compile_only(case: Case) -> dict[str, Any]:
         return {"compile_s": 0.0}
     _forget()
     start = time.perf_counter()
-    policy = case.bound_policy()
-    specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
-    _needed(case, policy, specs)
+    engine = case.engine(case.config, case.batch)
+    needed(case, engine)
     if case.prefill:
-        compression.compiled(policy, specs)
+        compression.compiled(engine.policy, engine.specs)
     else:
-        states.compile_filling(policy, specs, case.context)
+        states.compile_filling(engine.policy, engine.specs, case.context)
     return {"compile_s": time.perf_counter() - start}
 
 
-def _run(
-    case: Case, policy: Policy, params: Params, batch: int, bandwidth: float | None, memory: int | None
-) -> dict[str, Any]:
+def _run(case: Case, params: Params, batch: int, bandwidth: float | None, memory: int | None) -> dict[str, Any]:
     _forget()
-    specs = layer_specs(params.config, batch, case.context, case.new_tokens, params.dtype)
-    before = decoding.prefill.compile_seconds + decoding.decode.compile_seconds
-    needed = _needed(case, policy, specs)
-    compile_seconds = decoding.prefill.compile_seconds + decoding.decode.compile_seconds - before
-    peak = max(needed.values())
+    engine = case.engine(params, batch)
+    policy, specs = engine.policy, engine.specs
+    programs = needed(case, engine)
+    compile_seconds, peak = engine.compile_seconds, max(programs.values())
     if memory is not None and peak > memory:
         raise ValueError(f"needs {peak} bytes of the device's memory, of which there are {memory}")
     if case.prefill:
-        state, ttft = _prefilled(case, policy, specs, params)
+        state, ttft = _prefilled(case, engine)
     else:
         state, ttft = jax.block_until_ready(states.filled(policy, specs, case.context)), []
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.caches))
-    state, calls = _decoded(case, policy, specs, params, state)
+    state, calls = _decoded(case, engine, state)
     read = floor.weight_bytes(params), floor.cache_bytes_read(policy, specs, state.caches)
     del state
     compression_seconds = compression.seconds(policy, specs, case.context) if case.prefill else None
@@ -115,61 +103,51 @@ def _run(
         "tokens_per_s": batch / tpot,
         "cache_bytes": cache_bytes,
         "peak_bytes": peak,
-        "program_bytes": needed,
+        "program_bytes": programs,
         "weight_bytes_read": read[0],
         "cache_bytes_read": read[1],
         "compile_s": compile_seconds,
     }
 
 
-def _needed(case: Case, policy: Policy, specs: Specs) -> dict[str, int]:
+def needed(case: Case, engine: Engine) -> dict[str, int]:
     """Compile the case's programs, from shapes; the most bytes each holds."""
-    weights = abstract(case.config, specs[0].dtype)
-    if case.prefill:
-        prefill, decode = executables(policy, specs, weights, Greedy())
-        return {"prefill": program_bytes(prefill), "decode": program_bytes(decode)}
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    decode = decoding.decode.compiled(policy, specs, weights, states.shapes(policy, specs), count, *_REST)
-    return {"decode": program_bytes(decode)}
+    prefill, decode = engine.executables(None if case.prefill else states.shapes(engine.policy, engine.specs))
+    return ({} if prefill is None else {"prefill": program_bytes(prefill)}) | {"decode": program_bytes(decode)}
 
 
-def _largest(case: Case, policy: Policy, memory: int) -> int:
+def _largest(case: Case, memory: int) -> int:
     """Rows that fit by the compiler's word for one and for four, which differ by what rows take: their cache at least."""
-    shapes = case.context, case.new_tokens, case.dtype
-    one, four = (max(_needed(case, policy, layer_specs(case.config, rows, *shapes)).values()) for rows in (1, 4))
+    engines = [case.engine(case.config, rows) for rows in (1, 4)]
+    one, four = (max(needed(case, engine).values()) for engine in engines)
     if one > memory:
         raise ValueError(f"a single row needs {one} bytes of the device's memory, of which there are {memory}")
-    row = max((four - one) // 3, policy.nbytes(case.config, 1, *shapes))
+    row = max((four - one) // 3, engines[0].cache_bytes)
     return 1 + (memory - one) // row
 
 
-def _prefilled(case: Case, policy: Policy, specs: Specs, params: Params) -> tuple[Decoding, list[float]]:
+def _prefilled(case: Case, engine: Engine) -> tuple[Decoding, list[float]]:
     """The state after a random prompt, and the seconds until its first token was at the host, each time but the first."""
-    batch = specs[0].batch
-    shape, vocabulary = (batch, specs[0].prompt_len), params.config.vocab_size
-    tokens = jax.random.randint(jax.random.key(2), shape, 0, vocabulary, jnp.int32)
-    rest = Greedy(), jnp.zeros((0,), jnp.int32)
-    prompt = tokens, jnp.full((batch,), case.context, jnp.int32), jnp.zeros((batch,), jnp.uint32)
+    shape = engine.batch, case.context
+    prompts = np.random.default_rng(2).integers(0, engine.config.vocab_size, shape, np.int32)
     seconds, state = [], None
     for _ in range(PREFILLS):
         del state
         start = time.perf_counter()
-        state, _ = decoding.prefill(policy, specs, params, *prompt, *rest)
+        state, _ = engine.prefill(prompts)
         np.asarray(state.token)
         seconds.append(time.perf_counter() - start)
     assert state is not None
     return state, seconds[1:]
 
 
-def _decoded(
-    case: Case, policy: Policy, specs: Specs, params: Params, state: Decoding
-) -> tuple[Decoding, list[tuple[int, float]]]:
+def _decoded(case: Case, engine: Engine, state: Decoding) -> tuple[Decoding, list[tuple[int, float]]]:
     """The state after all new tokens, and steps and seconds of each call of the decode program; the first warms up."""
-    calls, ends = [], jnp.zeros((0,), jnp.int32)
+    calls = []
     for at in range(0, case.new_tokens, STEPS):
         steps = min(STEPS, case.new_tokens - at)
         start = time.perf_counter()
-        state, *drawn = decoding.decode(policy, specs, params, state, jnp.asarray(steps, jnp.int32), Greedy(), ends)
+        state, *drawn = engine.decode(state, steps)
         jax.block_until_ready((state, drawn))
         calls.append((steps, time.perf_counter() - start))
     return state, calls

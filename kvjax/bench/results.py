@@ -43,8 +43,8 @@ class Results:
 
     def missing(self) -> list[Case]:
         """The cases that there is no row of."""
-        there = {self._place(row) for row in self.rows}
-        return [case for case in self._cases if self._place(_fields(case)) not in there]
+        measured = {self._place(row) for row in self.rows}
+        return [case for case in self._cases if self._place(_fields(case)) not in measured]
 
     def begin(self, header: Row) -> None:
         """Take a worker's rows.

@@ -70,4 +70,4 @@ def _prefill(policy: Policy, spec: LayerSpec, context: int, key: jax.Array, carr
         for one, count in zip(jax.random.split(key, 3), heads, strict=True)
     )
     lengths = jnp.full((spec.batch,), context, jnp.int32)
-    return policy.layer(spec).prefill(Prompt.of(spec.rope, q, k, v, lengths), carry)
+    return policy.layer(spec).prefill(Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)

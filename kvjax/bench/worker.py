@@ -1,4 +1,4 @@
-"""The process that measures: cases come in as JSON, one a line, and what was seen goes out.
+"""The process that measures: cases come in as JSON, one per line, and what was seen goes out.
 
 python -m kvjax.bench.worker '{"bandwidth": 4.8e12}'
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer cases until the input ends: first with `header()`, then with `measure(case)` or how it failed, a line each.
+    """Answer cases until the input ends: first with `header()`, then with `measure(case)` or how it failed, one line each.
 
     Whatever else the process prints goes to standard error.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -24,7 +25,7 @@ def attend(
     ranks: tuple[Int[Array, "B K C"], Int[Array, "B K"]] | None = None,
     probs: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
-    """Attention of one query a row over the live slots, inside the layer's sliding window if it has one.
+    """Attention of one query per row over the live slots, inside the layer's sliding window if it has one.
 
     Args:
         token: whose query it is.
@@ -57,11 +58,11 @@ def attend_split(
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
-    held = [
+    shards = [
         CacheShard(cache.k, cache.v, _seen(spec, cache, token.position), mine)
         for cache, mine in zip(caches, heads, strict=True)
     ]
-    return sharded_decode_attention(token.query, held, scale=spec.scale)
+    return sharded_decode_attention(token.query, shards, scale=spec.scale)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
@@ -72,15 +73,14 @@ def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[
 
 
 def attend_block(spec: LayerSpec, cache: LayerCache, tokens: TokenBlock) -> Float[Array, "B S N H"]:
-    """Attention of S tokens a row, each over the live slots of tokens up to its own position.
+    """Attention of S tokens per row, each over the live slots of tokens up to its own position.
 
-    `BLOCK` slots are taken at a time, as in flash attention (Dao et al. 2022), so that room is needed for the logits of a block only.
+    `BLOCK` slots are taken at a time, as in flash attention (Dao et al. 2022), so that only the logits of one block are in memory.
     """
     q, q_pos = tokens.q_rotated, tokens.positions
-    batch, count, heads, dim = q.shape
     size = cache.pos.shape[-1]
     block = min(BLOCK, size)
-    grouped = jnp.moveaxis(q.reshape(batch, count, spec.num_kv_heads, -1, dim), 1, 3)  # [B, K, G, S, H]
+    grouped = einops.rearrange(q, "b s (k g) h -> b k g s h", k=spec.num_kv_heads)
     window = jnp.iinfo(jnp.int32).max if spec.window is None else spec.window
 
     def step(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -105,4 +105,4 @@ def attend_block(spec: LayerSpec, cache: LayerCache, tokens: TokenBlock) -> Floa
     shape = grouped.shape[:-1]
     start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(grouped.shape, jnp.float32)
     _, total, out = jax.lax.fori_loop(0, -(-size // block), step, start)
-    return jnp.moveaxis(out / total[..., None], 3, 1).reshape(q.shape).astype(q.dtype)
+    return einops.rearrange(out / total[..., None], "b k g s h -> b s (k g) h").astype(q.dtype)

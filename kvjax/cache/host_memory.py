@@ -42,7 +42,7 @@ def to_device(tree: Tree) -> Tree:
 
 
 def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Float[Array, "B K H"]) -> Array:
-    """A host's store with `x` in one slot a head, written in place: only `x` travels."""
+    """A host's store with `x` in one slot per head, written in place: only `x` travels."""
     x = x.astype(store.dtype)
     # One after the other: a device writes slices to the host's memory itself, a scatter the host would have to do, in a copy.
     for row, head in np.ndindex(slot.shape):

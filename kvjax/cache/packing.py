@@ -6,6 +6,7 @@ This is KIVI's scheme (Liu et al. 2024, section 3.1): code = round((x - zero) / 
 
 from typing import Any, Literal
 
+import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -75,9 +76,8 @@ def quantise(
 def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any) -> Packed:
     """Keys or values in few bits; see `quantise`. C is a multiple of the slots in a byte."""
     codes, scale, zero = quantise(x, bits, group, along, dtype)
-    batch, heads, slots, dim = x.shape
     count = 8 // bits
-    apart = codes.reshape(batch, heads, slots // count, count, dim)
+    apart = einops.rearrange(codes, "b k (c n) h -> b k c n h", n=count)
     joined = apart[:, :, :, 0]
     for i in range(1, count):
         joined |= apart[:, :, :, i] << jnp.uint8(bits * i)
@@ -86,18 +86,17 @@ def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype
 
 def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
     """The numbers again, in float32."""
-    batch, heads, rows, dim = packed.codes.shape
     mask = jnp.uint8(2**bits - 1)
     codes = jnp.stack([(packed.codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
-    slots = rows * codes.shape[3]
-    codes = codes.reshape(batch, heads, slots, dim).astype(jnp.float32)
+    codes = einops.rearrange(codes, "b k c n h -> b k (c n) h").astype(jnp.float32)
     scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
     if packed.along == "slots":
-        groups = codes.reshape(batch, heads, scale.shape[2], -1, dim)
-        return (groups * scale[:, :, :, None] + zero[:, :, :, None]).reshape(batch, heads, slots, dim)
-    groups = codes.reshape(batch, heads, slots, scale.shape[2], -1)
-    scale, zero = (jnp.swapaxes(y, 2, 3)[..., None] for y in (scale, zero))
-    return (groups * scale + zero).reshape(batch, heads, slots, dim)
+        groups = einops.rearrange(codes, "b k (x g) h -> b k x g h", x=scale.shape[2])
+        scale, zero = (einops.rearrange(y, "b k x h -> b k x 1 h") for y in (scale, zero))
+        return einops.rearrange(groups * scale + zero, "b k x g h -> b k (x g) h")
+    groups = einops.rearrange(codes, "b k c (x g) -> b k c x g", x=scale.shape[2])
+    scale, zero = (einops.rearrange(y, "b k x c -> b k c x 1") for y in (scale, zero))
+    return einops.rearrange(groups * scale + zero, "b k c x g -> b k c (x g)")
 
 
 def put(

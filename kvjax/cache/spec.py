@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
@@ -18,7 +19,7 @@ class LayerSpec:
         batch: B, rows.
         num_heads, num_kv_heads, head_dim: N, K, H.
         prompt_len: T, length to which prompts are padded; 0 when decoding starts from an empty cache.
-        new_tokens: how many tokens will be decoded at most.
+        new_tokens: how many tokens can be decoded at most; rounded up, as prompts are.
         dtype: type of the cached keys and values.
         rope: the rotation that positions stand for.
         scale: factor on attention logits.
@@ -45,14 +46,22 @@ class LayerSpec:
         """The most tokens a row can hold: padded prompt and all new ones."""
         return self.prompt_len + self.new_tokens
 
+    def totals(self, total: Int[Array, " B"] | None) -> Int[Array, " B"]:
+        """Tokens that each row will reach: as given, by default all that it can hold."""
+        return jnp.full((self.batch,), self.max_tokens, jnp.int32) if total is None else total
 
-def layer_specs(config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any) -> tuple[LayerSpec, ...]:
-    """One `LayerSpec` a layer.
+
+def layer_specs(
+    config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any, total: int | None = None
+) -> tuple[LayerSpec, ...]:
+    """One `LayerSpec` per layer.
 
     Args:
-        prompt_len: tokens of the longest prompt; padded up here, see `bucket`.
+        prompt_len: tokens of the longest prompt.
+        new_tokens: the most that any row decodes. Both are padded up here, see `bucket`.
+        total: the most tokens that any row has in all, if that is fewer than both together: the rotation is for that many.
     """
-    rope = config.rope.resolve(prompt_len + new_tokens)
+    rope = config.rope.resolve(prompt_len + new_tokens if total is None else total)
     return tuple(
         LayerSpec(
             layer=layer,
@@ -62,7 +71,7 @@ def layer_specs(config: ModelConfig, batch: int, prompt_len: int, new_tokens: in
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             prompt_len=bucket(prompt_len),
-            new_tokens=new_tokens,
+            new_tokens=bucket(new_tokens, LEAST_NEW_TOKENS),
             dtype=jnp.dtype(dtype),
             rope=rope,
             scale=config.head_dim**-0.5,
@@ -72,20 +81,24 @@ def layer_specs(config: ModelConfig, batch: int, prompt_len: int, new_tokens: in
     )
 
 
-def bucket(length: int) -> int:
-    """The length a prompt is padded to: 2^n or 1.5 × 2^n, at least 64, so that a few compiled programs serve all prompts."""
+LEAST_NEW_TOKENS = 8
+"""The smallest room for new tokens."""
+
+
+def bucket(length: int, least: int = 64) -> int:
+    """What a length is padded to: 2^n or 1.5 × 2^n, at least `least`, a power of two; so a few compiled programs serve all lengths."""
     if length == 0:
         return 0
-    size = 64
+    size = least
     while size < length:
         size *= 2
-    return size * 3 // 4 if size > 64 and length <= size * 3 // 4 else size
+    return size * 3 // 4 if size > least and length <= size * 3 // 4 else size
 
 
 def round_slots(slots: int) -> int:
     """Capacity for at least `slots` slots: a multiple of 128, or of 32 in caches under 2048.
 
-    Odd capacities are slow (13107 slots took 12.5 ms a step on an H200 where 13056 took 8.1); in a small cache a step of 128
+    Odd capacities are slow (13107 slots took 12.5 ms per step on an H200 where 13056 took 8.1); in a small cache a step of 128
     would hold up to half as many slots again as were asked for.
     """
     step = 128 if slots > 2048 else 32

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
+import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -110,11 +111,11 @@ def _gathered(
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
     """`gather_kept`, traced once for all layers of one shape."""
     index, live = compact_indices(keep & prompt_mask(lengths, keep.shape[-1])[:, None], capacity)
-    gather = jnp.swapaxes(index, 1, 2)[..., None]  # [B, C, K, 1]
-    held = live[..., None]
+    gather = einops.rearrange(index, "b k c -> b c k 1")
 
     def taken(x: Array) -> Array:
-        return jnp.where(held, jnp.swapaxes(jnp.take_along_axis(x, gather, axis=1), 1, 2), jnp.zeros((), x.dtype))
+        kept = einops.rearrange(jnp.take_along_axis(x, gather, axis=1), "b c k h -> b k c h")
+        return jnp.where(live[..., None], kept, jnp.zeros((), x.dtype))
 
     slots = LayerCache(
         k=taken(k).astype(dtype),

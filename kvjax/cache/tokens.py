@@ -1,4 +1,4 @@
-"""What a layer gives its cache: a prompt, one new token a row, or several; with queries and keys rotated to original positions.
+"""What a layer gives its cache: a prompt, one new token per row, or several; with queries and keys rotated to original positions.
 
 Rotated queries and keys are there by name, so that a policy cannot forget to rotate; unrotated ones are for methods that assign
 positions anew.
@@ -16,7 +16,7 @@ from kvjax.pallas_kernels import DeferredRope
 from kvjax.pallas_kernels.head_shards import query_heads
 
 Rotated = Float[Array, "B N H"] | DeferredRope
-"""Rotated queries or keys of one token a row, if need be such as the kernel that reads them rotates; opaque to policies."""
+"""Rotated queries or keys of one token per row, if need be such as the kernel that reads them rotates; opaque to policies."""
 
 
 @flax.struct.dataclass
@@ -27,6 +27,7 @@ class Prompt:
         q, k, v: unrotated queries and keys, and values.
         q_rotated, k_rotated: queries and keys, rotated to their positions.
         lengths: tokens in each row.
+        total: tokens that each row will reach with its new ones, which a fractional budget is a fraction of.
     """
 
     q: Float[Array, "B T N H"]
@@ -35,6 +36,7 @@ class Prompt:
     q_rotated: Float[Array, "B T N H"]
     k_rotated: Float[Array, "B T K H"]
     lengths: Int[Array, " B"]
+    total: Int[Array, " B"]
 
     @classmethod
     def of(
@@ -44,10 +46,11 @@ class Prompt:
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         lengths: Int[Array, " B"],
+        total: Int[Array, " B"],
     ) -> Self:
         """A prompt of unrotated queries and keys, which are rotated here once for all that read them."""
         position = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
-        return cls(q, k, v, rope.rotate(q, position), rope.rotate(k, position), lengths)
+        return cls(q, k, v, rope.rotate(q, position), rope.rotate(k, position), lengths, total)
 
     @property
     def size(self) -> int:
@@ -69,12 +72,13 @@ class Prompt:
             self.q_rotated[:, :, queries],
             self.k_rotated[:, :, kv_heads],
             self.lengths,
+            self.total,
         )
 
 
 @flax.struct.dataclass
 class Token:
-    """One new token a row as one layer sees it. B rows, N query heads, K KV heads, H head dim.
+    """One new token per row as one layer sees it. B rows, N query heads, K KV heads, H head dim.
 
     Attributes:
         q, k, v: unrotated query and key, and value.
@@ -116,7 +120,7 @@ class Token:
 
 @flax.struct.dataclass
 class TokenBlock:
-    """S tokens a row that stand one after the other, as one layer sees them.
+    """S tokens per row that stand one after the other, as one layer sees them.
 
     Attributes:
         q, k, v: unrotated queries and keys, and values.

@@ -76,7 +76,7 @@ def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple
 
 def _record(measure: Measure, specs: tuple[LayerSpec, ...], params: Params, tokens: Int[Array, "B T"]) -> Any:
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    return transformer.prefill(params, tokens, lengths, [Recorder(measure).layer(spec) for spec in specs])[1]
+    return transformer.prefill(params, tokens, lengths, lengths, [Recorder(measure).layer(spec) for spec in specs])[1]
 
 
 _recorded = Program(_record, static=2)

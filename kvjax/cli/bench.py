@@ -40,18 +40,22 @@ def bench(
     context: Annotated[str, typer.Option(help="Tokens of prompt, separated by commas.")] = "2048",
     batch: Annotated[str, typer.Option(help='Rows, separated by commas; "largest" finds how many fit.')] = "1",
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", "-n", min=1, max=checks.MOST, help="Tokens to decode in each row.")
+        int, typer.Option("--new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to decode in each row.")
     ] = 320,
     skip_prefill: Annotated[
-        bool, typer.Option("--skip-prefill", help="Fill caches without reading a prompt; no time to first token then.")
+        bool,
+        typer.Option(
+            "--skip-prefill", help="Fill caches without reading a prompt; no time to first token (TTFT) then."
+        ),
     ] = False,
     dtype: Annotated[DType, typer.Option(help="Type of weights and cache.")] = "bfloat16",
     layers: Annotated[
-        int | None, typer.Option(min=1, max=checks.MOST, help="Only so many layers of the model.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=checks.MAX_INT, help="Only so many layers of the model.", show_default=False),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="Bytes a second, for the floor. [default: by the device's data sheet]", show_default=False),
+        typer.Option(help="Bytes per second, for the floor. [default: by the device's data sheet]", show_default=False),
     ] = None,
     memory: Annotated[
         str | None,
@@ -72,8 +76,8 @@ def bench(
 ) -> None:
     """Measure prefill and decoding, beside what the memory allows.
 
-    For each policy, context, batch and model shape: time to first token, time per output token in the compiled loop, latency and
-    throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
+    For each policy, context, batch and model shape: time to first token (TTFT), time per output token (TPOT) in the compiled
+    loop, latency and throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
     Rows are written as they come; one that fails says why.
     """
     from kvjax.bench.runner import run
@@ -139,10 +143,10 @@ def read_cases(
         for part in checks.listed(text, f"--{name}"):
             if name == "batch" and part == LARGEST:
                 numbers[name].append(LARGEST)
-            elif part.isdecimal() and 0 < int(part) <= checks.MOST:
+            elif part.isdecimal() and 0 < int(part) <= checks.MAX_INT:
                 numbers[name].append(int(part))
             else:
-                raise typer.BadParameter(f"{part!r}; give whole numbers, 1 to {checks.MOST}", param_hint=f"--{name}")
+                raise typer.BadParameter(f"{part!r}; give whole numbers, 1 to {checks.MAX_INT}", param_hint=f"--{name}")
         checks.once(numbers[name], f"--{name}")
     chosen = _read_policies(policies, budgets)
     cases = []
@@ -191,8 +195,8 @@ def print_row(row: dict[str, Any]) -> None:
         print(" · ".join([*parts, f"failed: {row['failed'].splitlines()[0] if row['failed'] else ''}"]), flush=True)
         return
     if row.get("ttft_s") is not None:
-        parts.append(f"first token {row['ttft_s']:.3f} s")
-    parts.append(f"{row['tpot_ms']:.3f} ms a token")
+        parts.append(f"TTFT {row['ttft_s']:.3f} s")
+    parts.append(f"{row['tpot_ms']:.3f} ms per token")
     if row.get("times_floor") is not None:
         parts.append(f"{row['times_floor']:.2f} × floor")
     parts.append(f"{row['tokens_per_s']:.1f} tokens/s")

@@ -42,12 +42,12 @@ def calibrate(
         int | None,
         typer.Option(
             min=1,
-            max=checks.MOST,
+            max=checks.MAX_INT,
             help="Pieces of text, spread evenly over the files: by default 16; or of random tokens, 1.",
             show_default=False,
         ),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, max=checks.MOST, help="Tokens in each piece.")] = 2048,
+    length: Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Tokens in each piece.")] = 2048,
     settings: Annotated[
         list[str] | None,
         typer.Option(

@@ -23,7 +23,7 @@ class Command(typer.core.TyperCommand):
     """A command whose expected failures (bad values, damaged or missing files) are told in one line on standard error.
 
     Exit codes: 1 where the library refuses, 2 for wrong usage, 130 after Ctrl-C, 141 where the reader of the output went
-    away. With `--json` messages are JSON objects, one a line, and standard output has the result or nothing. `kvjax --debug` lets
+    away. With `--json` messages are JSON objects, one per line, and standard output has the result or nothing. `kvjax --debug` lets
     the traceback through.
     """
 
@@ -59,6 +59,8 @@ class Command(typer.core.TyperCommand):
         except BrokenPipeError:
             raise
         except Exception as error:
+            if _interrupted(error):
+                raise typer.Exit(INTERRUPTED) from None
             if isinstance(error, _UsageError) and console.as_json():
                 _refuse(error)
             if ctx.find_root().params.get("debug") or not _expected(error):
@@ -70,6 +72,13 @@ class Command(typer.core.TyperCommand):
 def _refuse(error: Any) -> NoReturn:
     console.say("error", error.format_message(), type=type(error).__name__)
     raise typer.Exit(USAGE) from None
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether this is what a Ctrl-C has become: a compiled module that is being imported makes an ImportError of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _expected(error: Exception) -> bool:

@@ -74,7 +74,7 @@ def say(kind: str, message: str, in_json: bool | None = None, **more: str) -> No
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), headers: bool = True
 ) -> None:
-    """A table fitted to the terminal; in a pipe, aligned columns, one line a row whatever its length.
+    """A table fitted to the terminal; in a pipe, aligned columns, one line per row whatever its length.
 
     Args:
         right: columns of numbers, aligned to the right.
@@ -105,9 +105,9 @@ def size(count: int) -> str:
     return decimal(count)
 
 
-def shown(text: str, most: int = 600) -> str:
+def shown(text: str, max_length: int = 600) -> str:
     """The end of a long text, which is what a continuation follows."""
-    return text if len(text) <= most else "…" + text[-most:]
+    return text if len(text) <= max_length else "…" + text[-max_length:]
 
 
 def on_terminal() -> bool:

@@ -32,7 +32,7 @@ def draw(
     budget: BudgetOption = None,
     settings: SetOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, max=checks.MOST, help="Tokens to write.")
+        int, typer.Option("--max-new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to write.")
     ] = 64,
     model: ModelOption = None,
     dtype: DTypeOption = None,

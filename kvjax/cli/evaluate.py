@@ -56,7 +56,7 @@ def evaluate(
             "--budgets",
             "-b",
             metavar="N|FRACTION[,…]",
-            help="Cache slots a head: tokens (256), or a fraction of prompt + new (0.2); separated by commas. Policies without a "
+            help="Cache slots per head: tokens (256), or a fraction of prompt + new (0.2); separated by commas. Policies without a "
             "budget, such as full and kivi, run once. [default: each policy's own]",
             show_default=False,
         ),
@@ -75,11 +75,11 @@ def evaluate(
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=2, max=checks.MOST, help="Perplexity in windows of so many tokens.", show_default=False),
+        typer.Option(min=2, max=checks.MAX_INT, help="Perplexity in windows of so many tokens.", show_default=False),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, max=checks.MOST, help="From one window's start to the next's.", show_default=False),
+        typer.Option(min=1, max=checks.MAX_INT, help="From one window's start to the next's.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,

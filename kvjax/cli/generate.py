@@ -39,20 +39,24 @@ def generate(
     budget: BudgetOption = None,
     settings: SetOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", max=checks.MOST, help="Most tokens to write.")
+        int, typer.Option("--max-new-tokens", "-n", max=checks.MAX_INT, help="Most tokens to write.")
     ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option(max=checks.MOST, help="Draw from this many likeliest tokens.", show_default=False)
+        int | None,
+        typer.Option(max=checks.MAX_INT, help="Sample from this many most probable tokens.", show_default=False),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens of this much probability.", show_default=False)
+        float | None,
+        typer.Option(help="Sample from the most probable tokens of this much probability in all.", show_default=False),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Draw from tokens at least this likely, relative to the likeliest.", show_default=False),
+        typer.Option(
+            help="Sample from tokens at least this probable, relative to the most probable.", show_default=False
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed draws the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed samples the same text.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this string; repeatable.", show_default=False)
     ] = None,
@@ -170,9 +174,9 @@ def _summary(result: "Generation") -> str:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tokens/s")
     on_host = f" and {console.size(stats.host_cache_bytes)} on the host" if stats.host_cache_bytes else ""
     parts.append(f"cache {console.size(stats.cache_bytes)}{on_host}, full {console.size(stats.full_cache_bytes)}")
-    parts.append(f"reads {console.size(stats.step_bytes_read)} a step")
+    parts.append(f"reads {console.size(stats.step_bytes_read)} per step")
     if stats.hit_rate is not None:
-        parts.append(f"{100 * stats.hit_rate:.0f} % of recalled tokens at hand")
+        parts.append(f"{100 * stats.hit_rate:.0f} % of selected tokens on the device")
     if stats.compile_seconds > 0:
         parts.append(f"compiled in {stats.compile_seconds:.1f} s")
     return " · ".join([*parts, f"ended by {result.stop_reason}"])

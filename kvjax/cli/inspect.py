@@ -36,11 +36,11 @@ def inspect(
     prompt_len: Annotated[
         int | None,
         typer.Option(
-            min=0, max=checks.MOST, help="Tokens of prompt. [default: the trained window]", show_default=False
+            min=0, max=checks.MAX_INT, help="Tokens of prompt. [default: the trained window]", show_default=False
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=0, max=checks.MOST, help="Tokens to write.")
+        int, typer.Option("--max-new-tokens", "-n", min=0, max=checks.MAX_INT, help="Tokens to write.")
     ] = 128,
     as_json: JsonOption = False,
 ) -> None:
@@ -133,7 +133,7 @@ def _print(report: dict[str, Any]) -> None:
         "Parameters": f"{report['parameters']:,}",
         "Stored": f"{console.size(report['stored_bytes'])} ({stored})",
         "Weights": f"{console.size(report['weight_bytes'])} as {dtype}",
-        "Full cache": f"{console.size(report['cache_bytes_per_token'])} a token as {dtype}, "
+        "Full cache": f"{console.size(report['cache_bytes_per_token'])} per token as {dtype}, "
         f"{console.size(report['full_cache_bytes_at_window'])} at the trained window",
     }
     console.print_table(["", ""], list(facts.items()), headers=False)

@@ -34,7 +34,7 @@ def start_jax(devices: bool = False) -> None:
     with ending_at_once():
         import jax
 
-        import kvjax.policies  # noqa: F401
+        import kvjax.policies  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
         if devices:
             jax.devices()

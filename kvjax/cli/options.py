@@ -41,7 +41,7 @@ BudgetOption = Annotated[
         "--budget",
         "-b",
         metavar="N|FRACTION",
-        help="Cache slots a head: tokens (256), or a fraction of prompt + new (0.2). [default: the policy's own]",
+        help="Cache slots per head: tokens (256), or a fraction of prompt + new (0.2). [default: the policy's own]",
         show_default=False,
     ),
 ]

@@ -24,7 +24,7 @@ SamplesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=checks.MOST,
+        max=checks.MAX_INT,
         help="Examples. [default: 20 of RULER, 1 a needle's length and depth, else all]",
         show_default=False,
     ),
@@ -47,7 +47,7 @@ DataOption = Annotated[
 ExamplesOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="GSM8K's solved examples.", show_default=False)
 ]
-ShotsOption = Annotated[int, typer.Option(min=1, max=checks.MOST, help="How many of them; many-shot is 50.")]
+ShotsOption = Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="How many of them; many-shot is 50.")]
 QueryAwareOption = Annotated[
     bool,
     typer.Option(
@@ -58,7 +58,7 @@ ChatOption = Annotated[
     bool | None,
     typer.Option("--chat/--no-chat", help="Use the chat template. [default: if the model has one]", show_default=False),
 ]
-BatchOption = Annotated[int, typer.Option(min=1, max=checks.MOST, help="Examples that run together.")]
+BatchOption = Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Examples that run together.")]
 
 
 def read_inputs(
@@ -81,7 +81,7 @@ def read_inputs(
     for path in (text, data, examples):
         if path is not None and not path.exists():
             raise FileNotFoundError(f"{path}: no such file")
-    lengths, most = None, checks.MOST
+    lengths, most = None, checks.MAX_INT
     if length is not None:
         lengths = checks.numbers(length, int, "--length", f"1 to {most}", lambda value: 1 <= value <= most)
     given = {name: value for name, value in more.items() if value is not None}

@@ -7,7 +7,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 
 
-def held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any) -> int:
+def bytes_held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any) -> int:
     """Bytes that one row holds, on device and host together."""
     shape = config, 1, prompt, new, dtype
     return policy.nbytes(*shape) + policy.host_nbytes(*shape)
@@ -33,7 +33,7 @@ def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: 
         try:
             tried = get_policy(policy, budget=budget).bind(config)
             tried.validate(prompt + new)
-            return held(tried, config, prompt, new, dtype) <= target
+            return bytes_held(tried, config, prompt, new, dtype) <= target
         except PolicyError:
             return None
 

@@ -11,7 +11,7 @@ from kvjax import strict_json
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
 
-from .budgets import held, matched
+from .budgets import bytes_held, matched
 from .measure import Outcome, measure, sizes
 from .report import header, model_fingerprint, write
 from .tasks import Inputs
@@ -86,12 +86,12 @@ def compare(
     for task in tasks:
         given = inputs[task] if isinstance(inputs, Mapping) else inputs
         shape = sizes(params, task, given, query_aware, chat)
-        whole = held(Full(), params.config, *shape, params.dtype)
+        full_bytes = bytes_held(Full(), params.config, *shape, params.dtype)
         for policy in policies:
             for target in targets if hasattr(policy, "budget") else [None]:
                 fitted = policy
                 if target is not None:
-                    fitted = matched(policy, round(target * whole), params.config, *shape, params.dtype)
+                    fitted = matched(policy, round(target * full_bytes), params.config, *shape, params.dtype)
                 name = f"{task}-{policy.info.name}" + ("" if target is None else f"-{target:g}")
                 progress = None if report is None else report(f"{task} · {policy.info.name}" + _percent(target))
                 outcome = measure(
@@ -111,7 +111,7 @@ def compare(
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """A table a task: policies down, targets across, value and share of the full cache's bytes in each entry."""
+    """One table per task: policies down, targets across, value and share of the full cache's bytes in each entry."""
     parts = []
     for task in dict.fromkeys(cell.outcome.task for cell in cells):
         mine = [cell for cell in cells if cell.outcome.task == task]

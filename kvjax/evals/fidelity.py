@@ -2,7 +2,7 @@
 
 A text is read once by the plain model. Every layer's own queries, keys and values are then given to a policy: a prompt, and the
 tokens after it one by one. What attention reads of each token is found by giving it values that name their tokens: it is exact for
-policies that evict, merge, recall or move tokens alike, as long as they choose by queries and keys, not by values.
+policies that evict, merge, select or move tokens alike, as long as they choose by queries and keys, not by values.
 """
 
 import dataclasses
@@ -136,7 +136,7 @@ class _ReaderLayer(Layer[Policy]):
 @partial(jax.jit, static_argnums=0)
 def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[Any, ...]:
     lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
-    return transformer.prefill(params, tokens, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
+    return transformer.prefill(params, tokens, lengths, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -167,7 +167,9 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     carry: Carry = {}
     for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
-        state, carry = cache.prefill(Prompt.of(cache.spec.rope, q, k, v, lengths), carry)
+        state, carry = cache.prefill(
+            Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32)), carry
+        )
         states.append(state)
 
     def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:

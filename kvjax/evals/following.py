@@ -4,15 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import bucket, layer_specs
+from kvjax.cache import bucket
 from kvjax.models import Params
 from kvjax.policies import Policy
-from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
 
 from .perplexity import read
 
@@ -23,7 +20,7 @@ class Following:
 
     Attributes:
         logprob: natural logarithm of its probability, given its context.
-        greedy: whether each of its tokens is the likeliest.
+        greedy: whether each of its tokens is the top-1 token.
     """
 
     logprob: float
@@ -59,36 +56,31 @@ def following(
         policy.validate(len(context) + bucket(len(continuation)))
         groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
     found: dict[int, Following] = {}
-    for (_, room), group in groups.items():
+    for (_, new_tokens), group in groups.items():
         rows = min(batch, len(group))
         for at in range(0, len(group), rows):
             chosen = group[at : at + rows]
             # Filled up, so that all batches of a group share one compiled program.
             padded = [pairs[i] for i in [*chosen, *chosen[-1:] * (rows - len(chosen))]]
-            found |= dict(zip(chosen, _score(params, policy, padded, room), strict=False))
+            found |= dict(zip(chosen, _score(params, policy, padded, new_tokens), strict=False))
             if progress is not None:
                 progress(len(found), len(pairs))
     return [found[i] for i in range(len(pairs))]
 
 
-def _score(params: Params, policy: Policy, pairs: Sequence[Any], room: int) -> list[Following]:
-    """One batch, whose continuations have up to `room` tokens."""
+def _score(params: Params, policy: Policy, pairs: Sequence[Any], new_tokens: int) -> list[Following]:
+    """One batch, whose continuations have up to `new_tokens` tokens."""
     before = np.asarray([len(context) - 1 for context, _ in pairs])
-    specs = layer_specs(params.config, len(pairs), int(before.max()), room, params.dtype)
-    if before.max() > 0:
-        prompts = decoding.padded([context[:-1] for context, _ in pairs])
-        rest = jnp.zeros((len(pairs),), jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
-        caches = decoding.prefill(policy, specs, params, *prompts, *rest)[0].caches
-    else:
-        caches = jax.tree.map(jnp.copy, tuple(layer.init() for layer in decoding.layers_of(policy, specs)))
+    engine = Engine(params, policy, batch=len(pairs), prompt_len=int(before.max()), max_new_tokens=new_tokens)
+    state = engine.prefill([context[:-1] for context, _ in pairs])[0] if before.max() else engine.begin()
     texts = [[context[-1], *continuation] for context, continuation in pairs]
     tokens = np.zeros((len(pairs), max(map(len, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
-    scores, best = read(params, policy, specs, caches, tokens, 0, shift=before)
+    scores, best = read(engine, state.caches, tokens, 0, shift=before)
     results = []
-    for text, logprobs, likeliest in zip(texts, scores, best, strict=True):
+    for text, logprobs, top in zip(texts, scores, best, strict=True):
         size = len(text) - 1
         total = float(np.sum(logprobs[:size], dtype=np.float64))
-        results.append(Following(total, likeliest[:size].tolist() == text[1:]))
+        results.append(Following(total, top[:size].tolist() == text[1:]))
     return results

@@ -22,7 +22,7 @@ class GSM8K:
     """The examples are what a cache policy compresses, the problem is the question.
 
     Attributes:
-        file: problems, one JSON object with `question` and `answer` a line.
+        file: problems, one JSON object with `question` and `answer` per line.
         examples_file: solved examples, in the same form.
         shots: how many of them come first; the published many-shot setting has 50, of more than 4k tokens.
         samples: how many problems, from the file's beginning; None takes all.

@@ -33,7 +33,7 @@ class Outcome:
         metric: what `value` is: "score" (0 to 1), "perplexity", or "output error" of attention.
         value: as measured; in files, where there is no NaN, that is null.
         higher_is_better: whether more of it is better.
-        cache_bytes, full_cache_bytes: bytes held a row under the policy and by the full cache, on average.
+        cache_bytes, full_cache_bytes: bytes held per row under the policy and by the full cache, on average.
         tokens_per_second: decoded, without compilation; None where nothing was timed.
         query_aware: whether the policy knew the question when it compressed; None where there is no question.
         count: examples, or predicted tokens.
@@ -153,7 +153,7 @@ def _check_windows(policy: Policy) -> None:
 
 
 def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bool | None) -> tuple[int, int]:
-    """The longest prompt of a task in tokens, and room for new ones: what the bytes of a cache follow from."""
+    """The longest prompt of a task in tokens, and its most new ones: what the bytes of a cache follow from."""
     if name == "perplexity":
         return 0, len(_tokens(params, inputs, None))
     if name == "fidelity":
@@ -164,10 +164,10 @@ def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bo
     found = []
     for example in make_task(name, inputs, params.config.max_position).examples(form):
         context, question = (len(part) for part in form.encode(example))
-        room = example.max_new_tokens + (0 if query_aware else bucket(question))
-        found.append((context + question if query_aware else context, room))
-    prompts, rooms = zip(*found, strict=True)
-    return max(prompts), max(rooms)
+        new_tokens = example.max_new_tokens + (0 if query_aware else bucket(question))
+        found.append((context + question if query_aware else context, new_tokens))
+    prompts, most_new = zip(*found, strict=True)
+    return max(prompts), max(most_new)
 
 
 def _tokens(params: Params, inputs: Inputs, default: int | None) -> list[int]:
@@ -189,13 +189,13 @@ def _on_text(
         "model": model_fingerprint(params),
         "policy": {"name": policy.info.name, **described(policy)},
     }
-    there: list[dict[str, Any]] = []
+    existing: list[dict[str, Any]] = []
 
     def wrong(row: dict[str, Any]) -> str | None:
-        there.append(row)
+        existing.append(row)
         asked = {"task": name, "policy": policy.info.name}
         other = [f"{field} {row[field]!r}, not {value!r}" for field, value in asked.items() if row[field] != value]
-        return other[0] if other else "the result is there twice" if len(there) > 1 else None
+        return other[0] if other else "the result is there twice" if len(existing) > 1 else None
 
     results = ResultFile(out, header(**settings), Outcome, wrong)
     if not results.rows:
@@ -209,12 +209,12 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
     if inputs.window is not None:
         _check_windows(policy)
         found = windowed(params, tokens, inputs.window, progress=progress, stride=inputs.stride)
-        held = policy.nbytes(params.config, 1, 0, inputs.window, params.dtype)
-        found, seconds = Perplexity(found.logprobs, held), None
+        full_bytes = policy.nbytes(params.config, 1, 0, inputs.window, params.dtype)
+        found, seconds = Perplexity(found.logprobs, full_bytes), None
     else:
         checkpoint = None if out is None else out.with_suffix(".state.npz")
         resumed = checkpoint is not None and checkpoint.exists()
-        held = Full().nbytes(params.config, 1, 0, len(tokens), params.dtype)
+        full_bytes = Full().nbytes(params.config, 1, 0, len(tokens), params.dtype)
         found = streaming(params, tokens, policy, progress=progress, checkpoint=checkpoint)
         seconds = None if resumed else time.perf_counter() - stream.compile_seconds - start
     return Outcome(
@@ -224,7 +224,7 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
         value=found.perplexity,
         higher_is_better=False,
         cache_bytes=found.cache_bytes,
-        full_cache_bytes=held,
+        full_cache_bytes=full_bytes,
         tokens_per_second=None if seconds is None else len(found.logprobs) / seconds,
         query_aware=None,
         count=len(found.logprobs),

@@ -101,7 +101,7 @@ class NeedleInAHaystack:
                 labels={"length": length, "depth": depth, "kind": self.kind},
             )
 
-        return largest(build, form, length, least=1)
+        return largest(build, form, length, min_units=1)
 
 
 def make_needle(kind: Kind, rng: random.Random) -> Needle:

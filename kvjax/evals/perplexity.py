@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import layer_specs
 from kvjax.models import Params, transformer
-from kvjax.policies import Policy, get_policy
+from kvjax.policies import Policy
 from kvjax.runtime import decoding
+from kvjax.runtime.engine import Engine
 from kvjax.runtime.program import Program
 
 from .checkpoint import Checkpoint
@@ -39,7 +39,7 @@ class Perplexity:
 
     @property
     def nll(self) -> float:
-        """Mean negative log-likelihood a token, in nats."""
+        """Mean negative log-likelihood per token, in nats."""
         return -float(np.mean(self.logprobs, dtype=np.float64))
 
     @property
@@ -114,17 +114,14 @@ def streaming(
     """
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
-    policy = get_policy(policy, budget=budget).bind(params.config)
-    policy.validate(len(tokens))
-    specs = layer_specs(params.config, 1, 0, len(tokens), params.dtype)
-    caches = tuple(layer.init() for layer in decoding.layers_of(policy, specs))
-    caches = jax.tree.map(jnp.copy, caches)  # leaves may share a buffer when made, and the loop is given each to reuse
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    engine = Engine(params, policy, budget, prompt_len=0, max_new_tokens=len(tokens))
+    caches = engine.begin().caches
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
     text, first, before = np.asarray(tokens, np.int32)[None], 0, np.zeros((1, 0), np.float32)
     if checkpoint is None:
-        return Perplexity(read(params, policy, specs, caches, text, first, progress)[0][0], held)
+        return Perplexity(read(engine, caches, text, first, progress)[0][0], cache_bytes)
     digest = hashlib.sha256(text.tobytes()).hexdigest()
-    saved = Checkpoint(checkpoint, {"model": model_fingerprint(params), "policy": repr(policy), "text": digest})
+    saved = Checkpoint(checkpoint, {"model": model_fingerprint(params), "policy": repr(engine.policy), "text": digest})
     if (found := saved.load(caches)) is not None:
         caches, first, before = found
 
@@ -132,15 +129,13 @@ def streaming(
         if saved.due:
             saved.save(caches, position, np.concatenate([before, *scores], axis=1))
 
-    rest = read(params, policy, specs, caches, text, first, progress, save)[0]
+    rest = read(engine, caches, text, first, progress, save)[0]
     saved.remove()
-    return Perplexity(np.concatenate([before, rest], axis=1)[0], held)
+    return Perplexity(np.concatenate([before, rest], axis=1)[0], cache_bytes)
 
 
 def read(
-    params: Params,
-    policy: Policy,
-    specs: decoding.Specs,
+    engine: Engine,
     caches: tuple[Any, ...],
     tokens: Int[np.ndarray, "B T"],
     first: int,
@@ -160,7 +155,7 @@ def read(
         shift: by how much each text's positions are ahead of its columns in `tokens`, where its beginning is left out.
 
     Returns:
-        For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the likeliest.
+        For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the most probable.
     """
     last, scores, best = tokens.shape[1] - 1, [], []
     for start in range(first, last, CHUNK):
@@ -172,7 +167,8 @@ def read(
         )
         texts = jnp.asarray(inputs), jnp.asarray(targets)
         pos = np.full(len(tokens), start) + shift
-        caches, *found = stream(policy, specs, params, caches, *texts, jnp.asarray(pos, jnp.int32), jnp.int32(count))
+        run = engine.ready(stream, caches, *texts, jnp.asarray(pos, jnp.int32), jnp.asarray(count, jnp.int32))
+        caches, *found = run()
         for kept, new in zip((scores, best), found, strict=True):
             kept.append(np.asarray(new)[:, :count])
         if save is not None and start + count < last:
@@ -194,10 +190,10 @@ def _stream_chunk(
 ) -> tuple[tuple[Any, ...], Float[Array, "B M"], Int[Array, "B M"]]:
     """Read `count` tokens, the first of them at each text's position `start`.
 
-    Returns the caches, the log-probability of what follows each token, and what is likeliest to follow.
+    Returns the caches, the log-probability of what follows each token, and the most probable one.
     """
 
-    def proceed(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+    def read_token(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
         caches, scores, best = carry
         logits, caches = decoding.step(policy, specs, params, caches, inputs[:, i], start + i)
         chosen = jnp.take_along_axis(logits, targets[:, i][:, None], axis=-1)[:, 0]
@@ -205,7 +201,7 @@ def _stream_chunk(
         return caches, scores, best.at[:, i].set(jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
     buffers = jnp.zeros(inputs.shape, jnp.float32), jnp.zeros(inputs.shape, jnp.int32)
-    return jax.lax.fori_loop(0, count, proceed, (caches, *buffers))
+    return jax.lax.fori_loop(0, count, read_token, (caches, *buffers))
 
 
 stream = Program(_stream_chunk, static=2, donate=(3,))

@@ -43,7 +43,7 @@ class Evaluation:
 
     Attributes:
         header: versions, device, model and all settings of the run.
-        rows: one an example, each with the fields of `Row`.
+        rows: one per example, each with the fields of `Row`.
     """
 
     header: dict[str, Any]
@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes held an example, on average, on device and host together."""
+        """Bytes held per example, on average, on device and host together."""
         return float(np.mean([row["cache_bytes"] + row["host_cache_bytes"] for row in self.rows]))
 
     @property
@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens read and drawn after the prompts, over the time that took, compilation left out."""
+        """Tokens read and sampled after the prompts, over the time that took, compilation left out."""
         decoded = sum(row["question_tokens"] + row["new_tokens"] for row in self.rows)
         return decoded / max(sum(row["decode_seconds"] for row in self.rows), 1e-9)
 
@@ -137,15 +137,15 @@ def evaluate(
 
 def _belongs(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | None]:
     """What says why a row is none of these examples', or is there twice."""
-    there: set[int] = set()
+    existing: set[int] = set()
 
     def wrong(row: dict[str, Any]) -> str | None:
         i = row["example"]
         if i >= len(examples):
             return f"example {i}, but there are {len(examples)}, counted from 0"
-        if i in there:
+        if i in existing:
             return f"example {i} is there twice"
-        there.add(i)
+        existing.add(i)
         own = {"answers": list(examples[i].answers), "labels": dict(examples[i].labels)}
         for name, value in strict_json.loads(strict_json.dumps(own)).items():
             if row[name] != value:

@@ -108,7 +108,7 @@ class AdaKVLayer(PromptScorerLayer[AdaKV]):
         """Slots of the layer's store: of all its heads together, which hold `max_kept` on average."""
         return cache.round_slots(self.spec.num_kv_heads * self.max_kept)
 
-    def init(self) -> Ragged:
+    def init(self, total: Int[Array, " B"] | None = None) -> Ragged:
         spec, size = self.spec, self.capacity
         start = jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
         start = jnp.broadcast_to(start, (spec.batch, spec.num_kv_heads))

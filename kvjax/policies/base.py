@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerSpec, Prompt, Token
@@ -172,8 +172,12 @@ class Layer(Generic[P]):
         """Under what a policy finds in `carry` what it has told itself."""
         return repr((self.policy, self.spec.kv_heads))
 
-    def init(self) -> State:
-        """The state of a sequence of no tokens."""
+    def init(self, total: Int[Array, " B"] | None = None) -> State:
+        """The state of sequences of no tokens.
+
+        Args:
+            total: tokens that each row will reach, which fractional budgets are fractions of; by default all there are slots for.
+        """
         return cache.empty(self.spec, self.capacity)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
@@ -181,7 +185,7 @@ class Layer(Generic[P]):
         return cache.from_prompt(self.spec, self.capacity, prompt), carry
 
     def append(self, state: State, token: Token) -> State:
-        """The state with one new token a row."""
+        """The state with one new token per row."""
         return cache.insert(state, token)[0]
 
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], State, Carry]:

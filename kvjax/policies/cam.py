@@ -76,8 +76,8 @@ class CaMLayer(StreamingLayer[CaM]):
 
     traits: Traits = Traits(compression="every_step", compress_reads_kv=True)
 
-    def init(self) -> MergingCache:
-        stream = super().init()
+    def init(self, total: Int[Array, " B"] | None = None) -> MergingCache:
+        stream = super().init(total)
         return MergingCache(stream.cache, stream.budget, jnp.zeros_like(stream.cache.weight))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[MergingCache, Carry]:

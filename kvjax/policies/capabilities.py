@@ -53,7 +53,7 @@ class HasOwnStore(Protocol):
 def read_block(
     layer: Layer[Any], state: State, block: TokenBlock, carry: Carry
 ) -> tuple[Float[Array, "B S N H"], State, Carry]:
-    """Read S tokens a row: what a piece of a long prompt goes through. See `ReadsBlocks`."""
+    """Read S tokens per row: what a piece of a long prompt goes through. See `ReadsBlocks`."""
     if layer.traits.reads_blocks:
         return cast(ReadsBlocks, layer).read_block(state, block, carry)
 

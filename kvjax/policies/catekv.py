@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
+import einops
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -92,7 +93,7 @@ class ChunkHeadLayer(Layer[ChunkHead]):
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
         parts, lengths = self.policy.layout, prompt.lengths
-        budget = budget_rows(parts.budget, lengths + self.spec.new_tokens)
+        budget = budget_rows(parts.budget, prompt.total)
         sinks, recent = parts.regions(budget)
         middle = jnp.maximum(lengths - sinks - recent, 0)
         chunks, tail = middle // parts.chunk, middle % parts.chunk
@@ -170,10 +171,10 @@ class Adaptive(ChunkHead):
         Of a middle of m tokens with a tail of t < chunk, η (m - t) + t are kept at most, which is η m + (1 - η) t.
         """
         budget = budget_tokens(self.layout.budget, spec.max_tokens)
-        ends = sum(self.layout.regions(budget))
+        always_kept = sum(self.layout.regions(budget))
         eta = Fraction(self.eta).limit_denominator(10_000)
-        middle = eta * max(spec.prompt_len - ends, 0) + (1 - eta) * (self.layout.chunk - 1)
-        return max(budget, ends + math.ceil(middle))
+        middle = eta * max(spec.prompt_len - always_kept, 0) + (1 - eta) * (self.layout.chunk - 1)
+        return max(budget, always_kept + math.ceil(middle))
 
 
 @register
@@ -277,8 +278,8 @@ def chunk_scores(
     if order == "max_then_sum":
         return window_scores(q, k, lengths, chunk=chunk, **observing)
     tokens = window_scores(q, k, lengths, **observing)
-    chunks = jnp.pad(tokens, [(0, 0), (0, 0), (0, -tokens.shape[-1] % chunk)])
-    return jnp.max(chunks.reshape(*tokens.shape[:2], -1, chunk), axis=-1)
+    filled = jnp.pad(tokens, [(0, 0), (0, 0), (0, -tokens.shape[-1] % chunk)])
+    return einops.reduce(filled, "b k (m c) -> b k m", "max", c=chunk)
 
 
 def top_chunks(

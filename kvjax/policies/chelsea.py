@@ -33,8 +33,8 @@ SCHEDULES = {"llama-2": (0.45, 0.05, 3), "llama-3": (0.35, 0.1, 2), "qwen": (0.2
 OUTLIER, CLUSTERED = "outlier", "clustered"
 """Labels of heads in a profile."""
 
-MOST = 32
-"""Steps of which it is taken for granted that a row needs them."""
+MAX_PLANNED_STEPS = 32
+"""The most steps that are taken without asking rows whether they need them."""
 
 _UNIT = 10_000
 """Ratios are counted in parts of this, so that the number of merges is exact."""
@@ -61,13 +61,13 @@ class Loop:
 
     Attributes:
         tokens: all of them, those that are never merged among them.
-        room: as much again, to write to.
+        scratch: as much again, to write to.
         size: tokens of each row.
         steps: clustering steps that each row has been through.
     """
 
     tokens: Clusters
-    room: Clusters
+    scratch: Clusters
     size: Int[Array, " B"]
     steps: Int[Array, " B"]
 
@@ -82,7 +82,7 @@ class Chelsea(Policy):
     r = max(r_min, r_init - alpha · min(steps, i)) of them, i counting all steps since the row began, though at least one and
     no more than the budget asks. A cluster of n tokens attends like n tokens: log n is added to its logit.
 
-    Keys' cosines are compared in whole multiples of 2^-14 (6e-5; `kvjax.pallas_kernels.chunk_similarity.RESOLUTION`): of keys as
+    Keys' cosines are compared in whole multiples of 2^-14 (6e-5; `kvjax.pallas_kernels.cluster_merging.RESOLUTION`): of keys as
     similar as that the first are merged, and rounding does not decide. There is no gradient through clustering.
 
     Outlier heads, whose keys are less alike, keep everything if the model has a profile that names them, and the others' budget
@@ -206,16 +206,16 @@ class Chelsea(Policy):
         def step(loop: Loop) -> Loop:
             middle = jnp.maximum(loop.size - sinks - recent, 0)
             count = self._merges(middle, loop.steps, chunk, loop.size - goal)
-            merged = soft_matching.merge(loop.tokens, sinks, loop.size - sinks, middle, count, chunk, loop.room)
+            merged = soft_matching.merge(loop.tokens, sinks, loop.size - sinks, middle, count, chunk, loop.scratch)
             return Loop(merged, loop.tokens, loop.size - count, loop.steps + (count > 0).astype(jnp.int32))
 
         def back(loop: Loop) -> Loop:
-            return Loop(copy_clusters(loop.tokens, loop.size, loop.room), loop.tokens, loop.size, loop.steps)
+            return Loop(copy_clusters(loop.tokens, loop.size, loop.scratch), loop.tokens, loop.size, loop.steps)
 
         tokens = Clusters(held.k, held.v, held.pos, held.weight)
-        room = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), tokens)
-        loop = Loop(tokens, room, size, state.steps)
-        # Two at a time, after which tokens and room are where they were, so that XLA need not copy them.
+        scratch = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), tokens)
+        loop = Loop(tokens, scratch, size, state.steps)
+        # Two at a time, after which tokens and scratch are where they were, so that XLA need not copy them.
         loop = jax.lax.fori_loop(0, usual // 2, lambda _, loop: step(step(loop)), loop)
         if usual % 2:
             loop = step(loop)
@@ -266,15 +266,15 @@ class ChelseaLayer(Layer[Chelsea]):
     def max_kept(self) -> int:
         return self.policy.max_budget(self.spec) + self.policy.every - 1
 
-    def init(self) -> Centroids:
-        tokens = jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32)
+    def init(self, total: Int[Array, " B"] | None = None) -> Centroids:
+        tokens = self.spec.totals(total)
         empty = cache.empty(self.spec, self.capacity)
         return Centroids(empty, jnp.zeros_like(tokens), self.policy.row_budgets(tokens))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Centroids, Carry]:
         policy, capacity, size = self.policy, self.capacity, prompt.size
         held = cache.from_prompt(self.spec, max(capacity, size), prompt)
-        budgets = policy.row_budgets(prompt.lengths + self.spec.new_tokens)
+        budgets = policy.row_budgets(prompt.total)
         state = Centroids(held, jnp.zeros_like(held.seen), budgets)
         budget = policy.max_budget(self.spec)
         if size < budget + policy.every:  # then shorter rows are not full either
@@ -293,17 +293,17 @@ class ChelseaLayer(Layer[Chelsea]):
     ) -> tuple[Float[Array, "B S N H"], Centroids, Carry]:
         """Tokens between two clusterings at once, up to `every`: they see the same slots, and each other."""
         every, count = self.policy.every, block.q.shape[1]
-        most = min(every, count)
-        padded = [jnp.pad(x, ((0, 0), (0, most), (0, 0), (0, 0))) for x in (block.q, block.k, block.v)]
+        largest = min(every, count)
+        padded = [jnp.pad(x, ((0, 0), (0, largest), (0, 0), (0, 0))) for x in (block.q, block.k, block.v)]
 
         def unread(loop: tuple[Array, Centroids, Array]) -> Array:
             return loop[0] < count
 
         def read(loop: tuple[Array, Centroids, Array]) -> tuple[Array, Centroids, Array]:
             done, state, out = loop
-            room = jnp.min(state.budget + every - state.cache.next[:, 0])  # until the first row is full
-            fresh = jnp.minimum(jnp.minimum(room, most), count - done)
-            q, k, v = (jax.lax.dynamic_slice_in_dim(x, done, most, axis=1) for x in padded)
+            remaining = jnp.min(state.budget + every - state.cache.next[:, 0])  # until the first row is full
+            fresh = jnp.minimum(jnp.minimum(remaining, largest), count - done)
+            q, k, v = (jax.lax.dynamic_slice_in_dim(x, done, largest, axis=1) for x in padded)
             tokens = TokenBlock(q, k, v, block.position + done, block.rope)
             held = cache.insert_block(state.cache, tokens, fresh)
             # What stands beyond the fresh ones is overwritten by the next ones' output, or cut off.
@@ -327,11 +327,11 @@ class ChelseaLayer(Layer[Chelsea]):
 
 @lru_cache(maxsize=256)
 def _usual(policy: Chelsea, places: int, size: int, goal: int, steps: int) -> int:
-    """Steps that a row of `size` tokens takes to `goal`, up to `MOST`, in a cache of so many places and after so many `steps`."""
+    """Steps that a row of `size` tokens takes to `goal`, up to `MAX_PLANNED_STEPS`, in a cache of `places` slots, after `steps`."""
     taken = 0
     with jax.ensure_compile_time_eval():
         fixed = sum(int(part[0]) for part in policy._regions(jnp.asarray([goal])))
-        while size > goal and taken < MOST:
+        while size > goal and taken < MAX_PLANNED_STEPS:
             middle, before = jnp.asarray([max(size - fixed, 0)]), jnp.asarray([steps + taken])
             size -= int(policy._merges(middle, before, policy._chunk(places), jnp.asarray([size - goal]))[0])
             taken += 1

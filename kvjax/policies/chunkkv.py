@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
+import einops
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -102,16 +103,13 @@ class ChunkKV(PromptScorer):
             kind="softmax" if self.score == "softmax" else "logits",
         )
 
-    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        return budget_rows(self.budget, self._tokens(spec, lengths))
+    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
+        return budget_rows(self.budget, lengths if self.rule == "kvpress" else total)
 
     def max_budget(self, spec: LayerSpec) -> int:
-        most = budget_tokens(self.budget, self._tokens(spec, spec.prompt_len))
-        return max(most + self.chunk, self.window) if self.rule == "kvpress" else most
-
-    def _tokens(self, spec: LayerSpec, prompt: Any) -> Any:
-        """What a fractional budget is a share of, for prompts of so many tokens, one or an array of them."""
-        return prompt if self.rule == "kvpress" else prompt + spec.new_tokens
+        if self.rule == "kvpress":  # a fraction is of the prompt alone
+            return max(budget_tokens(self.budget, spec.prompt_len) + self.chunk, self.window)
+        return budget_tokens(self.budget, spec.max_tokens)
 
     def keep_mask(
         self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
@@ -164,8 +162,7 @@ class ChunkKV(PromptScorer):
         pad = [(0, 0), (0, 0), (0, -scores.shape[-1] % self.chunk)]
 
         def totals(x: Float[Array, "B K T"]) -> Float[Array, "B K M"]:
-            chunks = jnp.pad(x, pad)
-            return jnp.sum(chunks.reshape(*x.shape[:2], -1, self.chunk), axis=-1)
+            return einops.reduce(jnp.pad(x, pad), "b k (m c) -> b k m", "sum", c=self.chunk)
 
         tokens = totals(candidates.astype(jnp.float32))
         sums = totals(jnp.where(candidates, scores, 0.0))

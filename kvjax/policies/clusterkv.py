@@ -65,7 +65,7 @@ class ClusterKV(Policy):
     Attributes:
         budget: tokens that a query reads, sinks included and the tail not: a number, or a fraction of prompt + new tokens.
         sinks: first tokens, always read.
-        exempt: first layers, which read everything (section V-A).
+        dense_layers: first layers, which read everything (section V-A).
         tokens_per_cluster: prompt tokens to one cluster: 80, the paper's L / 80.
         n_clusters: clusters of a prompt of any length, instead.
         iterations: of k-means; a fixed number of them, as in the authors' code.
@@ -87,7 +87,7 @@ class ClusterKV(Policy):
 
     budget: int | float = 1024
     sinks: int = 16
-    exempt: int = 2
+    dense_layers: int = 2
     tokens_per_cluster: int = 80
     n_clusters: int | None = None
     iterations: int = 20
@@ -102,7 +102,7 @@ class ClusterKV(Policy):
         check_fields(
             self,
             sinks=0,
-            exempt=0,
+            dense_layers=0,
             tokens_per_cluster=1,
             n_clusters=1,
             iterations=1,
@@ -119,7 +119,7 @@ class ClusterKV(Policy):
             )
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        if reads_everything(spec, self.budget, self.exempt):
+        if reads_everything(spec, self.budget, self.dense_layers):
             return Layer(self, spec)
         clusters_tail = self.cluster_decode and spec.new_tokens >= self.window
         compression = "when_full" if clusters_tail else "never"
@@ -156,15 +156,15 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         pairs = heads * self.slots_read * 2 * spec.head_dim * spec.dtype.itemsize
         return spec.batch * (pairs + centroids + indices)
 
-    def init(self) -> ClusteredCache:
+    def init(self, total: Int[Array, " B"] | None = None) -> ClusteredCache:
         spec = self.spec
-        budget = budget_rows(self.policy.budget, jnp.full((spec.batch,), spec.new_tokens, jnp.int32))
+        budget = budget_rows(self.policy.budget, spec.totals(total))
         return self._unclustered(cache.empty(spec, self.capacity), budget)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ClusteredCache, Carry]:
         policy, spec, lengths, tokens = self.policy, self.spec, prompt.lengths, prompt.size
         kept = cache.from_prompt(spec, self.capacity, prompt)
-        state = self._unclustered(kept, budget_rows(policy.budget, lengths + spec.new_tokens))
+        state = self._unclustered(kept, budget_rows(policy.budget, prompt.total))
         pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (spec.batch, tokens))
         inside = (pos >= policy.sinks) & (pos < lengths[:, None])
         count = self._prompt_clusters(lengths)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -56,8 +57,9 @@ class ExpectedAttention(PromptScorer):
         inside = prompt.mask & (jnp.arange(prompt.size, dtype=jnp.int32) >= self.sinks)
         queries = jnp.where(inside[..., None, None], prompt.q, 0)
         mean, covariance = self._future_query(spec, queries, inside, prompt.lengths)
-        batch, _, kv_heads, _ = prompt.k.shape
-        mean, covariance = (x.reshape(batch, kv_heads, -1, *x.shape[2:]) for x in (mean, covariance))
+        mean, covariance = (
+            einops.rearrange(x, "b (k g) ... -> b k g ...", k=spec.num_kv_heads) for x in (mean, covariance)
+        )
 
         keys = jnp.where(inside[..., None, None], prompt.k_rotated, 0).astype(jnp.float32)
         linear = jnp.einsum("bkgh,btkh->bkgt", mean, keys) * spec.scale

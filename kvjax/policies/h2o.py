@@ -21,7 +21,7 @@ class H2O(ScoreEviction):
     """Keep the tokens with the most accumulated attention, and the most recent ones (Zhang et al. 2023, Algorithm 1).
 
     A token's score is the sum of the softmax probabilities that all queries since it have given it, those of the prompt
-    included, averaged over the query group. While decoding, one token a step is evicted, and its score is forgotten.
+    included, averaged over the query group. While decoding, one token per step is evicted, and its score is forgotten.
 
     Attributes:
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.

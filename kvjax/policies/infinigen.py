@@ -1,4 +1,4 @@
-"""InfiniGen: which tokens a layer will attend to is told from the layer before, by a few channels of queries and keys."""
+"""InfiniGen: which tokens a layer will attend to is predicted from the layer before, by a few channels of queries and keys."""
 
 import dataclasses
 import math
@@ -75,7 +75,7 @@ class InfiniGen(Policy):
             for OPT.
         share: of the channels, that queries choose and that keys choose, one at least (the published scripts have 0.2, the default of
             the published code is 0.1).
-        exempt: first layers, which read everything.
+        dense_layers: first layers, which read everything.
         profile: the directions: a `SkewProfile` or a file of one; "prompt" for those of the prompt's own queries; None for the profile
             that comes with kvjax for the model, and "prompt" for models that none comes for.
     """
@@ -93,11 +93,11 @@ class InfiniGen(Policy):
     budget: int | float = 0.2
     alpha: float = 5.0
     share: float = 0.2
-    exempt: int = 2
+    dense_layers: int = 2
     profile: SkewProfile | str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, alpha=0, exempt=0)
+        check_fields(self, alpha=0, dense_layers=0)
         if not 0 < self.share <= 1:
             raise PolicyError(
                 f"{self.info.name}: share={self.share}; give a share of the channels, above 0 and up to 1"
@@ -123,8 +123,8 @@ class InfiniGen(Policy):
             )
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        whole = reads_everything(spec, self.budget, self.exempt)
-        return Layer(self, spec) if whole else InfiniGenLayer(self, spec)
+        dense = reads_everything(spec, self.budget, self.dense_layers)
+        return Layer(self, spec) if dense else InfiniGenLayer(self, spec)
 
     def directions(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
         """The profile's for this layer's heads, if there is a profile."""
@@ -159,7 +159,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         pairs = self.slots_read * 2 * spec.head_dim
         return spec.batch * spec.num_kv_heads * (partial + pairs) * spec.dtype.itemsize
 
-    def init(self) -> SpeculativeCache:
+    def init(self, total: Int[Array, " B"] | None = None) -> SpeculativeCache:
         spec, kept, channels = self.spec, cache.empty(self.spec, self.capacity), self._channels
         vectors = self.policy.directions(spec)
         skew = jnp.eye(spec.head_dim, dtype=jnp.float32) if vectors is None else vectors
@@ -167,14 +167,14 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
             cache=kept,
             skew=jnp.broadcast_to(skew[..., :channels].astype(spec.dtype), (*kept.next.shape, spec.head_dim, channels)),
             partial=jnp.zeros((*kept.pos.shape, channels), spec.dtype),
-            budget=budget_rows(self.policy.budget, jnp.full_like(kept.seen, spec.new_tokens)),
+            budget=budget_rows(self.policy.budget, spec.totals(total)),
         )
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[SpeculativeCache, Carry]:
         spec, kept = self.spec, cache.from_prompt(self.spec, self.capacity, prompt)
         skew = self._skew(prompt.q_rotated, prompt.k_rotated, prompt.lengths).astype(spec.dtype)
         partial = jnp.einsum("bkch,bkhp->bkcp", kept.k, skew, preferred_element_type=jnp.float32)
-        budget = budget_rows(self.policy.budget, prompt.lengths + spec.new_tokens)
+        budget = budget_rows(self.policy.budget, prompt.total)
         return SpeculativeCache(kept, skew, partial.astype(spec.dtype), budget), carry
 
     def append(self, state: SpeculativeCache, token: Token) -> SpeculativeCache:
@@ -197,9 +197,9 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         spec = self.spec
         heads = heads_of(query).astype(jnp.float32)
         mean = einops.reduce(heads, "b (k g) h -> b k h", "mean", k=spec.num_kv_heads)
-        turned = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
+        projected = jnp.einsum("bkh,bkhp->bkp", mean, state.skew.astype(jnp.float32))
         scores = jnp.einsum(
-            "bkp,bkcp->bkc", turned.astype(spec.dtype), state.partial, preferred_element_type=jnp.float32
+            "bkp,bkcp->bkc", projected.astype(spec.dtype), state.partial, preferred_element_type=jnp.float32
         )
         pos = jnp.arange(scores.shape[-1], dtype=jnp.int32)
         candidates = jnp.broadcast_to((pos < self.tail_start(state)[:, None])[:, None], scores.shape)

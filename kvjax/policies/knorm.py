@@ -22,7 +22,7 @@ class KNorm(ScoreEviction):
 
     Attributes:
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        exempt: first layers, which keep everything: two, as in the paper, where norms there tell little of attention.
+        dense_layers: first layers, which keep everything: two, as in the paper, where norms there tell little of attention.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -33,13 +33,13 @@ class KNorm(ScoreEviction):
         stage="both",
     )
 
-    exempt: int = 2
+    dense_layers: int = 2
 
     def __post_init__(self) -> None:
-        check_fields(self, exempt=0)
+        check_fields(self, dense_layers=0)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return Layer(self, spec) if spec.layer < self.exempt else super().layer(spec)
+        return Layer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         return -jnp.linalg.norm(prompt.k.astype(jnp.float32), axis=-1).swapaxes(1, 2)

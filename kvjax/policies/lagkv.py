@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -57,7 +58,7 @@ class LagKV(PromptScorer):
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         def relative(x: Float[Array, "B T K H"]) -> Float[Array, "B K M L"]:
-            x = self._segments(x.astype(jnp.float32).transpose(0, 2, 3, 1))
+            x = self._segments(einops.rearrange(x.astype(jnp.float32), "b t k h -> b k h t"))
             low, high = (jnp.roll(end, -1, axis=-2) for end in (x.min(-1, keepdims=True), x.max(-1, keepdims=True)))
             x = jnp.where(high > low, (x - low) / (high - low), 0.0)
             return jax.nn.softmax(x.std(axis=2, ddof=1), axis=-1)

@@ -29,7 +29,7 @@ class Profile:
 
     Class attributes:
         noun: what people call it.
-        tables: fields with what was found out, sequences of layers; each has one line a layer in the file.
+        tables: fields with what was found out, sequences of layers; each has one line per layer in the file.
 
     Attributes:
         method: the method that it was made for ("catekv", "chelsea").

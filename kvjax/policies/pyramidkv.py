@@ -51,14 +51,21 @@ class PyramidKV(SnapKV):
         check_fields(self, beta=1)
         super().__post_init__()
 
-    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        average = budget_rows(self.budget, lengths + spec.new_tokens)
+    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
+        average = budget_rows(self.budget, total)
+        return jnp.where(
+            (lengths <= average) | (lengths < 2 * (average - self.window)),
+            average,
+            self._pyramid(spec, lengths, average),
+        )
+
+    def _pyramid(self, spec: LayerSpec, lengths: Int[Array, " B"], average: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The budget of a layer between the first one's and the last one's, whose average is given."""
         beside, before = average - self.window, lengths - self.window
         last = beside // self.beta
         first = 2 * beside - last
         first, last = jnp.where(first >= before, before, first), jnp.where(first >= before, 2 * beside - before, last)
-        layer = first - spec.layer * ((first - last) // max(spec.num_layers - 1, 1)) + self.window
-        return jnp.where((lengths <= average) | (lengths < 2 * beside), average, layer)
+        return first - spec.layer * ((first - last) // max(spec.num_layers - 1, 1)) + self.window
 
     def max_budget(self, spec: LayerSpec) -> int:
         if spec.prompt_len == 0:
@@ -67,4 +74,10 @@ class PyramidKV(SnapKV):
         shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if spec.batch == 1 else 1
         with jax.ensure_compile_time_eval():
             lengths = jnp.arange(shortest, spec.prompt_len + 1, dtype=jnp.int32)
-            return int(jnp.max(jnp.minimum(self.row_budgets(spec, lengths), lengths)))
+            total = lengths + spec.new_tokens
+            most = self.row_budgets(spec, lengths, total)
+            if isinstance(self.budget, float):
+                # A row with fewer new tokens has a lower average, and may be of the pyramid where one with more is not. A layer's
+                # share grows with the average, but for what its steps, one per layer before it, are rounded down.
+                most = jnp.maximum(most, self._pyramid(spec, lengths, budget_rows(self.budget, total)) + spec.layer)
+            return int(jnp.max(jnp.minimum(most, lengths)))

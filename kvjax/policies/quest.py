@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
+import einops
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -54,7 +55,7 @@ class Quest(Policy):
     Attributes:
         budget: tokens that a query reads, in whole pages: a number, or a fraction of prompt + new tokens.
         page: tokens in a page.
-        exempt: first layers, which read everything (section 3.4).
+        dense_layers: first layers, which read everything (section 3.4).
         recent: how many latest tokens every query reads, with the rest of their pages, inside the budget.
         gqa: "query_head" selects for each query head; "sum" and "max" for each KV head, by what its queries' bounds come to.
     """
@@ -69,12 +70,12 @@ class Quest(Policy):
 
     budget: int | float = 1024
     page: int = 16
-    exempt: int = 2
+    dense_layers: int = 2
     recent: int = 0
     gqa: Literal["query_head", "sum", "max"] = "query_head"
 
     def __post_init__(self) -> None:
-        check_fields(self, page=1, exempt=0, recent=0)
+        check_fields(self, page=1, dense_layers=0, recent=0)
 
     def validate(self, tokens: int) -> None:
         budget, least = budget_tokens(self.budget, tokens), (self.recent_pages + 1) * self.page
@@ -85,8 +86,8 @@ class Quest(Policy):
             )
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        whole = reads_everything(spec, self.budget, self.exempt)
-        return Layer(self, spec) if whole else QuestLayer(self, spec)
+        dense = reads_everything(spec, self.budget, self.dense_layers)
+        return Layer(self, spec) if dense else QuestLayer(self, spec)
 
     @property
     def recent_pages(self) -> int:
@@ -136,10 +137,10 @@ class QuestLayer(SparseLayer[Quest]):
         rows = self.selection_shape[0] * self.slots_read + self.spec.num_kv_heads * self.pages
         return self.spec.batch * rows * 2 * self.spec.head_dim * self.spec.dtype.itemsize
 
-    def init(self) -> PagedCache:
+    def init(self, total: Int[Array, " B"] | None = None) -> PagedCache:
         spec, kept = self.spec, cache.empty(self.spec, self.capacity)
         bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self.pages, 2 * spec.head_dim), spec.dtype)
-        return PagedCache(kept, bounds, budget_rows(self.policy.budget, jnp.full_like(kept.seen, spec.new_tokens)))
+        return PagedCache(kept, bounds, budget_rows(self.policy.budget, spec.totals(total)))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PagedCache, Carry]:
         spec = self.spec
@@ -149,7 +150,7 @@ class QuestLayer(SparseLayer[Quest]):
         low = jnp.where(some, jnp.min(keys, axis=3, where=inside, initial=jnp.inf), zero)
         high = jnp.where(some, jnp.max(keys, axis=3, where=inside, initial=-jnp.inf), zero)
         bounds = jnp.concatenate([low, high], axis=-1)
-        budget = budget_rows(self.policy.budget, prompt.lengths + spec.new_tokens)
+        budget = budget_rows(self.policy.budget, prompt.total)
         return PagedCache(cache.from_prompt(spec, self.capacity, prompt), bounds, budget), carry
 
     def append(self, state: PagedCache, token: Token) -> PagedCache:
@@ -180,5 +181,4 @@ class QuestLayer(SparseLayer[Quest]):
         scores = page_scores(query, state.bounds, self.tail_start(state), page=self.policy.page)
         if self.policy.gqa == "query_head":
             return scores
-        scores = scores.reshape(self.spec.batch, self.spec.num_kv_heads, -1, scores.shape[-1])
-        return jnp.sum(scores, axis=2) if self.policy.gqa == "sum" else jnp.max(scores, axis=2)
+        return einops.reduce(scores, "b (k g) p -> b k p", self.policy.gqa, k=self.spec.num_kv_heads)

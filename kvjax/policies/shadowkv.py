@@ -148,7 +148,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         numbers = self.capacity * 2 * dim + self.slots_read * (dim + self.rank) + (self.chunks + self.rank) * dim
         return spec.batch * spec.num_kv_heads * numbers * spec.dtype.itemsize
 
-    def init(self) -> ShadowCache:
+    def init(self, total: Int[Array, " B"] | None = None) -> ShadowCache:
         spec, kept = self.spec, cache.empty(self.spec, self.capacity)
         heads = spec.batch, spec.num_kv_heads
         return ShadowCache(
@@ -158,7 +158,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
             basis=jnp.zeros((*heads, self.rank, spec.head_dim), spec.dtype),
             landmarks=jnp.zeros((*heads, self.chunks, spec.head_dim), spec.dtype),
             selectable=jnp.zeros((*heads, self.chunks), bool),
-            budget=self._budget(jnp.full_like(kept.seen, spec.new_tokens)),
+            budget=self._budget(spec.totals(total)),
         )
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ShadowCache, Carry]:
@@ -177,7 +177,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
             basis=basis.astype(spec.dtype),
             landmarks=landmarks.astype(spec.dtype),
             selectable=selectable,
-            budget=self._budget(prompt.lengths + spec.new_tokens),
+            budget=self._budget(prompt.total),
         )
         return state, carry
 

@@ -82,12 +82,12 @@ class StreamingLayer(Layer[S]):
     def max_kept(self) -> int:
         return budget_tokens(self.policy.budget, self.spec.max_tokens)
 
-    def init(self) -> StreamingCache:
-        tokens = jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32)
-        return StreamingCache(cache.empty(self.spec, self.capacity), budget_rows(self.policy.budget, tokens))
+    def init(self, total: Int[Array, " B"] | None = None) -> StreamingCache:
+        budget = budget_rows(self.policy.budget, self.spec.totals(total))
+        return StreamingCache(cache.empty(self.spec, self.capacity), budget)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[StreamingCache, Carry]:
-        budget = budget_rows(self.policy.budget, prompt.lengths + self.spec.new_tokens)
+        budget = budget_rows(self.policy.budget, prompt.total)
         pos = jnp.arange(prompt.size, dtype=jnp.int32)
         keep = (pos < self.policy.sinks) | (pos >= (prompt.lengths - budget + self.policy.sinks)[:, None])
         keep = jnp.broadcast_to(keep[:, None], (self.spec.batch, self.spec.num_kv_heads, prompt.size))

@@ -219,10 +219,10 @@ class TreeKVLayer(Layer[TreeKV]):
     def max_kept(self) -> int:
         return budget_tokens(self.policy.budget, self.spec.max_tokens)
 
-    def init(self) -> Tree:
+    def init(self, total: Int[Array, " B"] | None = None) -> Tree:
         empty = cache.empty(self.spec, self.capacity)
         zeros = jnp.zeros(empty.pos.shape, jnp.float32)
-        return self._tree(empty, zeros, zeros, jnp.full((self.spec.batch,), self.spec.new_tokens, jnp.int32))
+        return self._tree(empty, zeros, zeros, self.spec.totals(total))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Tree, Carry]:
         spec, block = self.spec, self.policy.block
@@ -234,13 +234,12 @@ class TreeKVLayer(Layer[TreeKV]):
             scale=spec.scale,
             sliding_window=spec.window,
         )
-        tokens = prompt.lengths + spec.new_tokens
-        keep = self.policy.keep_mask(observed, prompt.lengths, *self.policy.regions(tokens))
+        keep = self.policy.keep_mask(observed, prompt.lengths, *self.policy.regions(prompt.total))
         kept, index = cache.gather_kept(spec, self.capacity, prompt, keep, rotated=False)
         observers = jnp.minimum(prompt.lengths, block).astype(jnp.float32)[:, None, None]
         steps = jnp.where(kept.live, observers, 0.0)
         score = jnp.where(kept.live, jnp.take_along_axis(observed, index, axis=-1) * observers, 0.0)
-        return self._tree(kept, score, steps, tokens), carry
+        return self._tree(kept, score, steps, prompt.total), carry
 
     def append(self, state: Tree, token: Token) -> Tree:
         extra = (state.rank, state.count), (state.score, 0.0), (state.steps, 0.0)

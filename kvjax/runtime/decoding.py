@@ -38,11 +38,11 @@ class Decoding:
 
     Attributes:
         caches: the policy's state of each layer.
-        token: each row's latest token, drawn but not yet read.
+        token: each row's latest token, sampled but not yet read.
         pos: that token's position.
         steps: tokens decoded since the prompt.
-        done: rows that have drawn an end token.
-        seed: what each row's draws depend on, besides the position.
+        done: rows that have sampled an end token.
+        seed: what each row's samples depend on, besides the position.
     """
 
     caches: tuple[Any, ...]
@@ -53,12 +53,12 @@ class Decoding:
     seed: UInt32[Array, " B"]
 
 
-def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"]) -> Decoding:
-    """The state of a batch that has read nothing yet."""
+def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
+    """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
     nothing = jnp.zeros(seed.shape, jnp.int32)
     return Decoding(
         # Copied, since arrays of a state may be one and the same, and the programs take them over.
-        caches=jax.tree.map(jnp.copy, tuple(layer.init() for layer in layers_of(policy, specs))),
+        caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
         token=nothing,
         pos=jnp.zeros_like(nothing),
         steps=jnp.zeros((), jnp.int32),
@@ -72,7 +72,9 @@ def layers_of(policy: Policy, specs: Specs) -> tuple[Layer[Any], ...]:
     return tuple(policy.layer(spec) for spec in specs)
 
 
-def padded(prompts: Sequence[Sequence[int]], size: int | None = None) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+def padded(
+    prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int | None = None
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Prompts of any lengths as one array, padded on the right to `size` or a common bucket, and their lengths."""
     tokens = np.zeros((len(prompts), bucket(max(map(len, prompts))) if size is None else size), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -102,7 +104,7 @@ def step(
     token: Int[Array, " B"],
     pos: Int[Array, " B"],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token a row; the next one's logits, and the caches within their budgets again."""
+    """Read one token per row; the next one's logits, and the caches within their budgets again."""
     layers = layers_of(policy, specs)
     logits, caches = transformer.decode_step(params, caches, token, pos, layers)
     return logits, tuple(layer.compress(cache) for layer, cache in zip(layers, caches, strict=True))
@@ -163,12 +165,13 @@ def _prefill(
     params: Params,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    total: Int[Array, " B"],
     seed: UInt32[Array, " B"],
     sampler: Sampler,
     ends: Int[Array, " E"],
 ) -> tuple[Decoding, Float[Array, " B"]]:
-    logits, caches = transformer.prefill(params, tokens, lengths, layers_of(policy, specs))
-    token, logprob = _draw(logits, sampler, seed, lengths)
+    logits, caches = transformer.prefill(params, tokens, lengths, total, layers_of(policy, specs))
+    token, logprob = _sample(logits, sampler, seed, lengths)
     state = Decoding(caches, token, lengths, jnp.zeros((), jnp.int32), jnp.isin(token, ends), seed)
     return state, logprob
 
@@ -191,7 +194,7 @@ def _decode(
 
     def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
-        token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
+        token, logprob = _sample(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
             token=token,
             pos=state.pos + 1,
@@ -233,14 +236,14 @@ def _answer(
 
     def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
-        token, logprob = _draw(logits, sampler, state.seed, state.pos + 1)
-        drawn = i + 1 - lengths  # of what each row draws after its last given token, this is the how-manyth
-        column = jnp.where(drawn < 0, size + CHUNK, drawn)  # out of range, hence dropped, while a row still reads
+        token, logprob = _sample(logits, sampler, state.seed, state.pos + 1)
+        sampled = i + 1 - lengths  # of what each row samples after its last given token, this is the how-manyth
+        column = jnp.where(sampled < 0, size + CHUNK, sampled)  # out of range, hence dropped, while a row still reads
         state = state.replace(
             token=token,
             pos=state.pos + 1,
             steps=state.steps + 1,
-            done=state.done | ((drawn >= 0) & jnp.isin(token, ends)),
+            done=state.done | ((sampled >= 0) & jnp.isin(token, ends)),
         )
         tokens = tokens.at[row, column].set(token, mode="drop")
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
@@ -255,35 +258,35 @@ def _extend(policy: Policy, specs: Specs, params: Params, state: Decoding, token
     return dataclasses.replace(state, caches=caches, pos=state.pos + tokens.shape[1])
 
 
-def _draw(
+def _sample(
     logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """A token a row for position `pos`, and its log-probability under the model itself (before temperature and filters)."""
+    """A token per row for position `pos`, and its log-probability under the model itself (before temperature and filters)."""
     token = sampler(logits, seed, pos)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 prefill = Program(_prefill, static=2)
-"""`prefill(policy, specs, params, tokens, lengths, seed, sampler, ends)`: read right-padded prompts and draw the first token.
+"""`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: read right-padded prompts and sample the first token.
 
-Returns the `Decoding` state and the first tokens' log-probabilities.
+`total` is how many tokens each row will reach with its new ones. Returns the `Decoding` state and the first tokens' log-probabilities.
 """
 
 decode = Program(_decode, static=2, donate=(3,), gpu_options=_gpu_options)
-"""`decode(policy, specs, params, state, count, sampler, ends)`: draw up to `count` <= `CHUNK` more tokens a row.
+"""`decode(policy, specs, params, state, count, sampler, ends)`: sample up to `count` <= `CHUNK` more tokens per row.
 
 Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
 tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
 """
 
 answer = Program(_answer, static=2, donate=(3,), gpu_options=_gpu_options)
-"""`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then draw.
+"""`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then sample.
 
-Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's drawn token;
-whatever is kept of the past was chosen before they came. Then it draws: rows with fewer given tokens begin sooner and draw
-more, until the one with the most has drawn `count` <= `CHUNK`, or all are done. Returns the new state (the old one's buffers
-are reused), and tokens and log-probabilities, each row's draws from column 0; row b has drawn as many as `state.steps` grew by,
+Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's sampled token;
+whatever is kept of the past was chosen before they came. Then it samples: rows with fewer given tokens begin sooner and sample
+more, until the one with the most has sampled `count` <= `CHUNK`, or all are done. Returns the new state (the old one's buffers
+are reused), and tokens and log-probabilities, each row's samples from column 0; row b has sampled as many as `state.steps` grew by,
 less `lengths[b] - 1`.
 """
 
@@ -291,5 +294,5 @@ extend = Program(_extend, static=2, donate=(3,))
 """`extend(policy, specs, params, state, tokens)`: read tokens [B, S] into the caches, at the state's positions.
 
 A piece of a long prompt: of memory it takes the caches, and what S tokens need. Returns the new state (the old one's buffers
-are reused), whose drawn token is none that follows from what was read: `answer` goes on with the tokens after these.
+are reused), whose sampled token is none that follows from what was read: `answer` goes on with the tokens after these.
 """

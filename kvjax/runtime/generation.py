@@ -1,5 +1,6 @@
 """Text in, text out: `generate` and `stream`."""
 
+import contextlib
 import dataclasses
 import time
 import warnings
@@ -11,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.arguments import short, whole
-from kvjax.cache import bucket, host_memory, layer_specs
+from kvjax.cache import host_memory
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, PolicyError, get_policy
+from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.transforms.offload import hits
 from kvjax.runtime import decoding
+from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
-from kvjax.runtime.request import GenerateOptions, Request, check_request, row_seeds
+from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
 
@@ -33,14 +35,14 @@ class GenerationStats:
 
     Attributes:
         rows: prompts that were continued.
-        prompt_tokens, new_tokens: tokens read and drawn.
+        prompt_tokens, new_tokens: tokens read and sampled.
         prefill_seconds, decode_seconds: time to run the two programs, compilation not included.
         compile_seconds: time to compile them, 0 when they were compiled before.
         cache_bytes: bytes the policy's cache holds on the device.
         full_cache_bytes: bytes a full cache would hold for the same prompts and new tokens.
         host_cache_bytes: bytes the policy's cache holds in the host's memory, if it is `offloaded`.
         step_bytes_read: bytes of it that attention reads in a decoding step; see `Policy.bytes_read`.
-        hit_rate: share of the tokens that queries recalled which were on the device already; None if none was looked for on
+        hit_rate: share of the tokens that queries selected which were on the device already; None if none was looked for on
             the host. Rows that are done count until all are.
         question_tokens: tokens read one by one after the prompts had been compressed.
         budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
@@ -62,12 +64,12 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens read a second."""
+        """Prompt tokens read per second."""
         return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens read a second while decoding: of questions, and those drawn, but for the last of each row."""
+        """Tokens read per second while decoding: of questions, and those sampled, but for the last of each row."""
         return (self.question_tokens + self.new_tokens - self.rows) / max(self.decode_seconds, 1e-9)
 
 
@@ -77,9 +79,9 @@ class Reply:
 
     Attributes:
         text: the new text, without special tokens and stop string; None for a model without tokenizer.
-        tokens: the new token ids, the end token included if one was drawn.
+        tokens: the new token ids, the end token included if one was sampled.
         logprobs: each token's log-probability under the model, before temperature and filters.
-        stop_reason: "eos" (drew an end token), "stop" (produced a stop string), or "length".
+        stop_reason: "eos" (sampled an end token), "stop" (produced a stop string), or "length".
     """
 
     text: str | None
@@ -167,12 +169,12 @@ def generate(
         prompt: text, token ids, or chat messages; or a list of any of these, or an array of token ids, a row each. Rows of a list
             may have any lengths: each gets what it would get alone.
         policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
-        budget: cache slots a head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
+        budget: cache slots per head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
             A policy without one ignores it, as `GenerationStats.budget_applies` tells.
-        max_new_tokens: most tokens to draw.
+        max_new_tokens: most tokens to sample.
         temperature: 0 is greedy.
-        top_k, top_p, min_p: filters on what may be drawn, see `kvjax.runtime.sampling.Sampling`.
-        seed: with the same seed a prompt draws the same tokens; row i of a list draws as it would alone with `seed + i`. Any whole
+        top_k, top_p, min_p: filters on what may be sampled, see `kvjax.runtime.sampling.Sampling`.
+        seed: with the same seed a prompt samples the same tokens; row i of a list samples as it would alone with `seed + i`. Any whole
             number will do; what counts is its remainder modulo 2**32.
         stop: strings that end the text where they appear (they are not part of it).
         ignore_eos: go on past end tokens.
@@ -180,8 +182,7 @@ def generate(
             compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones.
         prefill_chunk: read prompts so many tokens at a time, with compression between them, so that no memory is needed for the
             whole of one: each token attends to what the cache holds when its turn comes, as in decoding. Of a batch, the tokens
-            beyond the shortest prompt are read one by one. Not for policies that choose from a prompt as a whole. Fractional
-            budgets then count the longest prompt, rounded up to a bucket.
+            beyond the shortest prompt are read one by one. Not for policies that choose from a prompt as a whole.
 
     Returns:
         A `Generation`; for a list of prompts a list of them.
@@ -191,11 +192,7 @@ def generate(
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
-    run = Run(params, prompt, policy, budget, request, question, prefill_chunk)
-    for _ in run.chunks(decoding.CHUNK):
-        pass
-    generations = run.generations()
-    return generations[0] if run.single else generations
+    return Run(params, prompt, policy, budget, request, question, prefill_chunk).finish()
 
 
 def stream(
@@ -205,15 +202,9 @@ def stream(
     budget: int | float | None = None,
     max_new_tokens: int = 128,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    ignore_eos: bool = False,
     question: Question | None = None,
     prefill_chunk: int | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Iterator[str]:
     """Continue one prompt and yield its text as it comes.
 
@@ -223,7 +214,7 @@ def stream(
 
     Args and errors: as for `generate`.
     """
-    request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
+    request = check_request(params, max_new_tokens, **options)
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
     return _pieces(Run(params, prompt, policy, budget, request, question, prefill_chunk, streamed=True))
@@ -246,7 +237,7 @@ def _listed(values: list[Any]) -> str:
 
 @dataclasses.dataclass
 class Row:
-    """What one row has drawn so far."""
+    """What one row has sampled so far."""
 
     prompt: list[int]
     question: list[int]
@@ -270,7 +261,7 @@ class Row:
         return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int]) -> None:
-        """Take in newly drawn tokens up to the row's end."""
+        """Take in newly sampled tokens up to the row's end."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
                 return
@@ -285,7 +276,7 @@ class Row:
 
 
 class Run:
-    """One call of `generate` or `stream`: checks the arguments, runs the programs, collects what they draw."""
+    """One call of `generate` or `stream`: checks the arguments, runs the programs, collects what they sample."""
 
     def __init__(
         self,
@@ -316,13 +307,20 @@ class Run:
             row.watch(request.stop)
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
-        self.recalled = self.found = 0
+        self.selected = self.found = 0
+
+    def finish(self) -> Generation | list[Generation]:
+        """Run to the end: one result for one prompt, a list for a list."""
+        for _ in self.chunks(decoding.CHUNK):
+            pass
+        generations = self.generations()
+        return generations[0] if self.single else generations
 
     def chunks(self, size: int) -> Iterator[None]:
-        """Draw tokens for all rows; yields after every look at the host."""
+        """Sample tokens for all rows; yields after every look at the host."""
         if self.request.stop:
             size = min(size, STREAM_STEPS)
-        for group in self._groups():
+        for group in self.groups():
             yield from self._group_chunks(group, size)
 
     def generations(self) -> list[Generation]:
@@ -338,7 +336,7 @@ class Run:
             full_cache_bytes=self.full_cache_bytes,
             host_cache_bytes=self.host_cache_bytes,
             step_bytes_read=self.step_bytes_read,
-            hit_rate=self.found / self.recalled if self.recalled else None,
+            hit_rate=self.found / self.selected if self.selected else None,
             question_tokens=sum(len(row.question) for row in self.rows),
             budget_applies=self.policy.info.takes_budget,
         )
@@ -347,9 +345,8 @@ class Run:
     def _check_lengths(self) -> None:
         window = self.params.config.max_position
         for row in self.rows:
-            self.policy.validate(len(row.prompt) + self._new_tokens(row))
-        longest = max(len(row.prompt) for row in self.rows)
-        last = max(len(row.prompt) + len(row.question) for row in self.rows) + self.request.max_new_tokens
+            self.policy.validate(self._total(row))
+        longest, last = max(len(row.prompt) for row in self.rows), max(map(self._total, self.rows))
         reach = longest if self.policy.info.positions == "cache_rank" else last
         if reach > window:
             warnings.warn(
@@ -363,116 +360,104 @@ class Run:
             )
 
     def _new_tokens(self, row: Row) -> int:
-        """Tokens that may come after the prompt; a question is counted with its padding, so that few programs serve all."""
-        return bucket(len(row.question)) + self.request.max_new_tokens
+        """Tokens that may come after the prompt."""
+        return len(row.question) + self.request.max_new_tokens
 
-    def _longest(self, rows: Sequence[Row]) -> int:
-        """Tokens of the longest prompt that the programs for these rows are made for."""
-        return max(len(row.prompt) for row in rows)
+    def _total(self, row: Row) -> int:
+        return len(row.prompt) + self._new_tokens(row)
 
-    def _groups(self) -> list[list[int]]:
-        """Rows that can run in one batch: those that leave room for as many new tokens, which fractional budgets count, and
-        whose length asks for the same rotation (only LongRoPE has two).
-        """
+    def groups(self) -> list[list[int]]:
+        """Rows that can run in one batch: those whose length asks for the same rotation (only LongRoPE has two)."""
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
-            new = self._new_tokens(row)
-            groups.setdefault((new, self.params.config.rope.resolve(len(row.prompt) + new)), []).append(i)
+            groups.setdefault(self.params.config.rope.resolve(self._total(row)), []).append(i)
         return list(groups.values())
+
+    def engine_for(self, rows: Sequence[Row]) -> Engine:
+        """What runs a group of rows."""
+        total = max(map(self._total, rows))
+        if self.prefill_chunk is not None:  # all tokens are new ones to the cache
+            prompt, new = 0, total
+        else:
+            prompt, new = max(len(row.prompt) for row in rows), max(map(self._new_tokens, rows))
+        return Engine(
+            self.params, self.policy, batch=len(rows), prompt_len=prompt, max_new_tokens=new, max_total_tokens=total
+        )
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[None]:
         rows = [self.rows[i] for i in group]
-        longest = self._longest(rows)
-        dtype = self.params.dtype
-        new_tokens = self._new_tokens(rows[0])
-        if self.prefill_chunk is not None:  # all tokens are new ones to the cache
-            longest, new_tokens = 0, bucket(longest) + new_tokens
-        shapes = self.params.config, len(rows), longest, new_tokens, dtype
-        specs = layer_specs(*shapes)
-        weights = dataclasses.replace(self.params, tokenizer=None)  # which is no part of a program
-        seed = jnp.asarray(row_seeds(self.request.seed, group))
-        ends = jnp.asarray(self.request.ends, jnp.int32)
-
-        rest, first = [row.question for row in rows], None
-        if self.prefill_chunk is not None:
-            state, read = self._extended(rows, specs, weights, seed, self.prefill_chunk)
-            rest = [row.prompt[read:] + row.question for row in rows]
+        engine = self.engine_for(rows)
+        prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, group)
+        how = self.request.sampler, self.request.ends
+        if self.prefill_chunk is None:
+            rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
+            with self._timed(engine, "prefill_seconds"):
+                state, first = engine.prefill(prompts, new, seeds, *how)
+                np.asarray(state.token)
         else:
-            tokens, lengths = decoding.padded([row.prompt for row in rows], specs[0].prompt_len)
-            args = (self.policy, specs, weights, tokens, lengths, seed, self.request.sampler, ends)
-            self._compile(decoding.prefill, args)
-            start = time.perf_counter()
-            state, first = decoding.prefill(*args)
-            np.asarray(state.token)
-            self.prefill_seconds += time.perf_counter() - start
-        leaves = jax.tree.leaves(state.caches)
-        on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
-        self.host_cache_bytes += on_host
-        self.cache_bytes += sum(leaf.nbytes for leaf in leaves) - on_host
-        self.full_cache_bytes += Full().nbytes(*shapes)
-        self.step_bytes_read += self.policy.bytes_read(*shapes)
-        given = decoding.padded(rest) if rest[0] else ()
-        if not given:
+            state, first, read = engine.begin([self._total(row) for row in rows], seeds), None, 0
+            for piece in pieces(prompts, self.prefill_chunk):
+                with self._timed(engine, "prefill_seconds"):
+                    state = jax.block_until_ready(engine.extend(state, piece))
+                read += len(piece[0])
+            rest = [row.prompt[read:] + row.question for row in rows]
+        self._count_bytes(engine, state)
+        given = rest if rest[0] else None
+        if first is not None and given is None:
             self._collect(rows, np.asarray(state.token)[:, None], np.asarray(first)[:, None], [1] * len(rows))
 
-        steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first draw comes after so many steps
-        while (drawn := steps - max(before)) < self.request.max_new_tokens and any(
+        steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first sample comes after so many steps
+        while (sampled := steps - max(before)) < self.request.max_new_tokens and any(
             row.stop_reason is None for row in rows
         ):
             yield
             if self.request.stop or any(row.stop_reason is not None for row in rows):
                 state = dataclasses.replace(state, done=jnp.asarray([row.stop_reason is not None for row in rows]))
-            program = decoding.answer if given else decoding.decode
-            count = min(size, self.request.max_new_tokens - max(drawn, 0))
-            args = (
-                self.policy,
-                specs,
-                weights,
-                state,
-                *given,
-                jnp.asarray(count, jnp.int32),
-                self.request.sampler,
-                ends,
-            )
-            self._compile(program, args)
-            start = time.perf_counter()
-            state, new, logprobs = program(*args)
-            done, steps = steps, int(state.steps)
-            self.decode_seconds += time.perf_counter() - start
-            counts = [steps - done - (ahead if given else 0) for ahead in before]
+            count = min(size, self.request.max_new_tokens - max(sampled, 0))
+            with self._timed(engine, "decode_seconds"):
+                if given is None:
+                    state, new, logprobs = engine.decode(state, count, *how)
+                else:
+                    state, new, logprobs = engine.answering(state, given, count, *how)()
+                done, steps = steps, int(state.steps)
+            counts = [steps - done - (0 if given is None else ahead) for ahead in before]
             self._collect(rows, np.asarray(new), np.asarray(logprobs), counts)
-            given = ()
-        recalled, found = hits(state.caches)
-        self.recalled, self.found = self.recalled + recalled, self.found + found
+            given = None
+        selected, found = hits(state.caches)
+        self.selected, self.found = self.selected + selected, self.found + found
         yield
 
-    def _extended(
-        self, rows: list[Row], specs: decoding.Specs, weights: Params, seed: Any, size: int
-    ) -> tuple[decoding.Decoding, int]:
-        """The state after as many tokens as all rows have in whole pieces, but for a last one; and how many these are.
+    def _count_bytes(self, engine: Engine, state: decoding.Decoding) -> None:
+        leaves = jax.tree.leaves(state.caches)
+        on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
+        self.host_cache_bytes += on_host
+        self.cache_bytes += sum(leaf.nbytes for leaf in leaves) - on_host
+        self.full_cache_bytes += engine.full_cache_bytes
+        self.step_bytes_read += engine.step_bytes_read
 
-        Pieces are of `size` tokens, and towards the end of a sixteenth of that.
-        """
-        state, read = decoding.empty(self.policy, specs, seed), 0
-        shortest = min(len(row.prompt) for row in rows)
-        for piece in dict.fromkeys((size, max(size // 16, 1))):
-            while read + piece < shortest:
-                tokens = jnp.asarray([row.prompt[read : read + piece] for row in rows], jnp.int32)
-                args = (self.policy, specs, weights, state, tokens)
-                self._compile(decoding.extend, args)
-                start = time.perf_counter()
-                state = jax.block_until_ready(decoding.extend(*args))
-                self.prefill_seconds += time.perf_counter() - start
-                read += piece
-        return state, read
+    @contextlib.contextmanager
+    def _timed(self, engine: Engine, what: str) -> Iterator[None]:
+        """Add the time within to `what`, and of it what compiling took to `compile_seconds`."""
+        start, before = time.perf_counter(), engine.compile_seconds
+        yield
+        compiling = engine.compile_seconds - before
+        self.compile_seconds += compiling
+        setattr(self, what, getattr(self, what) + time.perf_counter() - start - compiling)
 
     def _collect(self, rows: list[Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
-        """Take each row's next `counts` draws, as far as it was asked for them."""
+        """Take each row's next `counts` samples, as far as it was asked for them."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
             count = min(count, self.request.max_new_tokens - len(row.tokens))
             row.extend(row_tokens[:count], row_logprobs[:count], self.request.ends)
 
-    def _compile(self, program: Any, args: tuple[Any, ...]) -> None:
-        before = program.compile_seconds
-        program.compiled(*args)
-        self.compile_seconds += program.compile_seconds - before
+
+def pieces(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
+    """The tokens that all prompts have in whole pieces, but for a last one: piece by piece, a list per row.
+
+    Pieces are of `size` tokens, and towards the end of a sixteenth of that.
+    """
+    read, shortest = 0, min(map(len, prompts))
+    for piece in dict.fromkeys((size, max(size // 16, 1))):
+        while read + piece < shortest:
+            yield [list(prompt[read : read + piece]) for prompt in prompts]
+            read += piece

@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
-from kvjax.runtime import decoding
+from kvjax.runtime.decoding import Decoding
+from kvjax.runtime.engine import Engine
 from kvjax.runtime.prompts import token_ids
-from kvjax.runtime.sampling import Greedy
 
 
 def retained_positions(
@@ -24,7 +22,7 @@ def retained_positions(
     Args:
         prompt: text or token ids, T tokens.
         policy: whose choice to look at.
-        max_new_tokens: M, tokens to draw; the last one drawn is not read, hence not in the cache.
+        max_new_tokens: M, tokens to sample; the last one sampled is not read, hence not in the cache.
 
     Returns:
         Share of all KV heads of all layers that hold position p after s new tokens have been read: S = M rows, the first of
@@ -39,24 +37,20 @@ def retained_positions(
         raise ValueError(f"one prompt can be looked at, {1 + len(others)} were given")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
-    reach = len(ids) + max_new_tokens
-    policy = policy.bind(params.config)
-    policy.validate(reach)
-    specs = layer_specs(params.config, 1, len(ids), max_new_tokens, params.dtype)
-    tokens, lengths = decoding.padded([ids])
-    rest = Greedy(), jnp.zeros((0,), jnp.int32)
-    state, _ = decoding.prefill(policy, specs, params, tokens, lengths, jnp.zeros((1,), jnp.uint32), *rest)
-    held = [_held(policy, specs, state, reach - 1)]
+    positions = len(ids) + max_new_tokens - 1
+    engine = Engine(params, policy, prompt_len=len(ids), max_new_tokens=max_new_tokens)
+    state, _ = engine.prefill([ids])
+    held = [_held(engine, state, positions)]
     for _ in range(max_new_tokens - 1):
-        state, _, _ = decoding.decode(policy, specs, params, state, jnp.asarray(1, jnp.int32), *rest)
-        held.append(_held(policy, specs, state, reach - 1))
+        state, _, _ = engine.decode(state, 1)
+        held.append(_held(engine, state, positions))
     return np.stack(held)
 
 
-def _held(policy: Policy, specs: decoding.Specs, state: decoding.Decoding, positions: int) -> Float[np.ndarray, " P"]:
+def _held(engine: Engine, state: Decoding, positions: int) -> Float[np.ndarray, " P"]:
     counts, heads = np.zeros(positions), 0
-    for spec, layer in zip(specs, state.caches, strict=True):
-        slots = as_cache(policy.layer(spec), layer)
+    for layer, cache in zip(engine.layers, state.caches, strict=True):
+        slots = as_cache(layer, cache)
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         counts += np.bincount(pos[live], minlength=positions)
         heads += len(pos)

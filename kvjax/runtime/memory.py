@@ -7,11 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
+from kvjax.policies.base import held_bytes
 
-_UNITS = {"": 1, **{letter: 1000**i for i, letter in enumerate("KMGT", 1)}}
-_UNITS |= {f"{letter}I": 1024**i for i, letter in enumerate("KMGT", 1)}
+_POWERS = {letter: i for i, letter in enumerate("KMGT", 1)}
+_UNITS = {"": 1} | {k: 1000**i for k, i in _POWERS.items()} | {f"{k}I": 1024**i for k, i in _POWERS.items()}
 
 
 def parse_bytes(text: str) -> int:
@@ -27,8 +29,16 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
+def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any = jnp.bfloat16) -> int:
+    """Bytes on the device of the cache of one sequence that is read token by token, of just so many tokens, not rounded up."""
+    first, *_ = layer_specs(config, 1, 0, 1, dtype, total=tokens)
+    specs = (dataclasses.replace(first, layer=i, window=w, new_tokens=tokens) for i, w in enumerate(config.windows))
+    bound = policy.bind(config)
+    return sum(held_bytes(bound.layer(spec))[0] for spec in specs)
+
+
 def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any = jnp.bfloat16) -> int:
-    """The most slots a head that the cache of one sequence can have within `memory` bytes; 0 if too few fit.
+    """The most slots per head that the cache of one sequence can have within `memory` bytes; 0 if too few fit.
 
     Of a policy with a `budget` this is the largest budget, whatever the length of the sequence; of one without, the
     longest sequence. It is a multiple of 32, or of 128 above 2048, as capacities are.
@@ -41,10 +51,9 @@ def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any =
 
     def nbytes(slots: int) -> int:
         try:
-            sized = get_policy(policy, budget=slots) if has_budget else policy
+            return sequence_bytes(get_policy(policy, budget=slots) if has_budget else policy, config, slots, dtype)
         except PolicyError:  # fewer slots than the policy can work with
             return 0
-        return sized.nbytes(config, 1, 0, slots, dtype)
 
     # A power of two times what fits if keys and values were all that a slot holds: near enough for a short search.
     high = memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax
-import numpy as np
 
 from kvjax.arguments import plain, short, shown, whole
 from kvjax.models import Params
@@ -23,10 +22,15 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
 
 
-class GenerateOptions(SamplingOptions, total=False):
-    """What else `kvjax.generate` takes."""
+class RequestOptions(SamplingOptions, total=False):
+    """What else is asked of a text."""
 
     stop: str | Sequence[str]
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """What else `kvjax.generate` takes."""
+
     prefill_chunk: int | None
 
 
@@ -35,8 +39,8 @@ class Request:
     """How to go on from a prompt.
 
     Attributes:
-        max_new_tokens: most tokens to draw in a row.
-        sampler: how they are drawn.
+        max_new_tokens: most tokens to sample in a row.
+        sampler: how they are sampled.
         seed: of the first row, the next ones' follow; from 0 to 2**32 - 1.
         stop: strings that end a text.
         ends: token ids that end a row.
@@ -101,6 +105,6 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def row_seeds(seed: int, rows: Sequence[int]) -> np.ndarray:
-    """The seed of each row: with `seed + i`, modulo 2**32, row i draws as it would alone with that seed."""
-    return np.asarray([(seed + row) % 2**32 for row in rows], np.uint32)
+def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
+    """The seed of each row: with `seed + i`, modulo 2**32, row i samples as it would alone with that seed."""
+    return [(seed + row) % 2**32 for row in rows]

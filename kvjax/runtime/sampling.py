@@ -1,4 +1,4 @@
-"""Samplers: how the next token is drawn from logits, on the device.
+"""Samplers: how the next token is sampled from logits, on the device.
 
 Each is a small pytree whose numbers are leaves: another temperature runs the same compiled program. A filter that is None is
 not in the program at all.
@@ -20,7 +20,7 @@ _MOST = jnp.iinfo(jnp.int32).max
 
 
 class Sampler(Protocol):
-    """Draws one token a row; `seed` and `pos` make the draw a function of the row alone, whatever batch it is in."""
+    """Samples one token per row; `seed` and `pos` make the sample a function of the row alone, whatever batch it is in."""
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
@@ -39,13 +39,13 @@ class Greedy:
 
 @flax.struct.dataclass
 class Sampling:
-    """Draw from softmax(logits / temperature), after filters applied in this order.
+    """Sample from softmax(logits / temperature), after filters applied in this order.
 
     Attributes:
         temperature: > 0.
         top_k: keep the k most likely tokens (and those equal to the k-th).
         top_p: keep the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
-        min_p: keep tokens with at least this fraction of the likeliest one's probability (Nguyen et al. 2024).
+        min_p: keep tokens with at least this fraction of the most probable one's probability (Nguyen et al. 2024).
     """
 
     temperature: Float[Array, ""]
@@ -61,10 +61,10 @@ class Sampling:
             if limit is not None:
                 logits = jnp.where(keep(logits, limit), logits, -jnp.inf)
 
-        def draw(logits: Float[Array, " V"], seed: Array, pos: Array) -> Int[Array, ""]:
+        def sample(logits: Float[Array, " V"], seed: Array, pos: Array) -> Int[Array, ""]:
             return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), pos), logits)
 
-        return jax.vmap(draw)(logits, seed, pos).astype(jnp.int32)
+        return jax.vmap(sample)(logits, seed, pos).astype(jnp.int32)
 
 
 def make_sampler(
@@ -100,7 +100,7 @@ def _top_k(logits: Float[Array, "B V"], k: Int[Array, ""]) -> Bool[Array, "B V"]
 def _top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V"]:
     descending = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(descending, axis=-1)
-    inside = jnp.cumsum(probs, axis=-1) - probs < p  # the likeliest token always is
+    inside = jnp.cumsum(probs, axis=-1) - probs < p  # the most probable token always is
     last = jnp.sum(inside, axis=-1, dtype=jnp.int32) - 1
     return logits >= jnp.take_along_axis(descending, last[:, None], axis=-1)
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.arguments import short, shown, whole
-from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
+from kvjax.runtime.engine import Engine
 from kvjax.runtime.generation import Reply, StopReason
 from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
-from kvjax.runtime.sampling import make_sampler
 
 PIECE = 128
 """Tokens that are read in one call of the compiled loop."""
@@ -28,7 +27,7 @@ class _Point:
 
     Attributes:
         state: the caches, which have read `ids[:read]`.
-        ids: all tokens so far. Those from `read` on, one at least, are read when the one that follows them is drawn.
+        ids: all tokens so far. Those from `read` on, one at least, are read when the one that follows them is sampled.
         messages: of a chat, those in full.
         answer: in a chat, where in `ids` the assistant's answer to the last of them begins; None if that is no user's.
     """
@@ -47,7 +46,7 @@ class Session:
         answers = session.ask(["Who calls himself Ishmael?", "Where does he go?"])  # each from a fork; the session stays as it is
         session.generate(" And then")                                               # this one goes on
 
-    After Ctrl-C or an error a session goes on from where it got to: `tokens`, `room` and `messages` tell, and a text that was given
+    After Ctrl-C or an error a session goes on from where it got to: `tokens`, `remaining` and `messages` tell, and a text that was given
     and not refused is among them, so that `generate()` goes on with it. Where it was broken off while its cache was being rewritten,
     it is over, and says so.
 
@@ -57,11 +56,11 @@ class Session:
     Args:
         params: a model, from `kvjax.load`.
         prompt: text, token ids or chat messages, of two tokens or more.
-        policy, budget: as for `generate`; fractions are of prompt + room.
-        room: most tokens that may follow the prompt, read and drawn together.
+        policy, budget: as for `generate`; fractions are of prompt + `max_new_tokens`.
+        max_new_tokens: most tokens that may follow the prompt, read and sampled together.
 
     Raises:
-        ValueError: the prompt is not one prompt of two tokens or more, or `room` is no whole number from 1 up.
+        ValueError: the prompt is not one prompt of two tokens or more, or `max_new_tokens` is no whole number from 1 up.
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
 
@@ -71,31 +70,27 @@ class Session:
         prompt: Prompt,
         policy: str | Policy = "full",
         budget: int | float | None = None,
-        room: int = 1024,
+        max_new_tokens: int = 1024,
     ) -> None:
         check_params(params)
-        self._room = whole("room", room, 1)
-        self._policy = get_policy(policy, budget=budget).bind(params.config)
+        most = whole("max_new_tokens", max_new_tokens, 1)
+        policy = get_policy(policy, budget=budget).bind(params.config)
         (ids,), _ = token_ids(params, prompt, one=True)
         messages = _messages(prompt)
         if messages and messages[-1]["role"] != "user":
             ids = params.tokenizer.chat(messages, add_generation_prompt=False)
         if len(ids) < 2:
             raise ValueError("the prompt has one token; give one prompt of two tokens or more")
-        self._params, self._prompt_len = params, len(ids)
-        self._weights = dataclasses.replace(params, tokenizer=None)  # which is no part of a program
-        self._policy.validate(len(ids) + self._room)
+        self._params, self._prompt_len, self._max_tokens = params, len(ids), len(ids) + most
         # One more for the token that is held back.
-        self._specs = layer_specs(params.config, 1, len(ids) - 1, self._room + 1, params.dtype)
-        prompts, ends = decoding.padded([ids[:-1]]), jnp.zeros((0,), jnp.int32)
-        seed = jnp.zeros((1,), jnp.uint32)
-        state, _ = decoding.prefill(self._policy, self._specs, self._weights, *prompts, seed, make_sampler(), ends)
+        self._engine = Engine(params, policy, prompt_len=len(ids) - 1, max_new_tokens=most + 1)
+        state, _ = self._engine.prefill([ids[:-1]])
         asked = bool(messages) and messages[-1]["role"] == "user"
         self._at = _Point(state, ids, len(ids) - 1, messages, len(ids) if asked else None)
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens so far: the prompt, what was read, and what was drawn."""
+        """All tokens so far: the prompt, what was read, and what was sampled."""
         return list(self._at.ids)
 
     @property
@@ -108,9 +103,9 @@ class Session:
         return [*at.messages, {"role": "assistant", "content": text}]
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens that may still follow; none, if the session is over."""
-        return 0 if self._over else self._room + self._prompt_len - len(self._at.ids)
+        return 0 if self._over else self._max_tokens - len(self._at.ids)
 
     @property
     def cache_bytes(self) -> int:
@@ -122,8 +117,8 @@ class Session:
         config = self._params.config
         return (
             f"Session({config.family} of {config.num_layers} layers, {self._params.dtype.name},\n"
-            f"  policy={short(self._policy, 300)},\n"
-            f"  {len(self._at.ids)} tokens, room for {self.room}, cache of {self.cache_bytes} bytes{', over' * self._over})"
+            f"  policy={short(self._engine.policy, 300)},\n"
+            f"  {len(self._at.ids)} tokens, room for {self.remaining}, cache of {self.cache_bytes} bytes{', over' * self._over})"
         )
 
     def fork(self) -> "Session":
@@ -143,7 +138,7 @@ class Session:
         """
         self._check_alive()
         (new,) = question_ids(self._params, text, None)
-        self._check_room(len(new), self.room)
+        self._check_fits(len(new), self.remaining)
         self._take_in(new, check_request(self._params, 1))
 
     def generate(
@@ -168,12 +163,12 @@ class Session:
         request = check_request(
             self._params, max_new_tokens, temperature, top_k, top_p, min_p, seed, ignore_eos=ignore_eos
         )
-        self._check_room(request.max_new_tokens, self.room)
+        self._check_fits(request.max_new_tokens, self.remaining)
         if text is not None:
             (new,) = question_ids(self._params, text, None)
-            self._check_room(len(new), self.room - request.max_new_tokens)
+            self._check_fits(len(new), self.remaining - request.max_new_tokens)
             self._take_in(new, request)
-        return self._draw(request)
+        return self._sample(request)
 
     def chat(self, message: str, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
         """The assistant's answer to the user's next message, of a session that began with chat messages.
@@ -193,14 +188,14 @@ class Session:
         said = {"role": "user", "content": message}
         check_message(said)
         request = check_request(self._params, max_new_tokens, stop=(), **options)
-        self._check_room(request.max_new_tokens, self.room)
+        self._check_fits(request.max_new_tokens, self.remaining)
         tail = self._tail(messages, said)
-        drawn = self._at.ids[-1]
-        if messages[-1]["role"] == "assistant" and tail[:1] == [drawn] and drawn in self._params.config.eos:
-            tail = tail[1:]  # the end token that the assistant drew already
-        self._check_room(len(tail), self.room - request.max_new_tokens)
+        sampled = self._at.ids[-1]
+        if messages[-1]["role"] == "assistant" and tail[:1] == [sampled] and sampled in self._params.config.eos:
+            tail = tail[1:]  # the end token that the assistant sampled already
+        self._check_fits(len(tail), self.remaining - request.max_new_tokens)
         self._take_in(tail, request, [*messages, said])
-        return self._draw(request)
+        return self._sample(request)
 
     def answer(self, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
         """The assistant's answer to the messages so far; options as for `generate`.
@@ -250,10 +245,10 @@ class Session:
                 "with all that it had read and written, kvjax.Session(params, session.tokens, ...)"
             )
 
-    def _check_room(self, count: int, room: int) -> None:
-        if count > room:
+    def _check_fits(self, count: int, remaining: int) -> None:
+        if count > remaining:
             raise ValueError(
-                f"{count} tokens are more than the session's room for {room}; begin one with a larger room"
+                f"{count} tokens are more than the session has room for, {remaining}; begin one with larger max_new_tokens"
             )
 
     def _tail(self, messages: list[Message], message: Message) -> list[int]:
@@ -277,10 +272,10 @@ class Session:
         ids = [*self._at.ids, *new]
         said = {} if messages is None else {"messages": messages, "answer": len(ids)}
         self._at = dataclasses.replace(self._at, ids=ids, **said)
-        while len(ids) - self._at.read > PIECE:  # the rest waits: the token after it is drawn as it is read
+        while len(ids) - self._at.read > PIECE:  # the rest waits: the token after it is sampled as it is read
             self._run(1, request)
 
-    def _draw(self, request: Request) -> Reply:
+    def _sample(self, request: Request) -> Reply:
         """Go on from all tokens so far."""
         given, tokens, logprobs, ends = self._at.ids, [], [], request.ends
         while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in ends):
@@ -292,24 +287,20 @@ class Session:
         return Reply(text, tokens, logprobs, reason)
 
     def _run(self, count: int, request: Request) -> list[float]:
-        """Read a piece, and if it was the last, draw up to `count`; the log-probabilities of what was drawn."""
+        """Read a piece, and if it was the last, sample up to `count`; the log-probabilities of what was sampled."""
         at = self._at
         piece = at.ids[at.read :][:PIECE]
         last = at.read + len(piece) == len(at.ids)
-        given = np.zeros((1, PIECE), np.int32)
-        given[0, : len(piece)] = piece
-        state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0])))
-        numbers = jnp.asarray(given), jnp.asarray([len(piece)], jnp.int32), jnp.asarray(count if last else 1, jnp.int32)
-        drawing = request.sampler, jnp.asarray(request.ends, jnp.int32)
-        args = self._policy, self._specs, self._weights, state, *numbers, *drawing
-        decoding.answer.compiled(*args)  # which may take long, and may be broken off
+        state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0]), jnp.uint32))
+        # Compiling may take long, and may be broken off.
+        answer = self._engine.answering(state, [piece], count if last else 1, request.sampler, request.ends, size=PIECE)
         with interrupts.held_back():
-            state, tokens, logprobs = decoding.answer(*args)
+            state, tokens, logprobs = answer()
             steps = at.read - (self._prompt_len - 1) + len(piece)  # those of the last token that was given
-            drawn = int(state.steps) - steps + 1
+            sampled = int(state.steps) - steps + 1
             read, new, scores = at.read + len(piece), [], []
             if last:
-                new, scores = (np.asarray(row)[0, :drawn].tolist() for row in (tokens, logprobs))
+                new, scores = (np.asarray(row)[0, :sampled].tolist() for row in (tokens, logprobs))
                 read += len(new) - 1
             self._at = dataclasses.replace(at, state=state, ids=at.ids + new, read=read)
         return scores

@@ -1,12 +1,24 @@
-"""The public function, and the choice of who computes it."""
+"""The public functions, and the choice of who computes them."""
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from ..head_shards import query_heads
 from ..op import Implementation, Op
-from ..rotary import DeferredRope
-from .types import Attended, Rotation
+from ..rotary import DeferredRope, parts_of
+from .types import Attended, CacheShard, Rotation
 
-_OP = Op("decode_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
+_DECODE = Op(
+    "decode_attention",
+    __name__,
+    gpu=("decode_attention_pallas_triton",),
+    tpu=("decode_attention_pallas_mosaic_tpu",),
+    forward_only=True,
+)
+_SHARDED = Op("sharded_decode_attention", __name__, gpu=("sharded_decode_attention_pallas_triton",))
 
 
 def decode_attention(
@@ -40,4 +52,40 @@ def decode_attention(
         Unsupported: an implementation was named that does not serve.
     """
     options = {"scale": scale, "rotation": rotation, "probs": probs}
-    return _OP(q, k, v, weight, **options, implementation=implementation, interpret=interpret)
+    return _DECODE(q, k, v, weight, **options, implementation=implementation, interpret=interpret)
+
+
+def sharded_decode_attention(
+    q: Float[Array, "B N H"] | DeferredRope,
+    caches: Sequence[CacheShard],
+    *,
+    scale: float,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B N H"]:
+    """`decode_attention` of all heads of a layer, each over the cache that has it.
+
+    The GPU kernel is one kernel for all caches, with parts of one length: short caches do not have the device to themselves first.
+
+    Args:
+        q: queries of the layer, rotated or `DeferredRope`.
+        caches: each KV head is in one of them.
+        scale: factor on the logits, usually H ** -0.5.
+        implementation: "auto" takes the GPU's Pallas kernel where it serves, and else attends over one cache after the other.
+        interpret: run a Pallas kernel in its interpreter, on any device.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+    kernel = _SHARDED.kernel(q, caches, scale=scale, implementation=implementation, interpret=interpret)
+    if kernel is not None:
+        return kernel(q, caches, scale=scale)
+    # One cache after the other, each by whoever does that best; where XLA is asked for, by XLA.
+    group = parts_of(q)[0].shape[1] // sum(len(held.heads) for held in caches)
+    order = [query_heads(held.heads, group) for held in caches]
+    by, outs = ("xla" if implementation == "xla" else "auto"), []
+    for held, mine in zip(caches, order, strict=True):
+        queries = q._replace(x=q.x[:, mine]) if isinstance(q, DeferredRope) else q[:, mine]
+        attended = decode_attention(queries, held.k, held.v, held.weight, scale=scale, implementation=by)
+        outs.append(attended.out)
+    return jnp.concatenate(outs, axis=1)[:, np.argsort(np.concatenate(order))]

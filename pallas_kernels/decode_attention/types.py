@@ -38,7 +38,7 @@ class Rotation(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of one query a row over a cache.
+    """Attention of one query per row over a cache.
 
     Attributes:
         out: attended values, in the dtype of the queries; zeros where nothing is live.
@@ -50,3 +50,18 @@ class Attended(NamedTuple):
     out: Float[Array, "B N H"]
     logsumexp: Float[Array, "B N"]
     probs: Float[Array, "B K C"] | None
+
+
+class CacheShard(NamedTuple):
+    """What one of the caches holds.
+
+    Attributes:
+        k, v: rotated keys, and values.
+        weight: multiplicity of each slot, 0 where free.
+        heads: which of the layer's KV heads they are of.
+    """
+
+    k: Float[Array, "B K C H"]
+    v: Float[Array, "B K C H"]
+    weight: Float[Array, "B K C"]
+    heads: tuple[int, ...]

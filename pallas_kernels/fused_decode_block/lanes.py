@@ -88,7 +88,7 @@ def add_diagonals(products: Array, out: Any, column: Array, *, parts: int, secon
         column: where the outputs of the first half go.
         parts: s.
         second: where those of the second half go, from there; not asked for if they have an array of their own.
-        scale: factors [8], one a row of inputs, in shared memory.
+        scale: factors [8], one per row of inputs, in shared memory.
     """
     blocks, apart = products.shape[1] // 8, len(out.shape) == 3
     scales = () if scale is None else (scale,)

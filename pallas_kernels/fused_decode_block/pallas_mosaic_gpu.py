@@ -3,13 +3,13 @@
 A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
 one's outputs. One warpgroup does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots;
 two multiply them, by turns, add residuals and norm. BlockWeights products the programs meet: slots go on being filled meanwhile, so that
-memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us a layer, four kernels
+memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us per layer, four kernels
 115, and reading the weights 98. From when the last program is done until all have their next inputs 2 to 4 us pass. Ordering weights into
 the L2 cache meanwhile made it 111 to 115, and the next layer's first ones into it while attention runs 1 to 4 us more than nothing; writing
 results without the copy engine, or having the counters in that cache, changed nothing. Nor did attention in here, too, with keys and values
 through the same slots and the token written on the way, instead of three kernels before: an eighth of a step of 8 layers and the vocabulary
 head took 152.7 us instead of 153.3 with 3712 slots for a row, 215 instead of 211 with 65856. The programs meet twice more for it, which with what
-lies between is 4 us. Two such layers in one kernel took 134 us a layer instead of 128.)
+lies between is 4 us. Two such layers in one kernel took 134 us per layer instead of 128.)
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str 
     if cores is None or cores < PROGRAMS:  # programs that are not all there at once would wait for ever
         return f"this GPU has {cores} multiprocessors, not {PROGRAMS}"
     if attended.ndim != 2:
-        return f"inputs are {attended.shape}, not a token a row"
+        return f"inputs are {attended.shape}, not a token per row"
     kinds = {a.dtype for a in jax.tree.leaves((attended, x, [w for w in weights if isinstance(w, jax.Array)]))}
     if kinds != {jnp.dtype(jnp.bfloat16)}:
         return "not everything is bfloat16"

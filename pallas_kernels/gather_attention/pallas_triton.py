@@ -13,24 +13,23 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
-from ..decode_attention.pallas_triton import turned_heads
-from ..device import triton_unsupported
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
+from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
 from ..tuning import tuned
 
 
 def unsupported_reason(q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, **__: Any) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     dim, group = k.shape[-1], parts_of(q)[0].shape[1] // index.shape[1]
-    if dim & (dim - 1) or not 16 <= dim <= 256:
-        return f"head dim {dim} is not a power of two from 16 to 256"
+    if reason := triton_unsupported(dim=dim):
+        return reason
     if group & (group - 1):
         return f"{group} query heads for a selecting head is not a power of two"
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
-    return triton_unsupported()
+    return None
 
 
 def gather_attention(
@@ -49,7 +48,7 @@ def gather_attention(
     """Softmax attention of each head over the slots that it selected; see the public function.
 
     Args:
-        sizes: `block` slots read at a time, `splits` programs a head, `warps` and `stages` of each, instead of the tuned ones.
+        sizes: `block` slots read at a time, `splits` programs per head, `warps` and `stages` of each, instead of the tuned ones.
     """
     batch, heads, dim = parts_of(q)[0].shape
     selecting, size = index.shape[1], index.shape[2] * page
@@ -75,8 +74,6 @@ def _attend(
     stages: int,
 ) -> Attended:
     """The kernel, traced and lowered once for all layers."""
-    from jax.experimental.pallas import triton as backend
-
     x, *tables = parts_of(q)
     batch, heads, dim = x.shape
     kv_heads, slots = k.shape[1], k.shape[2]
@@ -85,16 +82,16 @@ def _attend(
     part = pl.cdiv(size, splits * block) * block
     splits = pl.cdiv(size, part)
 
-    out, logsumexp = pl.pallas_call(
+    queries, lists = x.reshape(-1, group, dim), [chosen.reshape(-1, chosen.shape[2]) for chosen in (index, live)]
+    keys, values = (cached.reshape(-1, slots, dim) for cached in (k, v))
+    out, logsumexp = triton_call(
         partial(_body, len(tables), scale=scale, page=page, block=block, part=part),
         grid=(batch * selecting, splits),
         in_specs=[
-            pl.BlockSpec((None, group, dim), lambda r, s: (r, 0, 0)),
+            entry(queries),
             *[pl.BlockSpec((1, dim // 2), lambda r, s: (r // selecting, 0)) for _ in tables],
-            pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
-            pl.BlockSpec((None, slots, dim), lambda r, s: (r // shared, 0, 0)),
-            pl.BlockSpec((None, index.shape[2]), lambda r, s: (r, 0)),
-            pl.BlockSpec((None, live.shape[2]), lambda r, s: (r, 0)),
+            *[entry(cached, each=shared) for cached in (keys, values)],
+            *map(entry, lists),
             pl.BlockSpec((1,), lambda r, s: (r // selecting,)),
         ],
         out_specs=[
@@ -105,18 +102,11 @@ def _attend(
             jax.ShapeDtypeStruct((batch * selecting, splits, group, dim), x.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((batch * selecting, splits, group), jnp.float32),
         ],
-        compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
+        warps=warps,
+        stages=stages,
         interpret=interpret,
         name="gather_attention",
-    )(
-        x.reshape(-1, group, dim),
-        *tables,
-        k.reshape(-1, slots, dim),
-        v.reshape(-1, slots, dim),
-        index.reshape(-1, index.shape[2]),
-        live.reshape(-1, live.shape[2]),
-        jnp.full((batch,), slots, jnp.int32) if tokens is None else tokens,
-    )
+    )(queries, *tables, keys, values, *lists, jnp.full((batch,), slots, jnp.int32) if tokens is None else tokens)
     if splits > 1:
         out, logsumexp = _joined(out, logsumexp)
     return Attended(out.reshape(x.shape).astype(x.dtype), logsumexp.reshape(batch, heads), None)
@@ -148,8 +138,6 @@ def _body(
     block: int,
     part: int,
 ) -> None:
-    from jax.experimental.pallas import triton as backend
-
     k_ref, v_ref, index_ref, live_ref, tokens_ref, out_ref, logsumexp_ref = refs[tables:]
     begin = pl.program_id(1) * part
     size, tokens = index_ref.shape[0] * page, tokens_ref[0]

@@ -1,11 +1,12 @@
-"""k-means in plain XLA, with memory that grows with T, not with T × M."""
+"""The nearest key, and k-means with memory that grows with T, not with T × M, in plain XLA."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..nearest import reference
+from ..ties import exceeds
 from .lloyd import Distance, Members, lloyd
+from .types import Nearest
 
 BLOCK = 512
 """Tokens assigned at a time."""
@@ -33,7 +34,7 @@ def kmeans(
     blocks = split(jnp.where(mask[:, None, :, None], x, jnp.zeros((), x.dtype)), 0)
 
     def assign(centroids: Array, bias: Array | None) -> Int[Array, "B K T"]:
-        labels = jax.lax.map(lambda x: reference.nearest(x, centroids, bias).place, blocks)
+        labels = jax.lax.map(lambda x: nearest(x, centroids, bias).place, blocks)
         return jnp.moveaxis(labels, 0, 2).reshape(batch, heads, -1)[:, :, :tokens]
 
     def total(labels: Int[Array, "B K T"], _: Members) -> Members:
@@ -50,3 +51,14 @@ def kmeans(
         return Members(labels, sums[:, :, None], counts)
 
     return lloyd(mask, init, clusters, assign, total, dtype=x.dtype, iterations=iterations, distance=distance)
+
+
+def nearest(
+    queries: Float[Array, "*B N H"], keys: Float[Array, "*B M H"], bias: Float[Array, "*B M"] | None = None
+) -> Nearest:
+    """The key with the largest inner product plus bias; see the public function."""
+    scores = jnp.einsum("...nh,...mh->...nm", queries, keys, precision="highest", preferred_element_type=jnp.float32)
+    if bias is not None:
+        scores = jnp.where(bias[..., None, :] > -jnp.inf, scores + bias[..., None, :], -jnp.inf)
+    highest = jnp.max(scores, axis=-1)
+    return Nearest(highest, jnp.argmax(~exceeds(highest[..., None], scores), axis=-1).astype(jnp.int32))

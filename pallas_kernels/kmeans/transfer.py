@@ -1,13 +1,14 @@
 """Tokens from one cluster's sum to another's, as a Triton kernel that only reads those that move."""
 
 import functools
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
+
+from ..triton import backend, entry, triton_call
 
 TOKENS, AT_ONCE = 64, 8
 """Of a program, and of these read at a time."""
@@ -29,35 +30,25 @@ def transfer(
     """
     batch, heads, count, size, dim = sums.shape
     fold, tokens = batch * heads, x.shape[2]
-    inputs = x.reshape(fold, tokens, dim), units.reshape(fold, count, dim), *(
-        labels.reshape(fold, tokens) for labels in (leaving, coming)
-    )  # fmt: skip
-
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda g, i: (g, *(0 for _ in shape)))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas import triton as backend
-
-        written = pl.pallas_call(
-            _body,
-            grid=(fold, pl.cdiv(tokens, TOKENS)),
-            in_specs=[whole(tokens, dim), whole(count, dim), whole(tokens), whole(tokens), whole(count * size, dim)],
-            out_specs=whole(count * size, dim),
-            out_shape=jax.ShapeDtypeStruct((fold, count * size, dim), jnp.float32),
-            input_output_aliases={len(inputs): 0},
-            compiler_params=backend.CompilerParams(num_warps=1, num_stages=1),
-            interpret=interpret,
-            name="kmeans_transfer",
-        )(*inputs, sums.reshape(fold, count * size, dim))
+    inputs = [array.reshape(fold, *array.shape[2:]) for array in (x, units, leaving, coming)]
+    inputs.append(sums.reshape(fold, count * size, dim))
+    written = triton_call(
+        _body,
+        grid=(fold, pl.cdiv(tokens, TOKENS)),
+        in_specs=[*map(entry, inputs)],
+        out_specs=entry(inputs[-1]),
+        out_shape=jax.ShapeDtypeStruct(inputs[-1].shape, jnp.float32),
+        input_output_aliases={len(inputs) - 1: 0},
+        warps=1,
+        stages=1,
+        interpret=interpret,
+        name="kmeans_transfer",
+    )(*inputs)
     return written.reshape(sums.shape)
 
 
 def _body(x_ref: Any, units_ref: Any, leaving_ref: Any, coming_ref: Any, _: Any, sums_ref: Any) -> None:
     """Some tokens: most are where they were, and not even read."""
-    from jax.experimental.pallas import triton as backend
-
     tokens, dim = x_ref.shape
     size = sums_ref.shape[0] // units_ref.shape[0]
     first, channels = pl.program_id(1) * TOKENS, pl.ds(0, dim)
@@ -92,8 +83,6 @@ def _body(x_ref: Any, units_ref: Any, leaving_ref: Any, coming_ref: Any, _: Any,
 
 def _move(sums_ref: Any, units_ref: Any, leaving: Array, coming: Array, row: Array) -> None:
     """One token, part by part."""
-    from jax.experimental.pallas import triton as backend
-
     count, dim = units_ref.shape
     size, rest = sums_ref.shape[0] // count, row.astype(jnp.float32)
     for part in range(count):

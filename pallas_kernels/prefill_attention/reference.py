@@ -23,19 +23,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of every token over itself and those before it.
-
-    Rows are padded on the right: what stands after a row's end cannot reach the tokens before it.
-
-    Args:
-        q: queries, rotated. Query head n reads KV head n // (N / K).
-        k, v: keys (rotated) and values.
-        scale: factor on the logits.
-        window: if given, a token sees only the `window` latest tokens, itself included.
-
-    Returns:
-        The attended values in the dtype of `q`.
-    """
+    """Softmax attention of every token over itself and those before it; see the public function."""
     batch, length, heads, dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim)
     if length <= BLOCK:

@@ -7,7 +7,6 @@ fewer than they take; but for one normed row, which is multiplied and added up i
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..device import triton_unsupported
+from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
 from .types import Norm
 
@@ -97,18 +96,15 @@ def _call(
     """The kernel, traced and lowered once for all layers."""
     body = functools.partial(_body, **dict(options))
     rows, outputs, blocks = inputs[0].shape[0], body.keywords["outputs"], body.keywords["blocks"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas import triton as backend
-
-        products = pl.pallas_call(
-            body,
-            grid=(sum(blocks),),
-            out_shape=[jax.ShapeDtypeStruct((rows, block * outputs), dtype) for block in blocks],
-            compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
-            interpret=interpret,
-            name="projection",
-        )(*inputs)
+    products = triton_call(
+        body,
+        grid=(sum(blocks),),
+        out_shape=[jax.ShapeDtypeStruct((rows, block * outputs), dtype) for block in blocks],
+        warps=warps,
+        stages=stages,
+        interpret=interpret,
+        name="projection",
+    )(*inputs)
     return list(products)
 
 
@@ -221,8 +217,6 @@ def _products(
 
 def _rows(x_ref: Any, at: Any, padded: int) -> Float[Array, "R I"]:
     """Some inputs of all rows; zeros in those that only fill up."""
-    from jax.experimental.pallas import triton as backend
-
     rows, size = x_ref.shape[0], at.size
     if rows == padded:
         return x_ref[:, at]
@@ -241,14 +235,10 @@ def _places(ref: Any, first: Array, shape: tuple[int, ...]) -> tuple[Array, Arra
 
 
 def _read(ref: Any, first: Array, shape: tuple[int, ...]) -> Float[Array, "O R"]:
-    from jax.experimental.pallas import triton as backend
-
     row, column, inside = _places(ref, first, shape)
     return backend.load(ref.at[row, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
 
 
 def _write(ref: Any, first: Array, values: Float[Array, "O R"]) -> None:
-    from jax.experimental.pallas import triton as backend
-
     row, column, inside = _places(ref, first, values.shape)
     backend.store(ref.at[row, column], values.astype(ref.dtype), mask=inside)

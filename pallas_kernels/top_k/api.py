@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..op import Implementation, Op
+from .types import Always
 
-_TOP_K = Op("top_k", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",))
-_TOP_K_INDICES = Op("top_k_indices", __name__, gpu=("pallas_triton",))
+_TOP_K = Op("top_k", __name__, gpu=("top_k_pallas_triton",), tpu=("top_k_pallas_mosaic_tpu",))
+_TOP_K_INDICES = Op("top_k_indices", __name__, gpu=("top_k_pallas_triton",))
+_CLUSTER_TOKENS = Op("cluster_tokens", __name__, gpu=("cluster_tokens_pallas_triton",))
 
 
 def top_k(
@@ -66,6 +68,45 @@ def top_k_indices(
     rows, counts = _rows(scores, count)
     index, live = _TOP_K_INDICES(rows, counts, size, implementation=implementation, interpret=interpret)
     return tuple(x.reshape(*scores.shape[:-1], size) for x in (index, live))
+
+
+def cluster_tokens(
+    scores: Float[Array, "B K G M"],
+    sizes: Int[Array, "B K M"],
+    starts: Int[Array, "B K M"],
+    order: Int[Array, "B K C"],
+    room: Int[Array, " B"],
+    size: int,
+    always: Always | None = None,
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
+    """The tokens of whole clusters, the highest score first, until there is room for no more (ClusterKV, section IV-C).
+
+    The cluster for which not all room is left gives its first tokens in `order`. Of equal scores the first cluster comes first; NaN is
+    lower than all. All implementations choose the same tokens, each in an order of its own.
+
+    Args:
+        scores: of each cluster, for each of the G queries that share a KV head's clusters.
+        sizes: tokens of a cluster; 0 where there is no cluster.
+        starts: where a cluster's tokens begin in `order`.
+        order: tokens, those of one cluster next to each other.
+        room: the most tokens to choose in a row of the batch, up to `size`.
+        size: S, places for them.
+        always: tokens that are taken besides, for which the result has P places instead of S.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
+        interpret: run a Pallas kernel in its interpreter, on any device.
+
+    Returns:
+        Tokens, and which are meant: in the first S places those of clusters before any that are not. All are tokens of `order`, or
+        positions below C.
+
+    Raises:
+        Unsupported: an implementation was named that cannot compute this.
+    """
+    given = scores, sizes, starts, order, room, size, always
+    return _CLUSTER_TOKENS(*given, implementation=implementation, interpret=interpret)
 
 
 def _rows(scores: Array, count: Array) -> tuple[Float[Array, "R N"], Int[Array, " R"]]:

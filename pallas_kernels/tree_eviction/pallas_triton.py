@@ -1,7 +1,6 @@
-"""An eviction for GPUs, as a Triton kernel: one program a row and head, which finds the two neighbours and closes the gap in the ranks."""
+"""An eviction for GPUs, as a Triton kernel: one program per row and head, which finds the two neighbours and closes the gap in the ranks."""
 
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -9,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..device import triton_unsupported
 from ..ties import exceeds
+from ..triton import backend, triton_call, triton_unsupported
 from .types import Ranked
 
 BLOCK, WARPS = 1024, 8
@@ -44,25 +43,20 @@ def tree_eviction(
     # How many are kept goes into an array of its own: attention reads the number that the loop began with, which would be copied.
     given = [score.reshape(-1, slots), steps.reshape(-1, slots), tree, budget, *folded]
     first, own = len(given) - len(folded), ranked._fields.index("kept")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas import triton as backend
-
-        out = pl.pallas_call(
-            functools.partial(_body, heads=heads, slots=slots, sinks=sinks, stride=stride, scored=scored),
-            grid=(batch * heads,),
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in folded],
-            input_output_aliases={first + i: i for i in range(len(folded)) if i != own},
-            compiler_params=backend.CompilerParams(num_warps=WARPS, num_stages=2),
-            interpret=interpret,
-            name="tree_eviction",
-        )(*given)
+    out = triton_call(
+        functools.partial(_body, heads=heads, slots=slots, sinks=sinks, stride=stride, scored=scored),
+        grid=(batch * heads,),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in folded],
+        input_output_aliases={first + i: i for i in range(len(folded)) if i != own},
+        warps=WARPS,
+        stages=2,
+        interpret=interpret,
+        name="tree_eviction",
+    )(*given)
     return [new.reshape(x.shape) for new, x in zip(out, ranked, strict=True)]
 
 
 def _body(*refs: Any, heads: int, slots: int, sinks: int, stride: int, scored: bool) -> None:
-    from jax.experimental.pallas import triton as backend
-
     score_ref, steps_ref, tree_ref, budget_ref, _, _, _, before_ref, *_ = refs
     rank_ref, pos_ref, weight_ref, count_ref, next_ref, scope_ref = refs[-6:]
     here = pl.program_id(0)

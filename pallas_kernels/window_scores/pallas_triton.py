@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..device import triton_unsupported
 from ..masking import MASKED
 from ..products import dot
+from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
 from .types import Observers
 
@@ -22,13 +22,13 @@ from .types import Observers
 def unsupported_reason(observers: Observers, k: Array, *_: Any, chunk: int, **__: Any) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
     dim = k.shape[-1]
-    if dim & (dim - 1) or not 16 <= dim <= 256:
-        return f"head dim {dim} is not a power of two from 16 to 256"
+    if reason := triton_unsupported(dim=dim):
+        return reason
     if chunk & (chunk - 1) or chunk > 32:
         return f"a chunk of {chunk} tokens is not a power of two up to 32"
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
-    return triton_unsupported()
+    return None
 
 
 def window_scores(
@@ -81,8 +81,6 @@ def _call(
     interpret: bool,
 ) -> Float[Array, "B K M"]:
     """Both kernels, traced and lowered once for all layers."""
-    from jax.experimental.pallas import triton as backend
-
     batch, length, kv_heads, dim = k.shape
     group = observers.q.shape[3]
     q, pos, wide = _rows(observers)
@@ -93,15 +91,12 @@ def _call(
     begin = first if sliding_window is None else jnp.maximum(first, observers.pos[:, 0] + 1 - sliding_window)
     begin = jnp.maximum(begin - first, 0) // block * block  # counted from `first`, whole blocks
     bounds = jnp.stack([first, stop, begin], axis=-1).astype(jnp.int32)
-    options: dict[str, Any] = {
-        "compiler_params": backend.CompilerParams(num_warps=size["warps"], num_stages=size["stages"]),
-        "interpret": interpret,
-    }
+    options: dict[str, Any] = {"warps": size["warps"], "stages": size["stages"], "interpret": interpret}
     see = partial(_see, scale=scale, sliding_window=sliding_window)
     tokens = pl.BlockSpec((None, length, None, dim), lambda b, h, *_: (b, 0, h, 0))
     three = pl.BlockSpec((None, 3), lambda b, *_: (b, 0))
 
-    logsumexp = pl.pallas_call(
+    logsumexp = triton_call(
         partial(_normalise, see=see, block=block, part=part),
         grid=(batch, kv_heads, splits, rows // tile),
         in_specs=[
@@ -118,7 +113,7 @@ def _call(
     logsumexp = jax.nn.logsumexp(logsumexp, axis=2)
 
     columns = pl.cdiv(length, chunk)
-    return pl.pallas_call(
+    return triton_call(
         partial(_score, see=see, block=block, tile=tile, wide=wide, group=group, chunk=chunk),
         grid=(batch, kv_heads, pl.cdiv(length, block)),
         in_specs=[
@@ -170,8 +165,6 @@ def _see(
     sliding_window: int | None,
 ) -> tuple[Array, Array]:
     """Logits of some queries with the `block` tokens that stand `start` behind the first one, and which of them count."""
-    from jax.experimental.pallas import triton as backend
-
     pos = bounds_ref[0] + start + jnp.arange(block, dtype=jnp.int32)
     inside = pos < bounds_ref[1]
     dim = q.shape[-1]
@@ -221,8 +214,6 @@ def _score(
     chunk: int,
 ) -> None:
     """The scores of one block of tokens."""
-    from jax.experimental.pallas import triton as backend
-
     start = pl.program_id(2) * block
     seen = (start >= bounds_ref[2]) & (start < bounds_ref[1] - bounds_ref[0])
 

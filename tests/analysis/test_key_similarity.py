@@ -36,7 +36,7 @@ def test_by_distance_averages_all_pairs(tiny):
 
 
 def test_keys_that_turn_by_the_same_angle():
-    """cos(d · 0.1) at distance d, for keys that turn by 0.1 a token; length does not matter."""
+    """cos(d · 0.1) at distance d, for keys that turn by 0.1 per token; length does not matter."""
     angle = 0.1 * np.arange(50)
     keys = (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * np.linspace(1, 9, 50)[:, None])[:, None]
     np.testing.assert_allclose(key_similarity.by_distance(keys, 20), np.cos(0.1 * np.arange(1, 21))[None], atol=1e-5)

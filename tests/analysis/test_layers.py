@@ -69,7 +69,7 @@ def test_kept_is_by_layer(tiny):
 
 
 def masks(*rows):
-    """[L, 1, T] from strings of kept (x) and dropped (.) tokens, one a layer."""
+    """[L, 1, T] from strings of kept (x) and dropped (.) tokens, one per layer."""
     return np.asarray([[[c == "x" for c in row]] for row in rows])
 
 

@@ -14,7 +14,7 @@ from kvjax.analysis import recall
 from kvjax.analysis.recording import Recorded
 from kvjax.policies import ClusterKV, InfiniGen, Quest
 
-POLICY = ClusterKV(budget=12, sinks=3, exempt=0, n_clusters=8, window=6, new_clusters=2)
+POLICY = ClusterKV(budget=12, sinks=3, dense_layers=0, n_clusters=8, window=6, new_clusters=2)
 PROMPT = 40
 
 
@@ -50,8 +50,8 @@ def test_replay_chooses_what_the_policy_does(case, layer, replayed):
         for i in range(20):
             pos, queries = PROMPT + i, case.q[0, PROMPT + i, 2 * head : 2 * head + 2]
             tail = [*oracle.tail, pos]
-            _, recalled = oracle.step(queries, case.k[0, pos, head], case.v[0, pos, head], pos)
-            for g, tokens in enumerate(recalled):
+            _, selected = oracle.step(queries, case.k[0, pos, head], case.v[0, pos, head], pos)
+            for g, tokens in enumerate(selected):
                 chosen, logits = (x[i, 2 * head + g] for x in replayed)
                 assert set(np.flatnonzero(chosen).tolist()) == {0, 1, 2, *tokens}
                 asked = [p for p in range(pos + 1) if p not in tail]
@@ -86,7 +86,7 @@ def test_mean_queries_choose_for_the_whole_group(layer):
 
 def test_quest_chooses_the_pages_with_the_highest_bounds(layer):
     """Three pages of four tokens, by the most that any key within a page's ranges can have as product with the query."""
-    replayed = recall.replay(Quest(budget=12, page=4, exempt=0), layer, PROMPT)
+    replayed = recall.replay(Quest(budget=12, page=4, dense_layers=0), layer, PROMPT)
     for step, head in np.ndindex(20, 4):
         seen = PROMPT + step + 1
         query = layer.q[seen - 1, head].astype(np.float64)
@@ -100,7 +100,7 @@ def test_quest_chooses_the_pages_with_the_highest_bounds(layer):
 
 def test_infinigen_that_knows_all_channels_chooses_the_top_of_its_group(layer):
     """All tokens are near enough the highest score, and all channels count: the best of the group's mean query, and the newest."""
-    replayed = recall.replay(InfiniGen(budget=12, alpha=1e9, share=1.0, exempt=0), layer, PROMPT)
+    replayed = recall.replay(InfiniGen(budget=12, alpha=1e9, share=1.0, dense_layers=0), layer, PROMPT)
     for step, head in np.ndindex(20, 4):
         pos, group = PROMPT + step, head // 2
         query = layer.q[pos, 2 * group : 2 * group + 2].mean(axis=0, dtype=np.float64)
@@ -142,7 +142,7 @@ def test_hit_rate_grows_with_the_steps_kept(replayed):
 
 
 def test_rates_rise_with_budget_and_clusters(layer):
-    """As in Figure 11: more tokens, or finer clusters, find more of the top; a cluster a token finds all of it."""
+    """As in Figure 11: more tokens, or finer clusters, find more of the top; one cluster per token finds all of it."""
     fine = dataclasses.replace(POLICY, n_clusters=60, window=20, sinks=0)
     calls = []
     coarse = recall_rates.rates([layer] * 2, {"8 clusters": POLICY}, [12, 24], PROMPT, lambda *done: calls.append(done))

@@ -62,7 +62,7 @@ def test_magnitudes_of_a_model_and_their_picture(tiny):
         [np.abs(components(signal, 3)).mean(axis=-1) for layer in layers for signal in contributions(layer)], axis=0
     )
     np.testing.assert_allclose(found, want, rtol=1e-6)
-    panel = draw_magnitudes(found, ends=10).axes[0]
+    panel = draw_magnitudes(found, margin=10).axes[0]
     assert [str(line.get_label())[0] for line in panel.lines] == ["1", "2", "3"]
     for level, line in enumerate(panel.lines):
         np.testing.assert_array_equal(line.get_xdata(), range(10, 54))

@@ -79,7 +79,7 @@ def test_profiles_of_another_kind(
     profile = load(out, kind)
     assert (profile.method, profile.model) == (method, fingerprint(params.config))
     options = ["--policy", policy, "--budget", 0.6, "--set", f"profile={out}", "-n", 4, "--json", "--ignore-eos"]
-    options += ["--set", "sinks=4"] if policy == "duoattention" else ["--set", "exempt=0"]
+    options += ["--set", "sinks=4"] if policy == "duoattention" else ["--set", "dense_layers=0"]
     used = json.loads(kvjax_command("generate", "--model", checkpoint, *options, "hello there, " * 4).stdout)
     assert used["policy"]["profile"] == str(out)
     assert len(used["tokens"]) == 4

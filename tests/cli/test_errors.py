@@ -96,8 +96,18 @@ def failing(error: BaseException) -> Callable[..., Any]:
     return stream
 
 
-def test_interruption_is_quiet(kvjax_command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvjax, "stream", failing(KeyboardInterrupt()))
+def imported_when_interrupted() -> ImportError:
+    """What a compiled module makes of a Ctrl-C."""
+    error = ImportError("initialization failed")
+    error.__cause__ = KeyboardInterrupt()
+    return error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), imported_when_interrupted()], ids=["Ctrl-C", "import"])
+def test_interruption_is_quiet(
+    kvjax_command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(kvjax, "stream", failing(error))
     result = kvjax_command("generate", "--model", checkpoint, "hello")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.evals.budgets import held, matched
+from kvjax.evals.budgets import bytes_held, matched
 from kvjax.policies import ChunkKV, ClusterKV, Full, PolicyError, StreamingLLM
 
 
@@ -106,24 +106,24 @@ def test_mistakes_show_before_a_model_is_loaded(kvjax_command, monkeypatch, argu
 def test_matched_budgets_are_the_largest_that_fit(params, policy):
     """Against trying them all."""
     shape = params.config, 100, 28, params.dtype
-    whole = held(Full(), *shape)
+    whole = bytes_held(Full(), *shape)
     for target in range(whole // 8, whole, whole // 3):
         fits = []
         for budget in range(1, 129):
             try:
                 tried = type(policy)(**{**vars(policy), "budget": budget})
                 tried.validate(128)
-                fits += [budget] if held(tried, *shape) <= target else []
+                fits += [budget] if bytes_held(tried, *shape) <= target else []
             except PolicyError:
                 continue
         found = matched(policy, target, *shape)
-        assert found.budget == max(fits) if fits else held(found, *shape) > target
+        assert found.budget == max(fits) if fits else bytes_held(found, *shape) > target
 
 
 def test_what_cannot_be_matched_runs_as_small_as_it_can(params):
     shape = params.config, 100, 28, params.dtype
-    found = matched(ClusterKV(), held(Full(), *shape) // 4, *shape)
-    assert held(found, *shape) > held(Full(), *shape) // 4
+    found = matched(ClusterKV(), bytes_held(Full(), *shape) // 4, *shape)
+    assert bytes_held(found, *shape) > bytes_held(Full(), *shape) // 4
     assert matched(Full(), 1, *shape) == Full()
 
 

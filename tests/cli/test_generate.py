@@ -111,14 +111,14 @@ def test_verbose_adds_one_line_on_standard_error(generate, params: Params) -> No
     assert result.stderr.count("\n") == 1
     assert f"{stats.prompt_tokens} + 12 tokens" in result.stderr
     assert "ended by length" in result.stderr
-    assert " a step" in result.stderr
+    assert " per step" in result.stderr
 
 
 def test_the_summary_tells_what_lies_on_the_host_and_how_often_it_is_needed(params: Params) -> None:
-    clusters = ClusterKV(budget=8, sinks=2, exempt=0, n_clusters=3, iterations=1, cluster_decode=False)
+    clusters = ClusterKV(budget=8, sinks=2, dense_layers=0, n_clusters=3, iterations=1, cluster_decode=False)
     result = expected(params, "hello there " * 4, policy=offloaded(clusters))
     assert re.search(
-        r"cache \d.* and \d.* on the host, full .* · \d+ % of recalled tokens at hand · ", _summary(result)
+        r"cache \d.* and \d.* on the host, full .* · \d+ % of selected tokens on the device · ", _summary(result)
     )
 
 

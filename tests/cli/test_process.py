@@ -118,11 +118,30 @@ def test_ctrl_c_leaves_results_that_a_next_run_goes_on_with(
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5])
-def test_ctrl_c_while_libraries_start_up(environment: dict[str, str], tmp_path: Path, seconds: float) -> None:
-    """JAX and its compiled parts are in the middle of being imported; or, on a fast machine, the prompt is waited for."""
-    command, pipe = [*KVJAX, "generate", "--model", str(tmp_path)], subprocess.PIPE
+def test_ctrl_c_while_libraries_start_up(environment: dict[str, str], checkpoint: Path, seconds: float) -> None:
+    """JAX and its compiled parts are in the middle of being imported; or, on a fast machine, a model loaded and the prompt waited for."""
+    command, pipe = [*KVJAX, "generate", "--model", str(checkpoint)], subprocess.PIPE
     process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode in (130, -signal.SIGINT)  # the latter before Python itself has started
+
+
+def test_ctrl_c_in_a_callback_is_not_lost(environment: dict[str, str]) -> None:
+    """Python drops what is raised there; other errors it tells as ever."""
+    script = (
+        "import gc, signal, sys, time; from kvjax.__main__ import unraisable; sys.unraisablehook = unraisable\n"
+        "def once(phase, info):\n"
+        "    gc.callbacks.clear()\n"
+        "    {}\n"
+        "gc.callbacks.append(once); gc.collect(); time.sleep({})"
+    )
+    for raised, seconds, seen in (
+        ("signal.raise_signal(signal.SIGINT)", 30, True),
+        ("raise ValueError('odd')", 0, False),
+    ):
+        command = [sys.executable, "-c", script.format(raised, seconds)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=25)
+        assert (done.returncode == -signal.SIGINT) == seen
+        assert ("ignored" in done.stderr) == (not seen)

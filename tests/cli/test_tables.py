@@ -4,10 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from kvjax.conversion import describe
 from kvjax.policies import PolicyError, get_policy, policies
+from kvjax.runtime.memory import sequence_bytes
 
 
 def test_policies_as_json(kvjax_command) -> None:
@@ -58,10 +60,10 @@ def test_inspect_as_json(kvjax_command, checkpoint: Path) -> None:
             continue
         assert entry["cache_bytes"] == policy.nbytes(found.config, 1, 100, 20, "float32")
         sized = get_policy(policy, budget=entry["fits"]) if "budget" in entry else policy
-        assert sized.nbytes(found.config, 1, 0, entry["fits"], "float32") <= free
+        assert sequence_bytes(sized, found.config, entry["fits"], jnp.float32) <= free
         more = entry["fits"] + 128
         larger = get_policy(policy, budget=more) if "budget" in entry else policy
-        assert larger.nbytes(found.config, 1, 0, more, "float32") > free
+        assert sequence_bytes(larger, found.config, more, jnp.float32) > free
 
 
 def test_inspect_for_people(kvjax_command, checkpoint: Path) -> None:

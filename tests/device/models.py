@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy
 from kvjax.policies.capabilities import as_cache
-from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
 
 SMALL = ModelConfig("llama", 97, 256, 512, 2, 8, 2, 64, 1024, RopeConfig(1e4, 64))
 """2 layers of 8 query heads on 2 KV heads of 64."""
@@ -49,16 +47,13 @@ def small() -> Params:
 def generated(policy: Policy, params: Params, prompts: list[list[int]] = PROMPTS) -> Outcome:
     """Greedy tokens, their log-probabilities, and what the caches hold at the end."""
     params = jax.tree.map(jnp.asarray, params)
-    policy = policy.bind(params.config)
-    specs = layer_specs(params.config, len(prompts), max(map(len, prompts)), NEW, params.dtype)
-    rest = Greedy(), jnp.zeros((0,), jnp.int32)
-    seed = jnp.zeros((len(prompts),), jnp.uint32)
-    state, first = decoding.prefill(policy, specs, params, *decoding.padded(prompts), seed, *rest)
+    engine = Engine(params, policy, batch=len(prompts), prompt_len=max(map(len, prompts)), max_new_tokens=NEW)
+    state, first = engine.prefill(prompts)
     token = np.asarray(state.token)
-    state, tokens, logprobs = decoding.decode(policy, specs, params, state, jnp.int32(NEW - 1), *rest)
+    state, tokens, logprobs = engine.decode(state, NEW - 1)
     pos, weight = [], []
-    for spec, cache in zip(specs, state.caches, strict=True):
-        slots = as_cache(policy.layer(spec), cache)
+    for layer, cache in zip(engine.layers, state.caches, strict=True):
+        slots = as_cache(layer, cache)
         order = np.argsort(np.asarray(slots.pos), axis=-1, kind="stable")
         pos.append(np.take_along_axis(np.asarray(slots.pos), order, axis=-1))
         weight.append(np.take_along_axis(np.asarray(slots.weight), order, axis=-1))

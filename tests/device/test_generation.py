@@ -53,10 +53,10 @@ def test_a_prompt_read_in_pieces_as_on_a_cpu(name, params, on_cpu):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_session_goes_on_as_on_a_cpu(name, params, on_cpu):
-    """Reading, forks and drawing; a fork leaves the session as it was."""
+    """Reading, forks and sampling; a fork leaves the session as it was."""
 
     def talk(params) -> list[list[int]]:
-        session = kvjax.Session(params, PROMPTS[0], policy=policy_of(name), room=300)
+        session = kvjax.Session(params, PROMPTS[0], policy=policy_of(name), max_new_tokens=300)
         forks = [reply.tokens for reply in session.ask([PROMPTS[1], PROMPTS[3]], 8, ignore_eos=True)]
         first = session.generate(PROMPTS[2], 12, ignore_eos=True).tokens
         return [*forks, first, session.generate(None, 12, ignore_eos=True).tokens, session.tokens]

@@ -33,7 +33,7 @@ def texts():
 
 
 def policy_of(name):
-    small = {"catekv": {"budget": BUDGET, **HEADS}, "full": {}, "clusterkv": {"budget": BUDGET, "exempt": 0}}
+    small = {"catekv": {"budget": BUDGET, **HEADS}, "full": {}, "clusterkv": {"budget": BUDGET, "dense_layers": 0}}
     return get_policy(name, **small.get(name, {"budget": BUDGET})).bind(CONFIG)
 
 

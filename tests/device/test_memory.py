@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from device.models import SMALL
 
-from kvjax.cache import host_memory, layer_specs
+from kvjax.cache import host_memory
 from kvjax.models import init
 from kvjax.policies import ChunkKV, ClusterKV, Full, TreeKV, offloaded
-from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
 
 ROWS, LENGTH, NEW = 4, 4000, 96
 COPIES = 16
@@ -43,13 +41,10 @@ def policy(request):
 
 
 def start(policy, params):
-    """The state after a batch of prompts, and what the decode program takes besides it."""
+    """An engine, and its state after a batch of prompts."""
     prompts = np.random.default_rng(0).integers(0, SMALL.vocab_size, (ROWS, LENGTH)).tolist()
-    specs = layer_specs(SMALL, ROWS, LENGTH, NEW, params.dtype)
-    rest = Greedy(), jnp.zeros((0,), jnp.int32)
-    seed = jnp.zeros((ROWS,), jnp.uint32)
-    state, _ = decoding.prefill(policy, specs, params, *decoding.padded(prompts), seed, *rest)
-    return specs, rest, jax.block_until_ready(state)
+    engine = Engine(params, policy, batch=ROWS, prompt_len=LENGTH, max_new_tokens=NEW)
+    return engine, jax.block_until_ready(engine.prefill(prompts)[0])
 
 
 def test_bytes_are_those_predicted(policy, params):
@@ -59,7 +54,7 @@ def test_bytes_are_those_predicted(policy, params):
     later ones find no gaps left.
     """
     device, shapes = jax.local_devices()[0], (SMALL, ROWS, LENGTH, NEW, params.dtype)
-    _, _, state = start(policy, params)
+    _, state = start(policy, params)
     leaves = jax.tree.leaves(state.caches)
     on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
     assert on_host == policy.host_nbytes(*shapes)
@@ -76,13 +71,13 @@ def test_bytes_are_those_predicted(policy, params):
 def test_decoding_takes_no_more(policy, params):
     """The state's buffers are taken over: they are gone, what is kept in them is where it was, and nothing has grown."""
     device = jax.local_devices()[0]
-    specs, rest, state = start(policy, params)
-    decode = decoding.decode.compiled(policy, specs, params, state, jnp.int32(8), *rest)
+    engine, state = start(policy, params)
+    _, decode = engine.executables(state)
     large = [leaf for leaf in jax.tree.leaves(state.caches) if leaf.nbytes > 2**16]
     places = {leaf.unsafe_buffer_pointer() for leaf in large if not host_memory.on_host(leaf)}
     for _ in range(2):
         before = (device.memory_stats() or {}).get("bytes_in_use")
-        state, tokens, _ = jax.block_until_ready(decoding.decode(policy, specs, params, state, jnp.int32(8), *rest))
+        state, tokens, _ = jax.block_until_ready(engine.decode(state, 8))
         after = (device.memory_stats() or {}).get("bytes_in_use")
         if before is not None:
             assert after - before <= 2 * tokens.nbytes + 2**12
@@ -112,7 +107,10 @@ print(json.dumps({"predicted": compiled.memory.peak, "peak": after["peak_bytes_i
 
 @pytest.mark.parametrize("name", ["full", "treekv"])
 def test_the_peak_is_what_the_compiler_said(name, device):
-    """In a process of its own, of which nothing else takes memory: 5 % and 16 MiB more at most."""
+    """In a process of its own, of which nothing else takes memory: 5 % and 128 MiB more at most.
+
+    A gap that is up to 128 MiB larger than what is asked for is given whole, so the statistics may tell that much more.
+    """
     if not device.memory_stats():
         pytest.skip(f"{device.device_kind} does not tell how much of its memory is in use")
     tests = Path(__file__).parents[1]
@@ -126,5 +124,5 @@ def test_the_peak_is_what_the_compiler_said(name, device):
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["before"] < seen["peak"] <= 1.05 * seen["predicted"] + 2**24, seen
+    assert seen["before"] < seen["peak"] <= 1.05 * seen["predicted"] + 2**27, seen
     assert seen["peak"] >= 0.8 * seen["predicted"], seen

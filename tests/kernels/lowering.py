@@ -4,10 +4,7 @@ import jax
 
 from kvjax.bench import states
 from kvjax.bench.case import Case
-from kvjax.cache import layer_specs
-from kvjax.models import abstract
 from kvjax.models.transformer import decode_step
-from kvjax.runtime.decoding import layers_of
 
 
 def on(kind="NVIDIA H200", cores=132):
@@ -19,12 +16,11 @@ def on(kind="NVIDIA H200", cores=132):
 def decoding_step(case: Case) -> str:
     """A step of a model and policy, lowered for an H200."""
     with on():
-        policy = case.bound_policy()
-        specs = layer_specs(case.config, case.batch, case.context, case.new_tokens, case.dtype)
-        state, params = states.shapes(policy, specs), abstract(case.config, case.dtype)
+        engine = case.engine(case.config, case.batch)
+        state = states.shapes(engine.policy, engine.specs)
 
         def step(params, caches, token, pos):
-            return decode_step(params, caches, token, pos, layers_of(policy, specs))
+            return decode_step(params, caches, token, pos, engine.layers)
 
-        traced = jax.jit(step).trace(params, state.caches, state.token, state.pos)
+        traced = jax.jit(step).trace(engine.weights, state.caches, state.token, state.pos)
         return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -21,7 +21,7 @@ from kvjax.pallas_kernels import (
     top_k,
     window_scores,
 )
-from kvjax.pallas_kernels.decode_attention import pallas_mosaic_tpu as decode_attention_tpu
+from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_mosaic_tpu as decode_attention_tpu
 from kvjax.runtime import ahead_of_time
 from kvjax.runtime.ahead_of_time import CHIPS
 

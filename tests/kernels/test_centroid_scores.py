@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import DeferredRope, centroid_scores
-from kvjax.pallas_kernels.centroid_scores import pallas_triton
+from kvjax.pallas_kernels.block_scores import pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
 

@@ -9,7 +9,7 @@ import pytest
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import chunk_similarity
-from kvjax.pallas_kernels.chunk_similarity import RESOLUTION
+from kvjax.pallas_kernels.cluster_merging import RESOLUTION
 from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]

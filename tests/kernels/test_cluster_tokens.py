@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Always, cluster_tokens
-from kvjax.pallas_kernels.cluster_tokens import pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
+from kvjax.pallas_kernels.top_k import cluster_tokens_pallas_triton as pallas_triton
 
 BATCH, HEADS, GROUP = 3, 2, 4
 

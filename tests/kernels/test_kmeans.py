@@ -10,8 +10,8 @@ from kernels.interpreter import races_found
 from policies.oracle_clusterkv import kmeans as lloyd
 
 from kvjax.pallas_kernels import kmeans
+from kvjax.pallas_kernels.kmeans.kmeans_pallas_triton import moved, parts
 from kvjax.pallas_kernels.kmeans.lloyd import Members
-from kvjax.pallas_kernels.kmeans.pallas_triton import moved, parts
 from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]

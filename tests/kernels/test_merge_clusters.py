@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Clusters, copy_clusters, merge_clusters
-from kvjax.pallas_kernels.merge_clusters import pallas_triton
+from kvjax.pallas_kernels.cluster_merging import merge_clusters_pallas_triton as pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
 HEADS, CHUNK, CHUNKS, DIM = 2, 32, 3, 32

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu
 from kernels.interpreter import gpu_races_found, races_found
 
 from kvjax.pallas_kernels import nearest
-from kvjax.pallas_kernels.nearest import pallas_mosaic_gpu
+from kvjax.pallas_kernels.kmeans import nearest_pallas_mosaic_gpu as pallas_mosaic_gpu
 from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import DeferredRope, page_scores
+from kvjax.pallas_kernels.block_scores import pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.pallas_kernels.page_scores import pallas_triton
 
 PAGE = 4
 

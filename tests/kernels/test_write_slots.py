@@ -1,4 +1,4 @@
-"""SlotUpdate one slot a head in several arrays at once, by every implementation, against loops."""
+"""Update one slot per head in several arrays at once, by every implementation, against loops."""
 
 import jax.numpy as jnp
 import numpy as np

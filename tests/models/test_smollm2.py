@@ -46,7 +46,7 @@ def test_logits_equal_transformers(smollm2: Params, twin: Any) -> None:
 
 @pytest.mark.slow
 def test_greedy_decoding_equals_transformers(smollm2: Params, twin: Any) -> None:
-    """Each token drawn is the one transformers would draw next, so that by induction it draws the same 64."""
+    """Each token is the one transformers would generate next, so that by induction it generates the same 64."""
     torch = pytest.importorskip("torch")
     results = generate(smollm2, list(PROMPTS), policy="full", max_new_tokens=64, ignore_eos=True)
     for text, result in zip(PROMPTS, results, strict=True):

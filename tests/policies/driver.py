@@ -40,7 +40,7 @@ TINY = ModelConfig("llama", 64, 48, 96, 2, 4, 2, 16, 256, RopeConfig(theta=10000
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Random inputs of one layer: prompts of ragged lengths, then `steps` decoded tokens a row.
+    """Random inputs of one layer: prompts of ragged lengths, then `steps` decoded tokens per row.
 
     q [B, S, N, H], k and v [B, S, K, H] hold prompt and decoded tokens of a row one after the other, S = prompt length of that
     row + steps (what lies beyond is padding).
@@ -116,7 +116,7 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return layer.prefill(Prompt.of(spec.rope, q, k, v, lengths), {})[0]
+        return layer.prefill(Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), {})[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
@@ -168,7 +168,7 @@ def every_policy(budget: int | float) -> list[Policy]:
         "lag": 6,
         "recent": None,
         "every": 4,
-        "exempt": 0,
+        "dense_layers": 0,
         "n_clusters": 5,
         "page": 4,
         "outlier_chunks": 2,
@@ -196,9 +196,9 @@ def compositions(budget: int | float) -> list[Policy]:
 
 
 def offloads(budget: int) -> list[Policy]:
-    """As `compositions`, with a part that recalls from the host's memory."""
-    recall = ClusterKV(budget=budget, sinks=2, exempt=0, n_clusters=5, iterations=1, cluster_decode=False)
-    return [by_layer([offloaded(recall, steps=2), compositions(budget)[0]])]
+    """As `compositions`, with a sparse part whose store is in the host's memory."""
+    sparse = ClusterKV(budget=budget, sinks=2, dense_layers=0, n_clusters=5, iterations=1, cluster_decode=False)
+    return [by_layer([offloaded(sparse, steps=2), compositions(budget)[0]])]
 
 
 def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) -> int:
@@ -211,10 +211,11 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
         return most(policy.groups[group], spec, head, length, steps)
     budget = getattr(policy, "budget", None)
-    if budget is None or policy.info.memory == "sparse" or spec.layer < getattr(policy, "exempt", 0):
+    if budget is None or policy.info.memory == "sparse" or spec.layer < getattr(policy, "dense_layers", 0):
         return length + steps
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
-        budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32)).item()
+        total = jnp.asarray([length + spec.new_tokens], jnp.int32)
+        budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32), total).item()
     if isinstance(policy, AdaKV):  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
@@ -230,7 +231,8 @@ def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
 
 def rotated(rope: Rope, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Rotated queries and keys of a prompt, and values."""
-    prompt = Prompt.of(rope, q, k, v, jnp.full(len(q), q.shape[1], jnp.int32))
+    lengths = jnp.full(len(q), q.shape[1], jnp.int32)
+    prompt = Prompt.of(rope, q, k, v, lengths, lengths)
     return prompt.q_rotated, prompt.k_rotated, prompt.v
 
 

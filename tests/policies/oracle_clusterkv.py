@@ -80,18 +80,18 @@ class ClusterHead:
         self.tail = []
 
     def step(self, queries: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int) -> tuple[np.ndarray, list[list[int]]]:
-        """Append a token and attend with the group's queries [G, H]: the output [G, H], and what each query recalled."""
+        """Append a token and attend with the group's queries [G, H]: the output [G, H], and what each query selected."""
         p = self.policy
         self.add(k, v)
         turned = np.stack([rotate(ROPE, q, pos) for q in queries])
         liking = np.repeat(turned.mean(axis=0)[None], len(turned), axis=0) if p.gqa == "mean" else turned
-        outputs, recalled = [], []
+        outputs, selected = [], []
         for query, wish in zip(turned, liking, strict=True):
             chosen = select(wish, self.centroids, self.clusters, p.budget - p.sinks)
             read = [*range(min(p.sinks, pos + 1)), *chosen, *self.tail]
             probs = softmax(np.stack([self.keys[i] for i in read]) @ query / np.sqrt(len(query)))
             outputs.append(probs @ np.stack([self.values[i] for i in read]))
-            recalled.append(chosen)
+            selected.append(chosen)
         if p.cluster_decode and len(self.tail) == p.window:
             self.group(min(p.new_clusters, p.window))
-        return np.stack(outputs), recalled
+        return np.stack(outputs), selected

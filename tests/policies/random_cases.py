@@ -43,7 +43,7 @@ NUMBERS: dict[str, list[Any]] = {
     "alpha": [0.0, 0.2, 1.0],
     "eta": [0.5, 1.0],
     "merge": [1, 2, 4],
-    "exempt": [0, 1],
+    "dense_layers": [0, 1],
     "n_clusters": [None, 1, 4],
     "tokens_per_cluster": [4, 12],
     "iterations": [1, 4],
@@ -198,7 +198,7 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
     layers = [policy.layer(spec) for spec in specs]
     states, carry = [], {}
     for i, layer in enumerate(layers):
-        prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths)
+        prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
         state, carry = layer.prefill(prompt, carry)
         states.append(state)
 

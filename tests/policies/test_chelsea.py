@@ -273,7 +273,7 @@ def test_a_piece_is_read_as_tokens_one_by_one(window):
     """In rows that cluster at different times, some of them several times."""
     case = small_case(11)
     spec = dataclasses.replace(case.spec, window=window)
-    prefill, _ = compiled(TIGHT, spec)
+    prefill, _ = compiled(TIGHT, case.spec)  # what a prompt leaves behind is the same with a window
     start = prefill(*(x[:, : spec.prompt_len] for x in (case.q, case.k, case.v)), case.lengths)
     at = case.lengths[:, None] + np.arange(case.steps)
     piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
@@ -290,7 +290,7 @@ def test_a_piece_is_read_as_tokens_one_by_one(window):
 def test_steps_taken_for_granted_do_not_matter(most, monkeypatch):
     """Rows that need more steps than their prompt's length lets expect get them one by one."""
     expected = run(TIGHT, small_case(9))[2]
-    monkeypatch.setattr(chelsea, "MOST", most)
+    monkeypatch.setattr(chelsea, "MAX_PLANNED_STEPS", most)
     another = dataclasses.replace(
         TIGHT, r_min=TIGHT.r_min + 1e-6 * (1 + most)
     )  # the same ratios, and nothing that is reused

@@ -16,7 +16,7 @@ from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_head,
 from kvjax.policies.budget import budget_rows
 from kvjax.policies.capabilities import as_cache
 from kvjax.runtime import decoding
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.engine import Engine
 
 HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
 """Attention that the 25 tokens of a prompt get, of which the last 4 are the window."""
@@ -108,7 +108,9 @@ def observed_and_kept(length: int, ratio: float, window: int, chunk: int) -> tup
     policy = ChunkKV(budget=1 - ratio, chunk=chunk, window=window, **KVPRESS)
     case = make_case(length, [length], steps=3)
     held = kept(policy, case, run(policy, case)[2][0])[0]
-    prompt = Prompt.of(ROPE, jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), jnp.asarray(case.lengths))
+    prompt = Prompt.of(
+        ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v, case.lengths, case.lengths + case.spec.new_tokens))
+    )
     rotated_q, rotated_k = np.asarray(prompt.q_rotated), np.asarray(prompt.k_rotated)
     attention = np.zeros((2, 2, window, length - window))
     for head, n, i in np.ndindex(2, 2, window):
@@ -232,13 +234,11 @@ def test_invariants(chunk, window, budget):
 
 def prefilled(policy, params, prompt) -> list[list[set[int]]]:
     """Kept positions of one prompt, by layer and head."""
-    policy = policy.bind(params.config)
-    specs = layer_specs(params.config, 1, len(prompt), 4, params.dtype)
-    rest = jnp.zeros(1, jnp.uint32), Greedy(), jnp.zeros((0,), jnp.int32)
-    state, _ = decoding.prefill(policy, specs, params, *decoding.padded([prompt]), *rest)
+    engine = Engine(params, policy, prompt_len=len(prompt), max_new_tokens=4)
+    state, _ = engine.prefill([prompt])
     held = []
-    for spec, layer in zip(specs, state.caches, strict=True):
-        slots = as_cache(policy.layer(spec), layer)
+    for layer, states in zip(engine.layers, state.caches, strict=True):
+        slots = as_cache(layer, states)
         pos, live = np.asarray(slots.pos)[0], np.asarray(slots.live)[0]
         held.append([set(p[m].tolist()) for p, m in zip(pos, live, strict=True)])
     return held
@@ -278,7 +278,7 @@ def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
     monkeypatch.setattr(chunkkv, "window_scores", count)
     policy, specs = dataclasses.replace(SMALL, reuse=reuse), layer_specs(deep.config, 1, 64, 4, deep.dtype)
     tokens, lengths = jnp.zeros((1, 64), jnp.int32), jnp.asarray([64], jnp.int32)
-    jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, decoding.layers_of(policy, specs))[0])
+    jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, lengths, decoding.layers_of(policy, specs))[0])
     assert layers == scored
 
 

@@ -15,7 +15,7 @@ from kvjax.pallas_kernels import kmeans
 from kvjax.policies import ClusterKV, Full, InfiniGen, PolicyError, Quest
 from kvjax.policies.clusterkv import ClusteredCache, ClusterKVLayer, _index
 
-SMALL = {"budget": 24, "sinks": 4, "exempt": 0, "n_clusters": 5, "window": 8, "new_clusters": 3}
+SMALL = {"budget": 24, "sinks": 4, "dense_layers": 0, "n_clusters": 5, "window": 8, "new_clusters": 3}
 
 
 def state_of(policy: ClusterKV, centroids, labels: list[int]) -> tuple[Case, ClusteredCache]:
@@ -50,7 +50,7 @@ FIGURE_8 = [2, 0, 1, 1, 1, 2]
 @pytest.mark.parametrize(("liking", "tokens"), [((2, 1, 3), [0, 5, 1]), ((1, 3, 2), [2, 3, 4]), ((3, 2, 1), [1, 2, 3])])
 def test_figure_8(liking, tokens):
     """Clusters {1}, {2, 3, 4}, {0, 5} and a budget of 3: the last case leaves token 4 out."""
-    policy = ClusterKV(budget=3, sinks=0, exempt=0, n_clusters=3)
+    policy = ClusterKV(budget=3, sinks=0, dense_layers=0, n_clusters=3)
     case, state = state_of(policy, np.eye(3, dtype=np.float32), FIGURE_8)
     assert state.sizes.tolist() == [[[1, 3, 2]]]
     assert state.starts.tolist() == [[[0, 1, 4]]]
@@ -60,14 +60,14 @@ def test_figure_8(liking, tokens):
 
 
 def test_equally_liked_clusters_go_in_their_order():
-    policy = ClusterKV(budget=3, sinks=0, exempt=0, n_clusters=3)
+    policy = ClusterKV(budget=3, sinks=0, dense_layers=0, n_clusters=3)
     case, state = state_of(policy, np.eye(3, dtype=np.float32), FIGURE_8)
     assert chosen(policy, case, state, (1, 1, 1)) == [1, 2, 3]
 
 
 def test_centroids_are_means_of_raw_keys():
     """a = {(10, 0), (8, 0)}, b = {(1, 1), (1, 1)}, q = (1, 2): 9 > 3, though b's direction is nearer to q's."""
-    policy = ClusterKV(budget=2, sinks=0, exempt=0, n_clusters=2)
+    policy = ClusterKV(budget=2, sinks=0, dense_layers=0, n_clusters=2)
     keys = jnp.zeros((1, 1, 4, 8)).at[0, 0, :, :2].set(jnp.asarray([[10.0, 0], [8, 0], [1, 1], [1, 1]]))
     two = jnp.full(1, 2, jnp.int32)
     centroids, labels = kmeans(keys, jnp.ones((1, 4), bool), keys[:, :, 1:3], two, iterations=20)
@@ -97,9 +97,9 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_equals_the_literal_algorithm(name):
-    """A ragged batch, prompts shorter and longer than the budget: clusters, what every query recalls, outputs."""
+    """A ragged batch, prompts shorter and longer than the budget: clusters, what every query selects, outputs."""
     _, batch, heads, kv_heads = CONFIGURATIONS[name]
-    policy, case, (outputs, recalls, states) = observed(name)
+    policy, case, (outputs, selections, states) = observed(name)
     lengths, group = case.lengths, heads // kv_heads
     pos = jnp.broadcast_to(jnp.arange(84, dtype=jnp.int32), (batch, 84))
     draws = np.asarray(policy.layer(case.spec).shuffled(pos, jnp.ones_like(pos, bool)))[0]  # [K, S]
@@ -114,10 +114,10 @@ def test_equals_the_literal_algorithm(name):
             assert clusters_of(states[0], row, head) == oracle.clusters
             for i in range(case.steps):
                 pos = length + i
-                out, recalled = oracle.step(queries[pos], keys[pos], values[pos], pos)
+                out, selected = oracle.step(queries[pos], keys[pos], values[pos], pos)
                 np.testing.assert_allclose(outputs[i][row, head * group : (head + 1) * group], out, atol=2e-5)
-                index, live = (x.reshape(batch, kv_heads, -1, x.shape[-1])[row, head] for x in recalls[i])
-                assert [x[m].tolist() for x, m in zip(index, live, strict=True)] == recalled[: len(index)]
+                index, live = (x.reshape(batch, kv_heads, -1, x.shape[-1])[row, head] for x in selections[i])
+                assert [x[m].tolist() for x, m in zip(index, live, strict=True)] == selected[: len(index)]
                 assert clusters_of(states[i + 1], row, head) == oracle.clusters
             count = len(oracle.clusters)
             np.testing.assert_allclose(states[-1].centroids[row, head, :count], oracle.centroids, atol=1e-5)
@@ -135,28 +135,28 @@ def observed(name: str):
 
 
 def observe(policy: ClusterKV, case: Case):
-    """Like `run`, with what each query recalls as well: outputs, recalls, and states, as NumPy arrays."""
+    """Like `run`, with what each query selects as well: outputs, selections, and states, as NumPy arrays."""
     spec, layer = case.spec, policy.layer(case.spec)
 
     @jax.jit
     def step(state, q, k, v, pos):
         token = Token(q, k, v, pos, spec.rope)
         state = layer.append(state, token)
-        recalled = layer.select(state, token.q_rotated)
+        selected = layer.select(state, token.q_rotated)
         out, state, _ = layer.attend(state, token, {})
-        return out, recalled, layer.compress(state)
+        return out, selected, layer.compress(state)
 
     size = spec.prompt_len
     rest = [(0, 0), (0, max(0, size - case.q.shape[1])), (0, 0), (0, 0)]
     state = compiled(policy, spec)[0](*(np.pad(x, rest)[:, :size] for x in (case.q, case.k, case.v)), case.lengths)
-    rows, outputs, recalls, states = np.arange(len(case.lengths)), [], [], [state]
+    rows, outputs, selections, states = np.arange(len(case.lengths)), [], [], [state]
     for i in range(case.steps):
         pos = case.lengths + i
-        out, recalled, state = step(state, case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos)
+        out, selected, state = step(state, case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos)
         outputs.append(out)
-        recalls.append(recalled)
+        selections.append(selected)
         states.append(state)
-    return jax.device_get((outputs, recalls, states))
+    return jax.device_get((outputs, selections, states))
 
 
 def clusters_of(state: ClusteredCache, row: int, head: int) -> list[list[int]]:
@@ -189,9 +189,9 @@ def test_prompt_within_the_budget_is_the_full_cache():
     np.testing.assert_allclose(run(policy, case)[1], run(Full(), case)[1], atol=2e-5)
 
 
-def test_a_cluster_a_token_recalls_the_best_tokens():
-    """With as many clusters as tokens, what is recalled is the true top: recall 1 at any budget."""
-    policy = ClusterKV(budget=22, sinks=2, exempt=0, n_clusters=100, window=100)
+def test_one_cluster_per_token_selects_the_best_tokens():
+    """With as many clusters as tokens, what is selected is the true top: recall 1 at any budget."""
+    policy = ClusterKV(budget=22, sinks=2, dense_layers=0, n_clusters=100, window=100)
     case = make_case(10, [40, 20], steps=1)
     state = run(policy, case)[2][0]
     assert (np.asarray(state.sizes)[0, :, :38] == 1).all()
@@ -205,9 +205,9 @@ def test_a_cluster_a_token_recalls_the_best_tokens():
             assert index[row, head][live[row, head]].tolist() == true.tolist()
 
 
-def test_first_layers_are_exempt():
+def test_first_layers_are_dense():
     case = make_case(4, [50, 3], steps=5)
-    policy = ClusterKV(**SMALL | {"exempt": 1})
+    policy = ClusterKV(**SMALL | {"dense_layers": 1})
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
     spec = dataclasses.replace(case.spec, layer=1)
     assert policy.layer(spec).traits.sparse
@@ -233,7 +233,7 @@ def test_error_falls_with_the_budget():
 
 
 def test_only_the_selection_is_read():
-    """NaN in every token that is not recalled changes nothing, and what is gathered is far smaller than the store."""
+    """NaN in every token that is not selected changes nothing, and what is gathered is far smaller than the store."""
     policy = ClusterKV(**SMALL)
     case = make_case(13, [250, 200], steps=1)
     spec, layer = case.spec, policy.layer(case.spec)
@@ -255,8 +255,8 @@ def test_only_the_selection_is_read():
 
 
 def test_bytes_read_are_fewer_than_held(tiny):
-    """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, the other layer reads all that it holds."""
-    policy = ClusterKV(budget=32, sinks=4, exempt=1, n_clusters=10, window=32)
+    """By hand: 2 layers of which 1 is sparse; 4 heads gather 64 slots of 2 × 16 floats, the other layer reads all that it holds."""
+    policy = ClusterKV(budget=32, sinks=4, dense_layers=1, n_clusters=10, window=32)
     read = policy.bytes_read(tiny.config, 1, 1000, 32, jnp.float32)
     metadata = 2 * 14 * 16 * 4 + 4 * (2 * 14 + 64) * 4
     held = 2 * 1056 * (2 * 16 + 2) * 4 + (2 + 1) * 4  # keys, values, positions and weights; next slots and tokens seen
@@ -285,7 +285,13 @@ def test_start_is_random_without_replacement():
 
 def test_papers_defaults():
     policy = ClusterKV()
-    assert (policy.sinks, policy.exempt, policy.iterations, policy.window, policy.new_clusters) == (16, 2, 20, 320, 4)
+    assert (policy.sinks, policy.dense_layers, policy.iterations, policy.window, policy.new_clusters) == (
+        16,
+        2,
+        20,
+        320,
+        4,
+    )
     lengths = jnp.asarray([32_000, 100, 79, 16, 17, 5], jnp.int32)
     assert ClusterKVLayer(policy, make_case(0, [50], steps=1).spec)._prompt_clusters(lengths).tolist() == [
         400,
@@ -308,14 +314,14 @@ def test_room_for_clusters():
 
 
 @pytest.mark.parametrize(
-    "policy", [ClusterKV(exempt=1), Quest(exempt=1), InfiniGen(exempt=1)], ids=lambda p: p.info.name
+    "policy", [ClusterKV(dense_layers=1), Quest(dense_layers=1), InfiniGen(dense_layers=1)], ids=lambda p: p.info.name
 )
-def test_what_is_recalled(policy):
-    """Where a budget has room for all tokens, or a layer is exempt, everything is read; with one token less it is not."""
+def test_what_is_sparse(policy):
+    """Where a budget has room for all tokens, or a layer is dense, everything is read; with one token less it is not."""
     spec = make_case(0, [2000], steps=48).spec
-    for layer, budget, recalls in ((1, 2096, False), (1, 2095, True), (0, 2095, False)):
+    for layer, budget, sparse in ((1, 2096, False), (1, 2095, True), (0, 2095, False)):
         where = dataclasses.replace(spec, layer=layer)
-        assert dataclasses.replace(policy, budget=budget).layer(where).traits.sparse == recalls
+        assert dataclasses.replace(policy, budget=budget).layer(where).traits.sparse == sparse
 
 
 @pytest.mark.parametrize(
@@ -327,7 +333,7 @@ def test_what_is_recalled(policy):
         ({"distance": "l1"}, "'cosine', 'l2', 'ip'"),
         ({"window": 0}, "window=0"),
         ({"n_clusters": 0}, "n_clusters=0"),
-        ({"exempt": -1}, "exempt=-1"),
+        ({"dense_layers": -1}, "dense_layers=-1"),
     ],
 )
 def test_bad_hyperparameters(options, says):

@@ -10,7 +10,7 @@ from kvjax.policies import CateKV, Chelsea, ChunkKV, DuoAttention, Quest, Shadow
 pytestmark = pytest.mark.slow
 
 PROMPT = (Path(__file__).parents[2] / "docs" / "loomings.txt").read_text(encoding="utf-8").strip()
-QUEST = Quest(budget=128, page=8, recent=32, exempt=0, gqa="sum")
+QUEST = Quest(budget=128, page=8, recent=32, dense_layers=0, gqa="sum")
 SHADOW = ShadowKV(budget=128, outlier_chunks=8)
 
 COMBINATIONS = {

@@ -41,7 +41,7 @@ def test_by_head_holds_fewer_bytes(tiny):
 
 def test_bytes_read_are_those_of_the_parts(tiny):
     """Of two layers with two heads each, one head of each kind in every layer."""
-    full, clusters = Full(), ClusterKV(budget=32, exempt=0)
+    full, clusters = Full(), ClusterKV(budget=32, dense_layers=0)
     shapes = tiny.config, 1, 2000, 100
     reads = {policy.info.name: policy.bytes_read(*shapes) for policy in (full, clusters)}
     assert reads["clusterkv"] < reads["full"] == full.nbytes(*shapes)

@@ -131,7 +131,7 @@ def test_with_catekv_in_one(tiny):
     assert result[0].stats.cache_bytes == policy.bind(TINY).nbytes(TINY, 2, 54, 8, jnp.float32)
 
 
-def test_retrieval_heads_may_recall():
+def test_retrieval_heads_may_be_sparse():
     policy = DuoAttention(profile=LABELS, retrieval=Quest(budget=64)).bind(TINY)
     assert policy.groups[0] == Quest(budget=64)
     layers = DuoAttention(profile=LABELS, retrieval=by_layer([Full(), Quest()])).bind(TINY)

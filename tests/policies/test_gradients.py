@@ -31,7 +31,10 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, max(room - x.shape[1], 0)), (0, 0), (0, 0)))[:, :room]
 
     layer = policy.layer(spec)
-    state, _ = layer.prefill(Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths)), {})
+    state, _ = layer.prefill(
+        Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
+        {},
+    )
     for i in range(STEPS):
         pos = jnp.asarray(case.lengths) + i
         token = Token(*(part[rows, pos] for part in x), pos, spec.rope)

@@ -1,4 +1,4 @@
-"""InfiniGen against the literal algorithm, and what it foresees against the model's own weights."""
+"""InfiniGen against the literal algorithm, and what it sees ahead against the model's own weights."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def inputs(heads: int = 4, kv_heads: int = 2):
 def test_equals_the_literal_algorithm(name):
     """A ragged batch whose layer selects by its own queries: what is read and outputs at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
-    policy, case = InfiniGen(**options, exempt=0), inputs(heads, kv_heads)
+    policy, case = InfiniGen(**options, dense_layers=0), inputs(heads, kv_heads)
     spec, counts = case.spec, set()
     _, outputs, states = run(policy, case)
     select = jax.jit(lambda state, q, pos: policy.layer(spec).select(state, spec.rope.rotate(q, pos[:, None])))
@@ -82,7 +82,7 @@ def test_equals_the_literal_algorithm(name):
 
 def test_all_channels_tell_the_true_scores():
     """With all directions nothing is lost: what is selected is what attends most, whatever the skew."""
-    policy, case = InfiniGen(budget=9, alpha=1e6, share=1.0, exempt=0), inputs(2, 2)
+    policy, case = InfiniGen(budget=9, alpha=1e6, share=1.0, dense_layers=0), inputs(2, 2)
     state = run(policy, case)[0]
     pos = case.lengths + STEPS - 1
     turned = np.stack([[rotate(ROPE, q, p) for q in case.q[row, p]] for row, p in enumerate(pos)])
@@ -117,12 +117,12 @@ def test_the_default_model_has_directions():
 
 def test_without_a_prompt_the_first_directions_are_taken():
     spec = layer_specs(TINY, 3, 0, 8, jnp.float32)[1]
-    state = InfiniGen(budget=4, exempt=0, share=0.25, profile=PROFILE).layer(spec).init()
+    state = InfiniGen(budget=4, dense_layers=0, share=0.25, profile=PROFILE).layer(spec).init()
     np.testing.assert_array_equal(state.skew, np.stack([PROFILE.layer(1, 16)[..., :8]] * 3))
 
 
 def test_parts_have_the_directions_of_their_heads():
-    policy = InfiniGen(budget=4, exempt=0, share=0.5, profile=skew_profile(2, 2, 8))
+    policy = InfiniGen(budget=4, dense_layers=0, share=0.5, profile=skew_profile(2, 2, 8))
     split = by_head({"a": policy, "b": Full()}, [["b", "a"]] * 2)
     case = inputs()
     whole, part = run(policy, case)[0], run(split, case)[0][0]
@@ -140,7 +140,7 @@ def test_profiles_that_do_not_fit(tmp_path):
         InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
     file = tmp_path / "skew.json"
     for damage, says in (
-        ((PROFILE.matrices[0], "not base85"), "one base85 text a layer"),
+        ((PROFILE.matrices[0], "not base85"), "one base85 text per layer"),
         (('"version": 2', '"version": 1'), "skew profile of version 1, but this kvjax reads 2; make one with"),
         (('"matrices"', '"scores"'), "is not a skew profile: it has"),
     ):
@@ -150,7 +150,7 @@ def test_profiles_that_do_not_fit(tmp_path):
             InfiniGen(profile=str(file)).bind(TINY)
 
 
-# What is foreseen.
+# Looking ahead.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ class WatchingLayer(Layer[Watching]):
         return carry.get(self.key, token.q), state, carry
 
 
-def test_queries_are_foreseen_by_the_weights(tiny):
+def test_queries_ahead_are_those_of_the_weights(tiny):
     """Layer 1's queries, for the attention input of layer 0: its normed embedding."""
     seen = []
 
@@ -195,7 +195,7 @@ def test_queries_are_foreseen_by_the_weights(tiny):
     assert np.abs(seen[1][0] - seen[1][1]).max() > 1e-3
 
 
-def test_compositions_foresee_for_their_parts(tiny):
+def test_compositions_look_ahead_for_their_parts(tiny):
     """Each part has the queries of its own heads, from layer to layer."""
     watching, specs = Watching(), layer_specs(tiny.config, 2, 0, 4, jnp.float32)
     token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
@@ -208,13 +208,13 @@ def test_compositions_foresee_for_their_parts(tiny):
     alone = logits(watching)
     for policy in (by_layer([watching, watching]), by_head({"a": watching}, [["a", "a"]] * 2)):
         np.testing.assert_allclose(logits(policy), alone, atol=1e-5)
-    # Heads whose policy was another one's in the layer before: foreseen all the same.
+    # Heads whose policy was another one's in the layer before: looked ahead to all the same.
     np.testing.assert_allclose(logits(split), alone, atol=1e-5)
 
 
 def test_it_selects_by_what_it_foresaw(tiny):
     """With another carry the second layer reads other tokens; through generation as offloaded."""
-    policy, case = InfiniGen(budget=4, alpha=50.0, share=0.5, exempt=0), inputs()
+    policy, case = InfiniGen(budget=4, alpha=50.0, share=0.5, dense_layers=0), inputs()
     state = run(policy, case)[0]
     layer, pos = policy.layer(case.spec), case.lengths + STEPS - 1
     token = Token(*(jnp.asarray(x[np.arange(ROWS), pos]) for x in (case.q, case.k, case.v)), jnp.asarray(pos), ROPE)
@@ -222,7 +222,7 @@ def test_it_selects_by_what_it_foresaw(tiny):
     np.testing.assert_array_equal(own, layer.attend(state, token, {layer.key: token.q_rotated})[0])
     assert np.abs(own - layer.attend(state, token, {layer.key: -token.q_rotated})[0]).max() > 0.01
     options = {"max_new_tokens": 6, "ignore_eos": True}
-    policy = InfiniGen(budget=16, exempt=1)
+    policy = InfiniGen(budget=16, dense_layers=1)
     prompts = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4]]
     near, far = (kvjax.generate(tiny, prompts, policy=p, **options) for p in (policy, offloaded(policy)))
     assert [g.tokens for g in near] == [g.tokens for g in far]
@@ -234,7 +234,7 @@ def test_queries_and_keys_choose_directions_apart():
     sizes = np.zeros((2, 8))
     sizes[0, [0, 5]], sizes[1, [3, 5]] = (5, 4), (5, 4)
     profile = SkewProfile.of(np.eye(8)[None, None], method="infinigen", model="", data="nothing", settings=())
-    layer = InfiniGen(profile=profile, exempt=0).layer(make_case(0, [9], 1, 1, 1).spec)
+    layer = InfiniGen(profile=profile, dense_layers=0).layer(make_case(0, [9], 1, 1, 1).spec)
     q, k = (jnp.asarray(np.tile(x, (1, 9, 1, 1)), jnp.float32) for x in sizes)
     skew = np.asarray(layer._skew(q, k, jnp.asarray([9], jnp.int32)))[0, 0]
     np.testing.assert_array_equal(skew, np.eye(8)[:, [0, 3]])
@@ -247,7 +247,7 @@ def test_the_threshold_is_the_one_for_this_family():
 
 
 def test_partial_keys_are_two_fifths_at_most():
-    policy = InfiniGen(exempt=0)
+    policy = InfiniGen(dense_layers=0)
     spec = layer_specs(TINY, 1, 6144, 64, jnp.bfloat16)[0]
     state = policy.layer(spec).init()
     assert state.partial.shape == (1, 2, 6272, 6)  # of 16 channels, 3 by queries and 3 by keys
@@ -263,7 +263,7 @@ def test_partial_keys_are_two_fifths_at_most():
         ({"budget": 1}, "need 2"),
         ({"alpha": -1.0}, "alpha=-1.0"),
         ({"share": 0.0}, "share=0.0"),
-        ({"exempt": -1}, "exempt=-1"),
+        ({"dense_layers": -1}, "dense_layers=-1"),
         ({"profile": 3}, "profile=3; give a SkewProfile"),
     ],
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies.driver import (
+    TINY,
     Case,
     compiled,
     compositions,
@@ -22,8 +23,8 @@ from policies.driver import (
 )
 
 import kvjax
-from kvjax.cache import LayerCache, host_memory, layer_specs
-from kvjax.policies import ByHead, ByLayer, Full, Policy
+from kvjax.cache import LayerCache, Token, host_memory, layer_specs
+from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, offloaded, quantized
 from kvjax.policies.adakv import Ragged
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.transforms.quantize import PackedCache
@@ -176,6 +177,24 @@ def test_budget_is_kept(policy):
                 assert 0 < len(held) <= most(policy, inputs.spec, head, length, i)
 
 
+WHOLE = [quantized(Full(), bits=8, group=4, residual=16).bind(TINY), offloaded(by_layer([Full(), Full()])).bind(TINY)]
+
+
+@each(TIGHT + WHOLE)
+def test_the_newest_token_is_never_lost(policy):
+    """It has a slot of its own when a query attends, in every head, however full the cache is."""
+    inputs = case(22)
+    layer, states = policy.layer(inputs.spec), run(policy, inputs)[2]
+    append = jax.jit(lambda state, token: as_cache(layer, layer.append(state, token)))
+    rows = np.arange(len(inputs.lengths))
+    for i, state in enumerate(states[:-1]):
+        pos = inputs.lengths + i
+        token = Token(*(x[rows, pos] for x in (inputs.q, inputs.k, inputs.v)), pos, inputs.spec.rope)
+        held = append(state, token)
+        mine = (np.asarray(held.pos) == pos[:, None, None]) & np.asarray(held.live)
+        assert (mine.sum(axis=-1) == 1).all()
+
+
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
@@ -229,6 +248,42 @@ def test_free_slots_are_never_read(policy):
         pos = inputs.lengths + i
         args = inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos
         np.testing.assert_array_equal(step(state, *args)[0], step(other, *args)[0])
+
+
+FREED = [p for p in every_policy(budget=16) if p.info.memory == "freed"]
+SEES = [p for p in FREED if not any(name in p.info.name for name in ("streaming", "cam", "random"))]
+"""Those whose choice depends on what they read, and not on positions alone."""
+
+
+@pytest.mark.parametrize("policy", SEES, ids=lambda policy: policy.info.name)
+def test_rows_choose_for_themselves(policy):
+    """Rows of equal length and different text keep different tokens; of equal text, the same."""
+    inputs = make_case(41, [50, 50, 50, 50], NEW)
+    same = np.asarray([0, 1, 2, 0])
+    inputs = Case(inputs.q[same], inputs.k[same], inputs.v[same], inputs.lengths, NEW)
+    _, _, states = run(policy, inputs)
+    for state in (states[0], states[-1]):
+        rows = kept(policy, inputs, state)
+        assert rows[0] == rows[3]
+        assert rows[0] != rows[1]
+        assert rows[1] != rows[2]
+
+
+@pytest.mark.parametrize("policy", FREED, ids=lambda policy: policy.info.name)
+def test_padding_is_never_kept(policy):
+    """No position beyond what a row has read, however much padding the batch has; and no slot that stands for none."""
+    inputs = case(42)
+    for i, state in enumerate(run(policy, inputs)[2]):
+        for length, heads in zip(inputs.lengths, kept(policy, inputs, state), strict=True):
+            assert all(held and min(held) >= 0 and max(held) < length + i for held in heads)
+
+
+@pytest.mark.parametrize("policy", FREED, ids=lambda policy: policy.info.name)
+def test_nothing_leaks_into_the_next_prompt(policy):
+    """A prompt read after another gives what it gave before."""
+    before = run(policy, case(44))[1]
+    run(policy, case(43))
+    np.testing.assert_array_equal(run(policy, case(44))[1], before)
 
 
 # 5. The bytes predicted are the bytes held, and the compiler agrees.
@@ -301,7 +356,11 @@ def inputs_of(policy: Policy, params, new_tokens: int = NEW):
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     args = Greedy(), jnp.zeros((0,), jnp.int32)
-    return specs, args, (jnp.asarray(tokens), jnp.asarray(lengths), jnp.zeros(3, jnp.uint32))
+    return (
+        specs,
+        args,
+        (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + new_tokens), jnp.zeros(3, jnp.uint32)),
+    )
 
 
 def start(policy: Policy, params, new_tokens: int = NEW):

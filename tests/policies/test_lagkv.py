@@ -14,7 +14,8 @@ from kvjax.policies import LagKV, PolicyError
 def prompt(k, v) -> Prompt:
     """A prompt of one row with one head: keys and values [T, H]."""
     k, v = (jnp.asarray(np.asarray(x)[None, :, None], jnp.float32) for x in (k, v))
-    return Prompt.of(ROPE, k, k, v, jnp.asarray([k.shape[1]], jnp.int32))
+    length = jnp.asarray([k.shape[1]], jnp.int32)
+    return Prompt.of(ROPE, k, k, v, length, length)
 
 
 def scored(policy: LagKV, k, v) -> np.ndarray:

@@ -38,7 +38,7 @@ from kvjax.policies.transforms import offload
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Greedy
 
-CLUSTERS = ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=2, window=8, new_clusters=3)
+CLUSTERS = ClusterKV(budget=24, sinks=4, dense_layers=0, n_clusters=5, iterations=2, window=8, new_clusters=3)
 """Clusters its tail three times in the 24 steps of `case`."""
 
 
@@ -90,7 +90,7 @@ def found_by_hand(chosen: list[list[set[int]]], steps: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=[(1, "selected"), (3, "layer")], ids=str)
-def recalled(request):
+def offloaded_runs(request):
     """An offloaded policy and what it did: 224 rows and query heads, in cases of the same shape."""
     steps, fetch = request.param
     policy = offloaded(CLUSTERS, steps, fetch)
@@ -98,17 +98,17 @@ def recalled(request):
     return policy, [(case(seed), *run(policy, case(seed))[1:]) for seed in seeds]
 
 
-def test_recalling_layers_attend_as_before(recalled):
-    for inputs, outputs, states in recalled[1]:
+def test_sparse_layers_attend_as_before(offloaded_runs):
+    for inputs, outputs, states in offloaded_runs[1]:
         np.testing.assert_array_equal(outputs, run(CLUSTERS, inputs)[1])
         for state in (states[0], states[-1]):
             assert host_memory.on_host(state.inner.cache.k)
             assert sum(map(host_memory.on_host, jax.tree.leaves(state))) == 2
 
 
-def test_hits_are_what_the_last_queries_chose(recalled):
+def test_hits_are_what_the_last_queries_chose(offloaded_runs):
     """By sets, and as `analysis.recall.hit_rate` counts the same selections."""
-    policy, runs = recalled
+    policy, runs = offloaded_runs
     for inputs, _, states in runs:
         size = CLUSTERS.layer(inputs.spec).selection_shape[1]
         rates = []
@@ -127,9 +127,9 @@ def test_hits_are_what_the_last_queries_chose(recalled):
         assert offload.hit_rate(states[1]) is None  # after one query
 
 
-def test_selections_are_those_of_the_policy(recalled):
+def test_selections_are_those_of_the_policy(offloaded_runs):
     """What the counts are made from: the slots that the policy itself selects in the same state."""
-    inputs, _, states = recalled[1][0]
+    inputs, _, states = offloaded_runs[1][0]
     spec, rows = inputs.spec, np.arange(8)
     select = jax.jit(lambda state, q: CLUSTERS.layer(spec).select(state, q))
     for i in (0, 7, 8, 23):
@@ -182,7 +182,7 @@ def test_many_misses_come_in_blocks():
 
 def test_no_copy_of_the_store_on_the_device(tiny):
     """A store of 4096 slots, and a program whose temporaries are a fraction of it."""
-    policy = offloaded(ClusterKV(budget=64, sinks=4, exempt=0, n_clusters=10, iterations=1, cluster_decode=False))
+    policy = offloaded(ClusterKV(budget=64, sinks=4, dense_layers=0, n_clusters=10, iterations=1, cluster_decode=False))
     policy = by_layer([policy, StreamingLLM(budget=64)])
     specs = layer_specs(tiny.config, 1, 3980, 16, jnp.float32)
     caches = tuple(jax.jit(policy.layer(spec).init)() for spec in specs)
@@ -208,7 +208,7 @@ def test_no_copy_of_the_store_on_the_device(tiny):
 def test_generation_tells_what_it_held_and_hit(tiny):
     prompts, options = [[5, 9, 2, 7, 7, 1] * 20, [3, 1, 4]], {"max_new_tokens": 12, "ignore_eos": True}
     inner = by_layer(
-        [Full(), ClusterKV(budget=24, sinks=4, exempt=0, n_clusters=5, iterations=1, cluster_decode=False)]
+        [Full(), ClusterKV(budget=24, sinks=4, dense_layers=0, n_clusters=5, iterations=1, cluster_decode=False)]
     )
     plain, got = (kvjax.generate(tiny, prompts, policy=policy, **options) for policy in (inner, offloaded(inner)))
     for a, b in zip(plain, got, strict=True):
@@ -249,7 +249,7 @@ def test_what_is_said_of_a_policy_is_said_of_it_offloaded(policy):
 
 
 def test_device_bytes_fall(tiny):
-    for policy in (Full(), ClusterKV(budget=128, exempt=0), TreeKV(budget=512), Chelsea()):
+    for policy in (Full(), ClusterKV(budget=128, dense_layers=0), TreeKV(budget=512), Chelsea()):
         whole = policy.nbytes(tiny.config, 1, 8000, 100)
         far = offloaded(policy)
         kept = far.nbytes(tiny.config, 1, 8000, 100)

@@ -24,7 +24,7 @@ def test_published_example():
     """2048 slots in the average of 32 layers: 3978 beside the window in the first, 125 fewer in each, 103 in the last."""
     policy = PyramidKV(budget=2048, window=8)
     lengths = jnp.asarray([32_768], jnp.int32)
-    budgets = [policy.row_budgets(layer(SPEC, i, 32), lengths).item() - 8 for i in range(32)]
+    budgets = [policy.row_budgets(layer(SPEC, i, 32), lengths, lengths).item() - 8 for i in range(32)]
     assert budgets == list(range(3978, 102, -125))
     assert sum(budgets) == 65_296
 
@@ -37,7 +37,8 @@ def test_budgets_are_the_published_ones(budget, window, beta, num_layers):
     policy = PyramidKV(budget=budget, window=window, beta=beta)
     lengths = np.arange(1, 1025)
     specs = [layer(SPEC, i, num_layers, prompt_len=1024) for i in range(num_layers)]
-    got = np.stack([np.minimum(policy.row_budgets(spec, jnp.asarray(lengths, jnp.int32)), lengths) for spec in specs])
+    tokens = jnp.asarray(lengths, jnp.int32)
+    got = np.stack([np.minimum(policy.row_budgets(spec, tokens, tokens), lengths) for spec in specs])
     for length in lengths:
         expected = oracle.pyramid(budget, length, window, beta, num_layers)
         assert got[:, length - 1].tolist() == expected

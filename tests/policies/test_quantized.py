@@ -226,7 +226,7 @@ def test_chunkkv_in_4_bits(tiny):
 )
 def test_policies_that_change_their_slots_are_refused(policy):
     with pytest.raises(PolicyError, match=rf"quantized\({policy.info.name}\): .* neither moved, merged nor evicted"):
-        quantized(policy).bind(dataclasses.replace(TINY, num_layers=3, windows=()))  # sparse ones exempt two
+        quantized(policy).bind(dataclasses.replace(TINY, num_layers=3, windows=()))  # of sparse ones two are dense
 
 
 def test_compositions_are_quantised_part_by_part():
@@ -243,7 +243,7 @@ def test_places_beyond_a_caches_slots_are_free():
     policy, case = KIVI(bits=4, group=48, residual=48).bind(TINY), make_case(8, [21, 3], 2)
     layer = policy.layer(dataclasses.replace(case.spec, prompt_len=60))
     lengths = jnp.asarray([21, 3], jnp.int32)
-    state = jax.jit(lambda q, k, v: layer.prefill(Prompt.of(layer.spec.rope, q, k, v, lengths), {})[0])(
+    state = jax.jit(lambda q, k, v: layer.prefill(Prompt.of(layer.spec.rope, q, k, v, lengths, lengths), {})[0])(
         *(np.zeros((2, 60, *x.shape[2:]), np.float32) for x in (case.q, case.k, case.v))
     )
     slots = as_cache(layer, state)

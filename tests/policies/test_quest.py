@@ -15,12 +15,12 @@ from kvjax import cache
 from kvjax.cache import Prompt, Token, layer_specs
 from kvjax.policies import CateKV, Full, Offloaded, PolicyError, Quest, by_head, offloaded
 
-SMALL = {"budget": 16, "page": 4, "exempt": 0}
+SMALL = {"budget": 16, "page": 4, "dense_layers": 0}
 CONFIGURATIONS = {
     "gqa": (SMALL, 4, 2),
     "mha, the last page always": (SMALL | {"recent": 1}, 3, 3),
-    "catekv, sum": ({"budget": 32, "page": 8, "recent": 9, "exempt": 0, "gqa": "sum"}, 4, 2),
-    "max, pages that do not divide the cache": ({"budget": 17, "page": 5, "exempt": 0, "gqa": "max"}, 4, 1),
+    "catekv, sum": ({"budget": 32, "page": 8, "recent": 9, "dense_layers": 0, "gqa": "sum"}, 4, 2),
+    "max, pages that do not divide the cache": ({"budget": 17, "page": 5, "dense_layers": 0, "gqa": "max"}, 4, 1),
 }
 STEPS = 7
 
@@ -42,12 +42,12 @@ def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts shorter and longer than the budget: bounds, tokens read, outputs at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
     policy, case = Quest(**options), inputs(heads, kv_heads)
-    group, oracle = heads // kv_heads, {k: v for k, v in options.items() if k != "exempt"}
+    group, oracle = heads // kv_heads, {k: v for k, v in options.items() if k != "dense_layers"}
     _, outputs, states = run(policy, case)
-    recall, recalled = reader(policy, case.spec), []
+    select, selected = reader(policy, case.spec), []
     for i, state in enumerate(states[1:]):
         pos = case.lengths + i
-        recalled.append(jax.device_get(recall(state, jnp.asarray(case.q[np.arange(32), pos]), jnp.asarray(pos))))
+        selected.append(jax.device_get(select(state, jnp.asarray(case.q[np.arange(32), pos]), jnp.asarray(pos))))
     for row, head in np.ndindex(32, kv_heads):
         literal, length = QuestHead(**oracle), case.lengths[row]
         queries = case.q[row, :, head * group : (head + 1) * group]
@@ -58,7 +58,7 @@ def test_equals_the_literal_algorithm(name):
                 continue
             out, reads = literal.attend(queries[pos])
             np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=2e-5)
-            index, live = (x.reshape(32, kv_heads, -1, x.shape[-1])[row, head] for x in recalled[i])
+            index, live = (x.reshape(32, kv_heads, -1, x.shape[-1])[row, head] for x in selected[i])
             got = [sorted(x[m].tolist()) for x, m in zip(index, live, strict=True)]
             assert got == [sorted(read) for read in reads][: len(got)]
         for bounds, of in zip(np.split(np.asarray(states[-1].bounds), 2, axis=-1), (np.min, np.max), strict=True):
@@ -94,7 +94,7 @@ def test_no_key_is_above_its_pages_bound():
 
 def test_a_page_a_token_reads_the_best_tokens():
     """Where pages are single tokens the bound is the product itself: recall 1 at any budget."""
-    policy, case = Quest(budget=9, page=1, exempt=0), inputs()
+    policy, case = Quest(budget=9, page=1, dense_layers=0), inputs()
     state = run(policy, case)[2][-1]
     pos = case.lengths + STEPS - 1
     q = np.stack([case.q[row, p] for row, p in enumerate(pos)])
@@ -107,11 +107,11 @@ def test_a_page_a_token_reads_the_best_tokens():
 
 
 def test_only_the_selection_is_read():
-    """NaN in every token that is not recalled changes nothing, and pages are gathered whole."""
+    """NaN in every token that is not selected changes nothing, and pages are gathered whole."""
     policy, case = Quest(**SMALL), inputs()
     spec, layer = case.spec, policy.layer(case.spec)
     assert layer.page == 4
-    assert Quest(budget=17, page=5, exempt=0).layer(spec).page == 1
+    assert Quest(budget=17, page=5, dense_layers=0).layer(spec).page == 1
     _, step = compiled(policy, spec)
     state = run(policy, case)[2][-2]
     pos = case.lengths + STEPS - 1
@@ -126,13 +126,13 @@ def test_only_the_selection_is_read():
     np.testing.assert_array_equal(step(state, *args)[0], step(poisoned, *args)[0])
 
 
-def test_first_layers_are_exempt():
+def test_first_layers_are_dense():
     case = inputs()
-    policy = Quest(**SMALL | {"exempt": 1})
+    policy = Quest(**SMALL | {"dense_layers": 1})
     assert not policy.layer(case.spec).traits.sparse
     assert policy.layer(dataclasses.replace(case.spec, layer=1)).traits.sparse
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
-    assert Quest().exempt == 2
+    assert Quest().dense_layers == 2
 
 
 def test_from_host_memory():
@@ -144,8 +144,8 @@ def test_from_host_memory():
 
 
 def test_adaptive_heads_of_catekv(tiny):
-    """CateKV × Quest: consistent heads keep a budget, adaptive heads recall pages; offloaded, too."""
-    quest = Quest(budget=16, page=8, recent=1, exempt=0, gqa="sum")
+    """CateKV × Quest: consistent heads keep a budget, adaptive heads select pages; offloaded, too."""
+    quest = Quest(budget=16, page=8, recent=1, dense_layers=0, gqa="sum")
     labels = (("consistent", "adaptive"), ("adaptive", "consistent"))
     policy = CateKV(budget=16, sinks=2, recent=4, chunk=4, window=4, adaptive=quest, profile=labels)
     bound_policy = policy.bind(TINY)
@@ -163,18 +163,18 @@ def test_adaptive_heads_of_catekv(tiny):
 
 def test_pages_for_many_more_tokens_than_the_prompts():
     spec = make_case(0, [20], steps=300).spec
-    policy = Quest(budget=64, page=16, exempt=0)
+    policy = Quest(budget=64, page=16, dense_layers=0)
     inputs = [jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     state, _ = jax.eval_shape(
-        lambda *args: policy.layer(spec).prefill(Prompt.of(spec.rope, *args), {}), *inputs, lengths
+        lambda *args: policy.layer(spec).prefill(Prompt.of(spec.rope, *args), {}), *inputs, lengths, lengths
     )
     assert state.bounds.shape == (1, 2, (64 + 300 + 20) // 16, 2 * 8)
 
 
 def test_bytes_read_are_fewer_than_held():
-    """By hand: 2 layers of which 1 recalls; 4 heads gather 64 slots of 2 × 16 floats, and 66 pages have bounds in 2 heads."""
-    policy = Quest(budget=64, exempt=1)
+    """By hand: 2 layers of which 1 is sparse; 4 heads gather 64 slots of 2 × 16 floats, and 66 pages have bounds in 2 heads."""
+    policy = Quest(budget=64, dense_layers=1)
     read = policy.bytes_read(TINY, 1, 1000, 32, jnp.float32)
     spec = layer_specs(TINY, 1, 1000, 32, jnp.float32)[0]
     pages = cache.round_slots(spec.max_tokens) // 16

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from policies.random_cases import draw, read
 
-CASES, SAMPLE = 300, 30
+CASES, SLOW, FAST = 300, 120, 30
 NOISE = 1e-7
 """Relative difference that a model's keys have in a batch and alone, of float32's 6e-8."""
 
 
 def marked(seed: int) -> Any:
-    """A case: one of the fast sample, unless it clusters, which compiles for seconds."""
-    fast = seed < SAMPLE and "chelsea" not in draw(seed).policy.info.name
-    return pytest.param(seed, marks=[] if fast else [pytest.mark.slow])
+    """A case: one of the fast sample, unless it clusters, which compiles for seconds; or of the slow one; or of all."""
+    if seed < FAST and "chelsea" not in draw(seed).policy.info.name:
+        return pytest.param(seed)
+    return pytest.param(seed, marks=pytest.mark.slow if seed < SLOW else pytest.mark.long)
 
 
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(CASES)])

@@ -39,8 +39,8 @@ CASES = {
     "h2o, fraction": (H2O(budget=0.5, recent=0), oracle.H2O, {"recent": 0}, 4, 2),
     "tova, GQA": (TOVA(budget=14), oracle.TOVA, {}, 4, 2),
     "tova, MHA, newest kept": (TOVA(budget=9, keep_newest=True), oracle.TOVA, {"last": 1}, 2, 2),
-    "knorm, GQA": (KNorm(budget=14, exempt=0), oracle.KNorm, {}, 4, 2),
-    "knorm, MHA, fraction": (KNorm(budget=0.4, exempt=0), oracle.KNorm, {}, 3, 3),
+    "knorm, GQA": (KNorm(budget=14, dense_layers=0), oracle.KNorm, {}, 4, 2),
+    "knorm, MHA, fraction": (KNorm(budget=0.4, dense_layers=0), oracle.KNorm, {}, 3, 3),
     "keydiff, GQA": (KeyDiff(budget=14), oracle.KeyDiff, {}, 4, 2),
     "keydiff, MHA": (KeyDiff(budget=9), oracle.KeyDiff, {}, 3, 3),
     "random, GQA": (Random(budget=14, seed=3), oracle.Random, {"drawn": np.asarray(drawn(2, 3))}, 4, 2),
@@ -135,7 +135,7 @@ def test_papers_defaults():
 
 
 def test_heavy_hitters_by_hand():
-    """H2O evicts one token a step, the least attended that is not recent, and forgets what it had."""
+    """H2O evicts one token per step, the least attended that is not recent, and forgets what it had."""
     policy = H2O(budget=4, recent=2)
     case = make_case(0, [4], steps=3, heads=1, kv_heads=1)
     case.q[:] = 0  # every query spreads its attention evenly: the earlier a token, the more it has got
@@ -173,11 +173,11 @@ def test_random_numbers_are_spread_evenly_and_differ():
 
 def test_knorm_spares_the_first_layers(tiny):
     """In the two layers that the paper spares, nothing is dropped, and memory is the full cache's."""
-    assert KNorm().exempt == 2
+    assert KNorm().dense_layers == 2
     case = make_case(2, [40, 3], STEPS)
-    policy = KNorm(budget=8, exempt=1)
+    policy = KNorm(budget=8, dense_layers=1)
     assert kept(policy, case, run(policy, case)[0]) == [[set(range(46))] * 2, [set(range(9))] * 2]
-    sizes = [KNorm(budget=100, exempt=n).nbytes(tiny.config, 1, 2000, 10) for n in (0, 1, 2)]
+    sizes = [KNorm(budget=100, dense_layers=n).nbytes(tiny.config, 1, 2000, 10) for n in (0, 1, 2)]
     assert sizes[1] == (sizes[0] + sizes[2]) / 2
     assert sizes[0] < sizes[2] / 15
 
@@ -198,7 +198,7 @@ def test_published_defaults_of_expected_attention():
         (lambda: H2O(observers="some"), "'all', 'last'"),
         (lambda: H2O(recent=-1), "recent=-1"),
         (lambda: TOVA(budget=0), "budget=0"),
-        (lambda: KNorm(exempt=-1), "exempt=-1"),
+        (lambda: KNorm(dense_layers=-1), "dense_layers=-1"),
         (lambda: ExpectedAttention(budget=3), "4 first and 0 last"),
         (lambda: ExpectedAttention(future=0), "future=0"),
         (lambda: TOVA(budget=0.01).validate(60), "gives 0 slots"),
@@ -221,7 +221,9 @@ def test_keydiffs_two_candidates_are_equally_unlike_their_mean(budget):
     assert (held[-1] == held[0]) == (budget == 1)
 
 
-@pytest.mark.parametrize("policy", [KNorm(budget=8, exempt=0), ExpectedAttention(budget=8)], ids=lambda p: p.info.name)
+@pytest.mark.parametrize(
+    "policy", [KNorm(budget=8, dense_layers=0), ExpectedAttention(budget=8)], ids=lambda p: p.info.name
+)
 def test_a_repeated_token_is_kept_where_it_came_first(policy):
     """Keys and values of one norm, but for rounding: the first 8 of the prompt, and no later ones but what is always kept."""
     case = make_case(12, [40, 31], STEPS)

@@ -34,7 +34,7 @@ class LongBench:
 
     Attributes:
         task: its name, a key of `tasks()`.
-        file: its data, one JSON object a line.
+        file: its data, one JSON object per line.
         max_length: tokens of a prompt; of a longer one the middle is left out. LongBench takes 500 to 1500 less than a model's
             window: 3500 for 4k, 31500 for 32k.
         samples: how many of the file's rows, from its beginning; None takes all.
@@ -102,7 +102,7 @@ class LongBench:
         return max(metric(answer, reference, *extra) for reference in example.answers)
 
     def _rows(self) -> list["_Row"]:
-        return json_lines.read(Path(self.file), _Row, most=self.samples)
+        return json_lines.read(Path(self.file), _Row, max_lines=self.samples)
 
 
 class _Row(BaseModel):

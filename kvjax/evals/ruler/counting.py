@@ -22,14 +22,15 @@ class CommonWords(RulerTask):
 
     Attributes:
         common: words to find.
-        often, seldom: times that those and the others come; None takes the published 30 and 3, and 6 and 1 below 4096 tokens.
+        common_times, uncommon_times: how often those and the others come; None takes the published 30 and 3, and 6 and 1 below
+            4096 tokens.
     """
 
     kind: ClassVar[str] = "cwe"
 
     common: int = 10
-    often: int | None = None
-    seldom: int | None = None
+    common_times: int | None = None
+    uncommon_times: int | None = None
 
     def check(self) -> None:
         """Raise ImportError if there is no vocabulary."""
@@ -38,8 +39,8 @@ class CommonWords(RulerTask):
     def example(self, form: Format, index: int, seed: int) -> Example:
         """A list as long as fits."""
         short = self.length < 4096
-        often = (6 if short else 30) if self.often is None else self.often
-        seldom = (1 if short else 3) if self.seldom is None else self.seldom
+        common_times = (6 if short else 30) if self.common_times is None else self.common_times
+        uncommon_times = (1 if short else 3) if self.uncommon_times is None else self.uncommon_times
         words = len(all_words())
         shown = self._problem(random.Random(seed), *((20, 3, 1) if short else (40, 10, 3)))
         answer = " ".join(f"{i}. {word}" for i, word in enumerate(shown.answers, 1))
@@ -47,14 +48,14 @@ class CommonWords(RulerTask):
 
         def build(count: int) -> Example:
             drawn, times = min(count, words), -(-count // words)
-            problem = self._problem(random.Random(seed + 1), drawn, times * often, times * seldom)
+            problem = self._problem(random.Random(seed + 1), drawn, times * common_times, times * uncommon_times)
             return dataclasses.replace(problem, context=solved + problem.context)
 
-        return largest(build, form, self.length, least=self.common + 1)
+        return largest(build, form, self.length, min_units=self.common + 1)
 
-    def _problem(self, rng: random.Random, count: int, often: int, seldom: int) -> Example:
+    def _problem(self, rng: random.Random, count: int, common_times: int, uncommon_times: int) -> Example:
         words = rng.sample(all_words(), count)
-        listed = words[: self.common] * often + words[self.common :] * seldom
+        listed = words[: self.common] * common_times + words[self.common :] * uncommon_times
         rng.shuffle(listed)
         numbered = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
         return Example(
@@ -106,7 +107,7 @@ class FrequentWords(RulerTask):
             )
 
         # Of fewer words the fourth rank would not appear at all.
-        return largest(build, form, self.length, least=math.ceil(total * 4**self.alpha))
+        return largest(build, form, self.length, min_units=math.ceil(total * 4**self.alpha))
 
     def _word(self, rng: random.Random) -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=self.letters))

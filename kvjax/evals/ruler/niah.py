@@ -128,7 +128,7 @@ class Niah(RulerTask):
                 prefix=_PREFIX.format(**words),
             )
 
-        return largest(build, form, self.length, least=1)
+        return largest(build, form, self.length, min_units=1)
 
     def _hay(self, setting: Setting, count: int, seed: int) -> tuple[list[str], str]:
         """So many units of hay, and what stands between them."""

@@ -74,7 +74,7 @@ class QuestionAnswering(RulerTask):
                 prefix=" Answer:",
             )
 
-        return largest(build, form, self.length, least=len(asked.documents), most=len(ranked))
+        return largest(build, form, self.length, min_units=len(asked.documents), max_units=len(ranked))
 
     def score(self, answer: str, example: Example) -> float:
         """Right if any reference answer is in it."""

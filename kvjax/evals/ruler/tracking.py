@@ -45,7 +45,7 @@ class VariableTracking(RulerTask):
             problem = self._problem(random.Random(seed + 1), 5, count)
             return dataclasses.replace(problem, context=solved + problem.context)
 
-        return largest(build, form, self.length, least=1)
+        return largest(build, form, self.length, min_units=1)
 
     def _problem(self, rng: random.Random, letters: int, noise: int) -> Example:
         def variable(rng: random.Random) -> str:

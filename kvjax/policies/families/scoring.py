@@ -22,7 +22,7 @@ from ..fields import check_fields
 from ..info import PolicyError
 
 BLOCK = 64
-"""Queries that `attention_mass` takes at a time: 64 × T probabilities a head exist at once."""
+"""Queries that `attention_mass` takes at a time: 64 × T probabilities per head exist at once."""
 
 P = TypeVar("P", bound="PromptScorer")
 E = TypeVar("E", bound="ScoreEviction")
@@ -51,9 +51,9 @@ class PromptScorer(Policy):
         """How many tokens at the beginning and at the end are kept whatever their score, by a budget or an array of them."""
         return budget * 0, budget * 0
 
-    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Budget of each row in this layer, for prompts of these lengths."""
-        return budget_rows(self.budget, lengths + spec.new_tokens)
+    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Budget of each row in this layer, for prompts of these lengths and so many tokens in all."""
+        return budget_rows(self.budget, total)
 
     def max_budget(self, spec: LayerSpec) -> int:
         """The largest budget that a row can have in this layer."""
@@ -107,7 +107,7 @@ class PromptScorerLayer(Layer[P]):
     def choose(self, prompt: Prompt) -> tuple[Float[Array, "B K T"], Int[Array, " B"], Bool[Array, "B K T"]]:
         """Scores of a prompt's tokens, each row's budget, and which tokens are kept."""
         scores = self.policy.scores(self.spec, prompt)
-        budget = self.policy.row_budgets(self.spec, prompt.lengths)
+        budget = self.policy.row_budgets(self.spec, prompt.lengths, prompt.total)
         return scores, budget, self.policy.keep_mask(scores, prompt.lengths, budget)
 
 
@@ -158,9 +158,10 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     def max_kept(self) -> int:
         return self.policy.max_budget(self.spec)
 
-    def init(self) -> ScoredCache:
+    def init(self, total: Int[Array, " B"] | None = None) -> ScoredCache:
         empty = cache.empty(self.spec, self.capacity)
-        return ScoredCache(empty, jnp.zeros_like(empty.weight), self.policy.row_budgets(self.spec, empty.seen))
+        budget = self.policy.row_budgets(self.spec, empty.seen, self.spec.totals(total))
+        return ScoredCache(empty, jnp.zeros_like(empty.weight), budget)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
         scores, budget, keep = self.choose(prompt)

@@ -49,7 +49,7 @@ class SkewProfile(Profile):
         except (TypeError, ValueError):
             texts = False
         if not texts:
-            raise ValueError("matrices should be one base85 text a layer")
+            raise ValueError("matrices should be one base85 text per layer")
         return {"matrices": tuple(matrices)}
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:

@@ -26,7 +26,7 @@ def edges(size: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
 def merge(
     tokens: Clusters,
     first: Int[Array, " B"],
-    held: Int[Array, " B"],
+    valid: Int[Array, " B"],
     size: Int[Array, " B"],
     count: Int[Array, " B"],
     chunk: int,
@@ -37,12 +37,12 @@ def merge(
     A cluster stands where its token of B stood, and gaps are closed, so order is kept and neighbours stay near.
 
     Args:
-        held: tokens of each row from `first` on. Places after them may hold anything.
-        size: at most `held`.
+        valid: tokens of each row from `first` on. Places after them may hold anything.
+        size: at most `valid`.
         count: at most `edges(size, chunk)`.
         chunk: c.
-        into: room for the result that is not used otherwise.
+        into: scratch for the result that is not used otherwise.
     """
     similarity, target = chunk_similarity(tokens.k, first, size, chunk)
     strongest = top_k(similarity.reshape(*similarity.shape[:2], -1), count[:, None]).reshape(similarity.shape)
-    return merge_clusters(tokens, jnp.where(strongest, target, -1), first, held, chunk, into=into)
+    return merge_clusters(tokens, jnp.where(strongest, target, -1), first, valid, chunk, into=into)

@@ -15,9 +15,9 @@ from ..base import Carry, Layer, P, State, Traits
 from ..budget import budget_tokens
 
 
-def reads_everything(spec: LayerSpec, budget: int | float, exempt: int) -> bool:
-    """Whether a layer is among the first `exempt` ones, or its budget covers all that a sequence can come to."""
-    return spec.layer < exempt or budget_tokens(budget, spec.max_tokens) >= spec.max_tokens
+def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int) -> bool:
+    """Whether a layer is one of the first `dense_layers`, or its budget covers all that a sequence can come to."""
+    return spec.layer < dense_layers or budget_tokens(budget, spec.max_tokens) >= spec.max_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,8 +103,8 @@ class ByHeadLayer(Layer[ByHead]):
     def bytes_read(self) -> int:
         return sum(part.layer.bytes_read for part in self.parts)
 
-    def init(self) -> tuple[State, ...]:
-        return tuple(part.layer.init() for part in self.parts)
+    def init(self, total: Int[Array, " B"] | None = None) -> tuple[State, ...]:
+        return tuple(part.layer.init(total) for part in self.parts)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[tuple[State, ...], Carry]:
         states = []
@@ -139,12 +139,12 @@ class ByHeadLayer(Layer[ByHead]):
         return tuple(part.layer.compress(own) for part, own in zip(self.parts, state, strict=True))
 
     def needs_compression(self, state: tuple[State, ...]) -> Bool[Array, " B"]:
-        told = [
+        rows = [
             capabilities.needs_compression(part.layer, own)
             for part, own in zip(self.parts, state, strict=True)
             if part.layer.traits.compression == "when_full"
         ]
-        return reduce(jnp.logical_or, told)
+        return reduce(jnp.logical_or, rows)
 
     def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
         for part in self.parts:

@@ -16,7 +16,7 @@ class ByLayer(Policy):
     """Another policy in each layer; made by `by_layer`.
 
     Attributes:
-        layers: one policy a layer.
+        layers: one policy per layer.
     """
 
     layers: tuple[Policy, ...]
@@ -50,7 +50,7 @@ def by_layer(
     """Give layers policies of their own.
 
     Args:
-        policies: one a layer; or a mapping from layer to policy, with `default` for the layers it leaves out of `num_layers`.
+        policies: one per layer; or a mapping from layer to policy, with `default` for the layers it leaves out of `num_layers`.
 
     Raises:
         PolicyError: a mapping without `default` or `num_layers`, or with a layer that does not exist.

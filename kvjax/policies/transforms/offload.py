@@ -91,8 +91,8 @@ class OffloadedLayer(Layer[Offloaded]):
     def bytes_read(self) -> int:
         return self.inner.bytes_read
 
-    def init(self) -> State:
-        return self._placed(self.inner.init())
+    def init(self, total: Int[Array, " B"] | None = None) -> State:
+        return self._placed(self.inner.init(total))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
         state, carry = self.inner.prefill(prompt, carry)

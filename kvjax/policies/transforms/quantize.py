@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
+import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -116,8 +117,8 @@ class QuantizedLayer(Layer[Quantized]):
         """Slots to allocate, in whole groups and bytes."""
         return -(-self._inner.capacity // self._unit) * self._unit
 
-    def init(self) -> PackedCache:
-        return self._packed(self._inner.init())
+    def init(self, total: Int[Array, " B"] | None = None) -> PackedCache:
+        return self._packed(self._inner.init(total))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PackedCache, Carry]:
         kept, carry = self._inner.prefill(prompt, carry)
@@ -271,10 +272,9 @@ def packed_attention(
         visible: slots that count.
         scale: factor on the logits.
     """
-    batch, heads, dim = q.shape
     _, kv_heads, size = visible.shape
     recent = state.v_recent.shape[2]
-    grouped = q.reshape(batch, kv_heads, -1, dim).astype(jnp.float32)
+    grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
     blocks, block = _blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
 
     def products(keys: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
@@ -305,9 +305,9 @@ def packed_attention(
     packed = (visible & (jnp.arange(size, dtype=jnp.int32) < start))[:, :, None]
     logits = jnp.where(packed, logits, MASKED)
 
-    most = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.max(late_logits, axis=-1, keepdims=True))
-    share = jnp.where(packed, jnp.exp(logits - most), 0.0)
-    late_share = jnp.where(late_visible, jnp.exp(late_logits - most), 0.0)
+    highest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.max(late_logits, axis=-1, keepdims=True))
+    share = jnp.where(packed, jnp.exp(logits - highest), 0.0)
+    late_share = jnp.where(late_visible, jnp.exp(late_logits - highest), 0.0)
     total = jnp.sum(share, axis=-1, keepdims=True) + jnp.sum(late_share, axis=-1, keepdims=True)
 
     def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
@@ -319,7 +319,7 @@ def packed_attention(
     late_values = jnp.where(jnp.swapaxes(late_visible, 2, 3), at_places(state.v_recent).astype(jnp.float32), 0.0)
     out = jax.lax.fori_loop(0, blocks, add, jnp.einsum("bkgr,bkrh->bkgh", late_share, late_values))
     out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return out.reshape(batch, heads, dim).astype(q.dtype)
+    return einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype)
 
 
 def _blocks(size: int, group: int) -> tuple[int, int]:

@@ -1,0 +1,306 @@
+"""A model with a policy's cache at given sizes: the programs compiled for them, what these take, and how to run them.
+
+    engine = kvjax.Engine(params, "treekv", 1024, batch=2, prompt_len=8192, max_new_tokens=512)
+    print(engine.compile().peak)
+    state, _ = engine.prefill([[1, 2, 3], [4, 5]])
+    state, tokens, _ = engine.decode(state, 32)
+
+`kvjax.generate`, `stream`, `Session` and `aot_compile` are clients of it, and so are evaluation and benchmarks.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.arguments import shown, whole
+from kvjax.cache import layer_specs
+from kvjax.models import ModelConfig, Params, abstract
+from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies.base import Layer
+from kvjax.runtime import decoding
+from kvjax.runtime.decoding import Decoding
+from kvjax.runtime.program import Program
+from kvjax.runtime.sampling import Greedy, Sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Device memory in bytes, as the compiler tells it.
+
+    Attributes:
+        weights, cache: what stays: parameters, and the policy's cache.
+        host_cache: of the cache, what is in the host's memory instead; not part of the others.
+        prefill, decode: the most each program holds at a time: arguments, temporaries and results, weights included.
+    """
+
+    weights: int
+    cache: int
+    host_cache: int
+    prefill: int
+    decode: int
+
+    @property
+    def peak(self) -> int:
+        """The most that generation holds at a time."""
+        return max(self.prefill, self.decode)
+
+
+class Engine:
+    """Runs a batch of rows with a policy's cache; its programs are compiled when they are first needed, or by `compile`.
+
+    Sizes are rounded up (`kvjax.cache.bucket`), prompts' and new tokens' alike, and engines of equal sizes share their programs: so
+    a few serve a sweep over lengths, temperatures and filters. Rounding changes how many slots there are, and nothing else: what
+    fractional budgets are fractions of is each row's own number of tokens.
+
+    Args:
+        model: weights, or the shape of a model alone, which can be compiled for but not run (see `of`).
+        policy, budget: as for `kvjax.generate`.
+        batch: rows that run together.
+        prompt_len: tokens of the longest prompt; 0 for rows that begin with an empty cache, see `begin`.
+        max_new_tokens: the most tokens that follow in any row, read and sampled together.
+        max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Some models' rotations
+            depend on it.
+        dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
+
+    Attributes:
+        config: the model's shape.
+        policy: bound to it.
+        specs: what is static about each layer's cache.
+        weights: without their tokenizer, which is no part of a program; of a shape, shapes.
+
+    Raises:
+        ValueError: a number is out of range.
+        PolicyError: the policy is unknown, or cannot work with this budget at this length.
+    """
+
+    def __init__(
+        self,
+        model: Params | ModelConfig,
+        policy: str | Policy = "full",
+        budget: int | float | None = None,
+        *,
+        batch: int = 1,
+        prompt_len: int,
+        max_new_tokens: int = 128,
+        max_total_tokens: int | None = None,
+        dtype: Any = None,
+    ) -> None:
+        if not isinstance(model, ModelConfig | Params):
+            raise ValueError(
+                f"model is {shown(model)}; give a model's weights, such as kvjax.load(...) returns, or a ModelConfig"
+            )
+        batch = whole("batch", batch, 1)
+        prompt_len = whole("prompt_len", prompt_len, 0)
+        self.max_new_tokens = whole("max_new_tokens", max_new_tokens, 0 if prompt_len else 1)
+        total = prompt_len + self.max_new_tokens if max_total_tokens is None else max_total_tokens
+        if isinstance(model, Params):
+            self.config, self.weights = model.config, dataclasses.replace(model, tokenizer=None)
+            if dtype is not None and _floating(dtype) != model.dtype:
+                self.weights = abstract(model.config, _floating(dtype))
+        else:
+            self.config, self.weights = model, abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype))
+        self.policy = get_policy(policy, budget=budget).bind(self.config)
+        self.policy.validate(total)
+        self.specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total)
+        self._shape = self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype
+        self.compile_seconds = 0.0
+
+    @property
+    def batch(self) -> int:
+        """Rows that run together."""
+        return self.specs[0].batch
+
+    @property
+    def layers(self) -> tuple[Layer[Any], ...]:
+        """The policy's functions for each layer."""
+        return decoding.layers_of(self.policy, self.specs)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache holds on the device."""
+        return self.policy.nbytes(*self._shape)
+
+    @property
+    def full_cache_bytes(self) -> int:
+        """Bytes that a full cache of these sizes would hold."""
+        return Full().nbytes(*self._shape)
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Bytes that it holds in the host's memory."""
+        return self.policy.host_nbytes(*self._shape)
+
+    @property
+    def step_bytes_read(self) -> int:
+        """Bytes of the cache that a decoding step reads."""
+        return self.policy.bytes_read(*self._shape)
+
+    def of(self, params: Params) -> "Engine":
+        """This engine with other weights, of the same shape and type: nothing is compiled again.
+
+        Raises:
+            ValueError: they are of another shape or type.
+        """
+        if (params.config, params.dtype) != (self.config, self.weights.dtype):
+            raise ValueError(
+                f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
+                f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"
+            )
+        other = object.__new__(Engine)
+        other.__dict__.update(self.__dict__, weights=dataclasses.replace(params, tokenizer=None))
+        return other
+
+    def compile(self, sampler: Sampler | None = None) -> Memory:
+        """Have the programs that read prompts and decode compiled, and tell what they take.
+
+        Args:
+            sampler: how tokens will be sampled; greedily by default. Its numbers do not matter, its filters do.
+        """
+        prefill, decode = self.executables(sampler=sampler)
+        return Memory(
+            weights=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.weights)),
+            cache=self.cache_bytes,
+            host_cache=self.host_cache_bytes,
+            prefill=program_bytes(prefill),
+            decode=program_bytes(decode),
+        )
+
+    def executables(self, state: Decoding | None = None, sampler: Sampler | None = None) -> tuple[Any, Any]:
+        """The programs that read prompts and decode, compiled.
+
+        Args:
+            state: shapes of what decoding begins with; then there is None in place of the other program.
+            sampler: as for `compile`.
+        """
+        batch, size = self.batch, self.specs[0].prompt_len
+        tokens, rows, seeds, count = (
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((batch, size), jnp.int32),
+                ((batch,), jnp.int32),
+                ((batch,), jnp.uint32),
+                ((), jnp.int32),
+            )
+        )
+        prompt, how = (tokens, rows, rows, seeds), self._how(sampler, ())
+        prefill = None
+        if state is None:
+            prefill = self._compiled(decoding.prefill, *prompt, *how)
+            state = decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
+        return prefill, self._compiled(decoding.decode, state, count, *how)
+
+    def begin(self, new_tokens: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> Decoding:
+        """The state of rows that have read nothing yet; arguments as for `prefill`."""
+        return decoding.empty(self.policy, self.specs, self._seeds(seeds), self._totals([0] * self.batch, new_tokens))
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"],
+        new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+        sampler: Sampler | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> tuple[Decoding, Float[Array, " B"]]:
+        """Read a prompt per row, and sample the first token.
+
+        Args:
+            new_tokens: how many tokens will follow in each row, which fractional budgets count; by default all there is room for.
+            seeds: of each row's samples; 0 by default.
+            sampler: how tokens are sampled; greedily by default.
+            eos_ids: tokens that end a row.
+
+        Returns:
+            The state, and the first tokens' log-probabilities under the model.
+
+        Raises:
+            ValueError: there are more or fewer prompts than rows, or one is empty or too long.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if len(lengths) != self.batch or min(lengths) < 1 or max(lengths) > self.specs[0].prompt_len:
+            raise ValueError(
+                f"prompts of {lengths} tokens; give {self.batch}, of 1 to {self.specs[0].prompt_len} tokens each"
+            )
+        given = decoding.padded(prompts, self.specs[0].prompt_len)
+        total, seed = self._totals(lengths, new_tokens), self._seeds(seeds)
+        return self.ready(decoding.prefill, *given, total, seed, *self._how(sampler, eos_ids))()
+
+    def extend(self, state: Decoding, tokens: Sequence[Sequence[int]] | Int[Array, "B S"]) -> Decoding:
+        """Read tokens into the caches, a piece of a long prompt; see `decoding.extend`. The state is used up."""
+        return self.ready(decoding.extend, state, jnp.asarray(tokens, jnp.int32))()
+
+    def decode(
+        self, state: Decoding, count: int, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()
+    ) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
+        """Sample up to `count` more tokens per row; see `decoding.decode`. The state is used up.
+
+        Returns:
+            The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by.
+        """
+        return self.ready(decoding.decode, state, jnp.asarray(count, jnp.int32), *self._how(sampler, eos_ids))()
+
+    def answering(
+        self,
+        state: Decoding,
+        given: Sequence[Sequence[int]],
+        count: int,
+        sampler: Sampler | None = None,
+        eos_ids: Sequence[int] = (),
+        size: int | None = None,
+    ) -> Callable[[], tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]]:
+        """Compile, if need be, what reads given tokens and goes on from there; see `decoding.answer`. Calling it uses the state up.
+
+        Args:
+            given: tokens to read in each row, one at least.
+            size: what they are padded to; by default a bucket.
+        """
+        how = self._how(sampler, eos_ids)
+        return self.ready(decoding.answer, state, *decoding.padded(given, size), jnp.asarray(count, jnp.int32), *how)
+
+    def ready(self, program: Program, *args: Any) -> Callable[[], Any]:
+        """A program of `decoding` for this model, policy and sizes, compiled if it has not been, that is run by calling it."""
+        self._compiled(program, *args)
+        return lambda: program(self.policy, self.specs, self.weights, *args)
+
+    def _compiled(self, program: Program, *args: Any) -> Any:
+        before = program.compile_seconds
+        executable = program.compiled(self.policy, self.specs, self.weights, *args)
+        self.compile_seconds += program.compile_seconds - before
+        return executable
+
+    def _how(self, sampler: Sampler | None, eos_ids: Sequence[int]) -> tuple[Sampler, Int[Array, " E"]]:
+        """What sampling takes. As many end tokens as the model has, so that ignoring them is no other program; none is below 0."""
+        ids = [*eos_ids, *[-1] * (len(self.config.eos) - len(eos_ids))]
+        return Greedy() if sampler is None else sampler, jnp.asarray(ids, jnp.int32)
+
+    def _seeds(self, seeds: Sequence[int] | None) -> Any:
+        return jnp.asarray(np.zeros(self.batch, np.uint32) if seeds is None else np.asarray(seeds, np.uint32))
+
+    def _totals(self, lengths: Sequence[int], new_tokens: Sequence[int] | None) -> Int[Array, " B"]:
+        new = [self.max_new_tokens] * self.batch if new_tokens is None else new_tokens
+        return jnp.asarray([length + more for length, more in zip(lengths, new, strict=True)], jnp.int32)
+
+
+def program_bytes(executable: Any) -> int:
+    """The most device memory that a program holds: arguments, temporaries and results, what is shared counted once."""
+    memory = executable.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def _floating(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"dtype={dtype!r}; give a floating-point type, such as 'bfloat16' or 'float32'")
+    return found

@@ -1,0 +1,106 @@
+"""The same in plain XLA: a product for each chunk, then what stays gathered from all of them."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..kmeans import Nearest
+from .chunks import chunked, from_place
+from .types import Clusters
+
+RESOLUTION = 2.0**-14
+"""Cosines are compared in whole multiples of this.
+
+Text repeats itself, and where the same two tokens stand equally far apart their keys are equally similar. Which of such edges is
+kept must not hang on rounding errors, which differ with the size of the batch.
+"""
+
+
+def chunk_similarity(
+    keys: Float[Array, "B K S H"], first: Int[Array, " B"], count: Int[Array, " B"], chunk: int
+) -> Nearest:
+    """From each even place of a chunk, the edge to the odd place with the most similar key; see the public function."""
+    keys, live = chunked(keys, first, count, chunk)
+    keys = keys.astype(jnp.float32)
+    length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    unit = keys / jnp.maximum(length, jnp.finfo(keys.dtype).tiny)
+    cosine = jnp.einsum("...ah,...bh->...ab", unit[..., 0::2, :], unit[..., 1::2, :], precision="highest")
+    cosine = jnp.round(cosine / RESOLUTION) * RESOLUTION
+    cosine = jnp.where(live[..., 0::2, None] & live[..., None, 1::2], cosine, -jnp.inf)
+    return Nearest(jnp.max(cosine, axis=-1), jnp.argmax(cosine, axis=-1).astype(jnp.int32))
+
+
+def merge_clusters(
+    tokens: Clusters,
+    target: Int[Array, "B K N A"],
+    first: Int[Array, " B"],
+    count: Int[Array, " B"],
+    chunk: int,
+    into: Clusters | None = None,
+) -> list[Array]:
+    """Tokens merged and gaps closed; see the public function. Where nothing is left, keys, values and weights are 0 and positions -1."""
+    (k, live), (v, _), (pos, _), (weight, _) = (chunked(x, first, count, chunk) for x in tokens)
+    weight = jnp.where(live, weight, 0.0)
+    pos = jnp.where(live, pos, -1)
+    joined = target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32)  # [B, K, N, A, odd places]
+
+    share = jnp.where(joined, weight[..., 0::2, None], 0.0)
+    odd = weight[..., 1::2]
+    degree = odd + jnp.sum(share, axis=-2)
+    newest = jnp.maximum(pos[..., 1::2], jnp.max(jnp.where(joined, pos[..., 0::2, None], -1), axis=-2))
+
+    def mean(rows: Array) -> tuple[Array, Array]:
+        """Rows at even places, and those at odd ones with what is merged into them."""
+        rows = jnp.where(live[..., None], rows, jnp.zeros((), rows.dtype))
+        even, centroid = (rows[..., i::2, :].astype(jnp.float32) for i in range(2))
+        total = odd[..., None] * centroid + jnp.einsum("...ab,...ah->...bh", share, even, precision="highest")
+        centroid = jnp.where((degree > odd)[..., None], total / jnp.maximum(degree, 1.0)[..., None], centroid)
+        return rows[..., 0::2, :], centroid.astype(rows.dtype)
+
+    batch, heads, places = tokens[2].shape
+    size = live.shape[2] * chunk
+    stays = jnp.stack([target < 0, jnp.ones_like(target, bool)], axis=-1).reshape(*live.shape[:3], -1)[..., :chunk]
+    index, filled = _first(stays.reshape(batch, heads, size) & live.reshape(batch, heads, size))
+    source = jnp.asarray(_halves(size, chunk))[index]
+    back = jnp.arange(places, dtype=jnp.int32) - first[:, None]
+
+    def gather(before: Array, even: Array, odd: Array, free: int) -> Array:
+        """What is before the chunks, and after it what stays, in order, from the even places of all chunks and the odd ones."""
+        halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
+        wide = (...,) + (None,) * (halves.ndim - 3)
+        left = jnp.where(
+            filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype)
+        )
+        left = from_place(left, -first, places)
+        return jnp.where((back < 0)[:, None][wide], before, left)
+
+    return [
+        gather(tokens[0], *mean(k), 0),
+        gather(tokens[1], *mean(v), 0),
+        gather(tokens[2], pos[..., 0::2], newest, -1),
+        gather(tokens[3], weight[..., 0::2], degree, 0),
+    ]
+
+
+def copy_clusters(tokens: Clusters, size: Int[Array, " B"], into: Clusters) -> Clusters:
+    """The tokens where they are: XLA copies what it has to."""
+    return tokens
+
+
+def _first(stays: Bool[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:
+    """Places of what stays, ascending, and which of them there are (the others are 0)."""
+    batch, heads, places = stays.shape
+    rank = jnp.where(stays, jnp.cumsum(stays, axis=-1, dtype=jnp.int32) - 1, places)  # beyond the end: dropped
+    rows, columns = np.ogrid[:batch, :heads]
+    place = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), stays.shape)
+    index = jnp.zeros_like(place).at[rows[..., None], columns[..., None], rank].set(place, mode="drop")
+    return index, jnp.arange(places, dtype=jnp.int32) < jnp.sum(stays, axis=-1, dtype=jnp.int32)[..., None]
+
+
+def _halves(places: int, chunk: int) -> Int[np.ndarray, " S"]:
+    """Where each place is when the even places of all chunks are written first, and then the odd ones."""
+    place = np.arange(places, dtype=np.int32)
+    at, half = place % chunk, -(-chunk // 2)
+    even = place // chunk * half + at // 2
+    odd = places // chunk * half + place // chunk * (chunk // 2) + at // 2
+    return np.where(at % 2 == 0, even, odd)

@@ -1,0 +1,312 @@
+"""Decode attention for GPUs, as a Triton kernel: split-K flash decoding (Dao et al. 2023).
+
+The slots of one row and KV head are divided among programs. Each walks its part up to the last live slot with a running
+softmax, all query heads of the group at once, so that a key or value is read from memory once and dead slots at the end not
+at all. A second, small body joins the parts.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from ..masking import MASKED
+from ..products import dot
+from ..rotary import DeferredRope, parts_of
+from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..tuning import tuned
+from .types import Attended, Rotation
+
+Turning = Literal["all", "queries", "nothing"]
+"""What is rotated on the way."""
+
+LOOK = 1024
+"""Weights looked at at a time to find the last live slot."""
+
+
+def unsupported_reason(
+    q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
+) -> str | None:
+    """Why this kernel does not serve a case, or None if it does."""
+    return unserved(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
+
+
+def unserved(group: int, k: Array, rotation: Rotation | None) -> str | None:
+    """Why `group` query heads for a KV head with such keys are not served, or None if they are."""
+    dim, slots = k.shape[-1], k.shape[-2]
+    if reason := triton_unsupported(dim=dim, group=group):
+        return reason
+    if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"keys are {k.dtype}"
+    if rotation is not None and 2 * rotation.inv_freq.shape[-1] != dim:
+        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; only all can be"
+    if slots < 16:
+        return f"{slots} slots are fewer than a block of 16"
+    return None
+
+
+def decode_attention(
+    q: Float[Array, "B N H"] | DeferredRope,
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    weight: Float[Array, "B K C"],
+    *,
+    scale: float,
+    rotation: Rotation | None = None,
+    probs: bool = False,
+    interpret: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> Attended:
+    """Softmax attention over cache slots; see the public function.
+
+    Args:
+        sizes: `block` slots read at a time, `splits` programs per head, `warps` and `stages` of each, instead of the tuned ones.
+    """
+    batch, kv_heads, slots, dim = k.shape
+    sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
+    return _attend(q, k, v, weight, rotation, scale=scale, probs=probs, interpret=interpret, **sizes)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "probs", "interpret", "block", "splits", "warps", "stages"))
+def _attend(
+    q: Float[Array, "B N H"] | DeferredRope,
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    weight: Float[Array, "B K C"],
+    rotation: Rotation | None,
+    *,
+    scale: float,
+    probs: bool,
+    interpret: bool,
+    block: int,
+    splits: int,
+    warps: int,
+    stages: int,
+) -> Attended:
+    """The kernels, traced and lowered once for all layers of one shape."""
+    unturned, *_ = parts_of(q)
+    batch, heads, dim = unturned.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    part = -(-slots // (splits * block)) * block
+    splits = -(-slots // part)
+
+    fold = batch * kv_heads
+    inputs = [
+        unturned.reshape(fold, group, dim),
+        k.reshape(fold, slots, dim),
+        v.reshape(fold, slots, dim),
+        weight.reshape(fold, slots),
+    ]
+    specs = [entry(x) for x in inputs]
+    if rotation is not None:
+        # Keys are rounded to 8 bits once they are rotated; angles' 11 bits cost less than that, and half the reads. (Two short tables that
+        # stay in the L1 cache, for the sum of two angles, take 16 us more on an H200: 8 rows, 3456 slots.)
+        short = k.dtype == jnp.bfloat16
+        tables = [table.astype(jnp.float16 if short else jnp.float32) for table in rotation.tables()]
+        places = [rotation.query.reshape(fold, 1), rotation.place.reshape(fold, slots)]
+        inputs += [*tables, *places]
+        specs += [*(pl.BlockSpec(table.shape, lambda h, s: (0, 0)) for table in tables), *map(entry, places)]
+    elif isinstance(q, DeferredRope):
+        inputs += [q.cos, q.sin]
+        specs += [pl.BlockSpec((1, dim // 2), lambda h, s: (h // kv_heads, 0))] * 2
+    shapes = [
+        jax.ShapeDtypeStruct((fold, splits, group, dim), jnp.float32),
+        jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+        jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+    ]
+    out_specs = [
+        pl.BlockSpec((None, None, group, dim), lambda h, s: (h, s, 0, 0)),
+        pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
+        pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
+    ]
+    if probs:
+        shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
+        out_specs.append(entry(shapes[-1]))
+
+    turned: Turning = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
+
+    def body(*refs: Any) -> None:
+        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, turned=turned)
+
+    part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
+    acc, top, total, *logits = triton_call(
+        body,
+        grid=(fold, splits),
+        in_specs=specs,
+        out_specs=out_specs,
+        out_shape=shapes,
+        warps=warps,
+        stages=stages,
+        interpret=interpret,
+        name="decode_attention",
+    )(*inputs)
+    out, logsumexp = triton_call(
+        join_parts,
+        grid=(fold, group),
+        in_specs=[pl.BlockSpec((None, splits, None, dim), lambda h, g: (h, 0, g, 0)), part_of, part_of],
+        out_specs=[
+            pl.BlockSpec((None, None, dim), lambda h, g: (h, g, 0)),
+            pl.BlockSpec((None, 1), lambda h, g: (h, g)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((fold, group, dim), unturned.dtype),
+            jax.ShapeDtypeStruct((fold, group), jnp.float32),
+        ],
+        warps=4,
+        stages=1,
+        interpret=interpret,
+        name="decode_attention_join",
+    )(acc, top, total)
+    mass = None
+    if probs:
+        # Logits of slots that no program came to were never written.
+        seen = (weight.reshape(fold, 1, slots) > 0) & (logsumexp > MASKED)[..., None]
+        mass = jnp.mean(jnp.where(seen, jnp.exp(logits[0] - logsumexp[..., None]), 0.0), axis=1)
+        mass = mass.reshape(weight.shape)
+    return Attended(out.reshape(unturned.shape), logsumexp.reshape(batch, heads), mass)
+
+
+def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:
+    """One query head's parts, weighted by their shares of the softmax's denominator."""
+    splits, dim = acc_ref.shape
+    at = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
+    inside = at < splits
+    top = backend.load(top_ref.at[at], mask=inside, other=MASKED)
+    total = backend.load(total_ref.at[at], mask=inside, other=0.0)
+    whole_row = jnp.arange(dim, dtype=jnp.int32)[None]
+    acc = backend.load(
+        acc_ref.at[at[:, None], whole_row], mask=jnp.broadcast_to(inside[:, None], (at.size, dim)), other=0.0
+    )
+    best = jnp.max(top)
+    share = jnp.where(total > 0, jnp.exp(top - best), 0.0)
+    whole = jnp.sum(total * share)
+    some = whole > 0
+    divisor = jnp.where(some, whole, 1.0)
+    out_ref[...] = (jnp.sum(acc * share[:, None], axis=0) / divisor).astype(out_ref.dtype)
+    lse_ref[...] = jnp.full((1,), jnp.where(some, best + jnp.log(divisor), -jnp.inf), jnp.float32)
+
+
+def block_size(slots: int, dim: int, dtype: Any) -> int:
+    """Slots that are read at a time: 16 KB of keys, from 16 slots to 128, and no more than there are."""
+    in_bytes = 16384 // (dim * jnp.dtype(dtype).itemsize)
+    return max(16, min(128, *(1 << (size.bit_length() - 1) for size in (in_bytes, slots))))
+
+
+def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[str, int]:
+    """Block sizes for `fold` rows × KV heads.
+
+    Programs are about 512, each with at least one block to read, in two halves if it has no more. On an
+    H200 four parts a head instead of two gained 9 % where lengths are ragged and lost 5 % where they are not (32 rows, 8 KV heads,
+    8192 slots of 128 channels), and 58 instead of 29, of two halves of a block, took 12.3 us where two blocks took 13.7 (one row,
+    8 KV heads, 3712 slots).
+    """
+    block = block_size(slots, dim, dtype)
+    splits = max(1, min(512 // fold, slots // block))
+    if slots // splits <= block:
+        block = max(16, block // 2)
+    case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": turned}
+    return tuned(
+        "decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 2 if block > 64 else 3}
+    )
+
+
+def attend_part(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    weight_ref: Any,
+    *refs: Any,
+    number: Array,
+    scale: float,
+    block: int,
+    part: int,
+    slots: int,
+    turned: Turning,
+) -> None:
+    """One part of one head: unnormalised values, the largest logit, and the sum of exponentials.
+
+    Args:
+        refs: what rotates, as `turned` says; where results go; and where logits go, if they are wanted.
+        number: which part it is.
+        part, slots: slots of a part, and in all.
+    """
+    turn_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[turned])], refs[count:]
+    out_ref, top_ref, total_ref, *logit_refs = rest
+    group, dim = q_ref.shape
+    begin = number * part
+    end = jnp.minimum(begin + part, slots)
+    even = slots % block == 0
+
+    def load(ref: Any, inside: Array, *index: Any) -> Array:
+        """The entries of a block that exist."""
+        if even:
+            return backend.load(ref.at[*index])
+        mask = inside if len(index) == 1 else jnp.broadcast_to(inside[:, None], (block, index[1].size))
+        return backend.load(ref.at[*index], mask=mask, other=jnp.zeros((), ref.dtype))
+
+    halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
+    if turned == "all":
+        cos_ref, sin_ref, query_ref, _ = turn_refs
+        at = jnp.clip(query_ref[0], 0, slots - 1)
+        first, second = (q_ref[:, half] for half in halves)
+        q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
+    else:
+        q = turned_heads(q_ref, *turn_refs)
+
+    width = min(LOOK, pl.next_power_of_2(part))
+
+    def look(i: Any, last: Array) -> Array:
+        at = begin + i * width + jnp.arange(width, dtype=jnp.int32)
+        weight = backend.load(weight_ref.at[at], mask=at < end, other=0.0)
+        return jnp.maximum(last, jnp.max(jnp.where(weight > 0, at + 1, 0)))
+
+    # Of a short part the queries come with the weights: one wait for the memory instead of two.
+    last = look(0, begin) if part <= width else jax.lax.fori_loop(0, pl.cdiv(part, width), look, begin)
+
+    def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, top, total = carry
+        at = begin + i * block + jnp.arange(block, dtype=jnp.int32)
+        span, inside = pl.ds(begin + i * block, block), at < slots
+        weight = load(weight_ref, inside, span)
+        live = weight > 0
+        if turned == "all":
+            cos_ref, sin_ref, _, place_ref = turn_refs
+            angle = (
+                jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
+                jnp.arange(dim // 2, dtype=jnp.int32)[None],
+            )
+            cos, sin = backend.load(cos_ref.at[*angle]), backend.load(sin_ref.at[*angle])
+            first, second = (load(k_ref, inside, span, half) for half in halves)
+            keys = _halves(first, second, cos, sin)
+            logits = sum(dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
+        else:
+            logits = dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
+        logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
+        for logit_ref in logit_refs:
+            backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
+        peak = jnp.maximum(top, jnp.max(logits, axis=1))
+        shrink = jnp.exp(top - peak)
+        probs = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
+        # What a dead slot holds, NaN included, is not even read.
+        values = backend.load(
+            v_ref.at[span], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=jnp.zeros((), v_ref.dtype)
+        )
+        acc = acc * shrink[:, None] + dot(probs.astype(values.dtype), values, 0)
+        return acc, peak, total * shrink + jnp.sum(probs, axis=1)
+
+    nothing = (
+        jnp.zeros((group, dim), jnp.float32),
+        jnp.full((group,), MASKED, jnp.float32),
+        jnp.zeros((group,), jnp.float32),
+    )
+    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
+
+
+def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Both halves of the channels of heads [R, H/2], rotated in float32."""
+    a, b, cos, sin = (x.astype(jnp.float32) for x in (first, second, cos, sin))
+    return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)

@@ -1,0 +1,260 @@
+"""The papers' claims: the rule that judges them, the page made of them, and that each is about something that is measured."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks import reproduction
+from benchmarks.analyses.continuation import Continuation
+from benchmarks.reproduction_claims import (
+    bench,
+    catekv_ratios,
+    catekv_recall,
+    chunkkv_layers,
+    clusterkv_recall,
+    page,
+    treekv,
+)
+from benchmarks.reproduction_claims.claim import MEASURES, Claim, table
+from kvjax.evals import Perplexity
+from kvjax.models.presets import PRESETS
+from kvjax.policies import get_policy
+
+SECTIONS = page.sections()
+RESULTS = sorted((Path(reproduction.__file__).parent / "results").glob("reproduction-*.json"))
+
+
+def judged(ours: list[float], *others: list[float], measure: str = "agreement", margin: float = 0.0) -> str:
+    """The verdict on "a is better than the others" for these samples."""
+    names = [f"other {i}" for i in range(len(others))]
+    samples = dict(zip(["a", *names], [ours, *others], strict=True))
+    rows = [{"measure": measure, "method": name, "at": "x", "samples": values} for name, values in samples.items()]
+    return Claim("says", "where", "paper", measure, "a", tuple(names), "x", margin).verdict(table(rows))
+
+
+def test_verdicts_by_hand():
+    """Of the differences 1, 2, 3 the mean is 2 and its standard error 1 / √3, twice which is 1.15; of -1, 2, 3 it is 1.2."""
+    assert judged([1, 2, 3], [0, 0, 0]) == "yes"
+    assert judged([0, 0, 0], [1, 2, 3]) == "no"
+    assert judged([-1, 2, 3], [0, 0, 0]) == "undecided"
+    assert judged([1, 2, 3], [0, 0, 0], measure="perplexity") == "no"
+    assert judged([1, 2, 3], [1, 2, 3]) == "undecided"
+    assert judged([2.0], [1.0]) == "yes"
+
+
+def test_a_claim_holds_against_all_or_fails_against_any():
+    ours, below, above, alike = [5, 5, 5.1], [1, 1, 1], [9, 9, 9], [5, 5.1, 5]
+    assert judged(ours, below, below) == "yes"
+    assert judged(ours, below, alike) == "undecided"
+    assert judged(ours, below, alike, above) == "no"
+
+
+def test_a_margin_moves_the_line():
+    """One worse by 0.02 to 0.03 is within 0.05, and not within 0.01; and better by 2, but not by more than 3."""
+    ours, other = [0.50, 0.47, 0.50], [0.52, 0.50, 0.52]
+    assert judged(ours, other) == "no"
+    assert judged(ours, other, margin=-0.05) == "yes"
+    assert judged(ours, other, margin=-0.01) == "no"
+    assert judged([2, 2, 2.1], [0, 0, 0], margin=1) == "yes"
+    assert judged([2, 2, 2.1], [0, 0, 0], margin=3) == "no"
+
+
+def test_verdicts_agree_with_the_definition():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        count, margin = int(rng.integers(2, 9)), float(rng.normal())
+        ours, other = rng.normal(size=(2, count))
+        differences = [float(a - b) - margin for a, b in zip(ours, other, strict=True)]
+        mean = sum(differences) / count
+        error = (sum((d - mean) ** 2 for d in differences) / (count - 1) / count) ** 0.5
+        expected = "undecided" if abs(mean) <= 2 * error else "yes" if mean > 0 else "no"
+        assert judged(ours.tolist(), other.tolist(), margin=margin) == expected
+        assert judged((-ours).tolist(), (-other).tolist(), measure="perplexity", margin=margin) == expected
+
+
+def made_up(claims, samples: int = 3) -> list[dict]:
+    """Rows for all that these claims are about, with numbers from their names."""
+    keys = {(claim.measure, name, claim.at) for claim in claims for name in (claim.method, *claim.others)}
+    return [
+        {"measure": measure, "method": name, "at": at, "samples": [len(name) + i / 8 for i in range(samples)]}
+        for measure, name, at in sorted(keys)
+    ]
+
+
+def content(sections: dict) -> dict:
+    """A result file's content."""
+    header = {"device": "1 x abacus", "versions": {"jax": "9.9"}, "settings": {"model": "toy", "dtype": "float32"}}
+    rows = [
+        {"section": name, "seconds": 1.0, "settings": {"books": 3}, "rows": rows} for name, rows in sections.items()
+    ]
+    return {"header": header, "rows": rows}
+
+
+def test_the_page_of_made_up_numbers():
+    claims = SECTIONS["treekv"].CLAIMS
+    text = page.render(content({"treekv": made_up(claims)}))
+    assert "toy in float32 on 1 x abacus; jax 9.9" in text
+    assert "Here: books 3." in text
+    # Lower is better; a name's length is its number: tova 4 < treekv 6 < streaming_llm 13, h2o 3, full 4.
+    assert (
+        "`treekv` 6.12, `tova` 4.12 (4096 tokens) | perplexity of `treekv` no more than 0.02 worse than that of `tova` | no |"
+        in text
+    )
+    assert "| `treekv` | 0 | 5 | 0 | 0 |" in text
+    assert "| `streaming_llm` | 13.12 | 13.12 | 13.12 |" in text
+    chelsea = text[text.index("## Chelsea") :]
+    assert "Not measured." in chelsea[: chelsea.index("\n## ")]
+
+
+def test_what_was_not_measured_is_said():
+    rows = [row for row in made_up(SECTIONS["treekv"].CLAIMS) if row["at"] == "4096 tokens"]
+    text = page.render(content({"treekv": rows}))
+    assert "| `treekv` | 0 | 2 | 0 | 3 |" in text
+    section = text[text.index("## TreeKV") : text.index("## Chelsea")]
+    assert section.count("| not measured |\n") == 3
+
+
+def test_the_page_has_sections_in_the_papers_order():
+    everything = content({name: made_up(module.CLAIMS) for name, module in reversed(SECTIONS.items())})
+    text = page.render(everything)
+    assert text == page.render(json.loads(json.dumps(everything)))
+    places = [text.index(f"## {module.TITLE}") for module in SECTIONS.values()]
+    assert places == sorted(places)
+    for module in SECTIONS.values():
+        for claim in module.CLAIMS:
+            assert f"| {claim.says} | {claim.where}: {claim.paper} |" in text
+
+
+def test_the_page_is_the_result_files():
+    """One file of results, one page; without the one there is not the other."""
+    assert len(RESULTS) <= 1
+    assert reproduction.DOCS.exists() == bool(RESULTS)
+    for path in RESULTS:
+        assert reproduction.DOCS.read_text(encoding="utf-8") == page.render(
+            json.loads(path.read_text(encoding="utf-8"))
+        )
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A bench of SmolLM2's shape at the real sizes, that runs no model: policies are checked, and numbers made up."""
+
+    def continued(params, texts, prompt, policy):
+        policy = get_policy(policy)
+        policy.bind(params.config).validate(len(texts[0]))
+        return [Continuation(Perplexity(np.asarray([-1.0])), np.asarray([1]))] * len(texts)
+
+    def evaluated(params, task, policy, query_aware, batch):
+        policy.bind(params.config).validate(max(task.lengths))
+        assert query_aware
+        return SimpleNamespace(rows=[{"score": 1.0}] * batch)
+
+    def losses(params, recorded, prompt, policy):
+        policy.validate(len(prompt))
+        return dict.fromkeys(("L1 loss of the cache", "attention cosine", "Jaccard of adjacent layers"), 1.0)
+
+    def kept(params, recorded, prompt, policy):
+        policy.bind(params.config).validate(len(prompt))
+        return np.ones(3)
+
+    def streamed(bench, policy, texts):
+        policy.validate(len(texts[0]))
+        return [Perplexity(-np.ones(len(text) - 1)) for text in texts]
+
+    shape = PRESETS["smollm2-135m"]
+    monkeypatch.setattr(bench.Bench, "pieces", lambda self, count, length, skip: [[0] * length] * count)
+    monkeypatch.setattr(bench, "continuation", continued)
+    monkeypatch.setattr(bench, "evaluate", evaluated)
+    monkeypatch.setattr(chunkkv_layers, "losses", losses)
+    monkeypatch.setattr(catekv_recall, "kept", kept)
+    for name in ("recall", "page_recall", "top_recall"):
+        monkeypatch.setattr(catekv_recall.heads, name, lambda *args: np.ones(3))
+    for module in (chunkkv_layers, catekv_recall, clusterkv_recall):
+        monkeypatch.setattr(module, "record", lambda params, text: [None] * shape.num_layers)
+    monkeypatch.setattr(clusterkv_recall, "rate", lambda policy, layers, prompt: policy.validate(prompt) or 1.0)
+    monkeypatch.setattr(treekv, "streamed", streamed)
+    monkeypatch.setattr(treekv, "windowed", lambda params, text, window: Perplexity(-np.ones(window - 1)))
+    monkeypatch.setattr(catekv_ratios, "cut", lambda *args: (np.zeros((2, 4)), "zeros"))
+    scores = np.random.default_rng(1).normal(size=(2, shape.num_layers, shape.num_kv_heads))
+    monkeypatch.setattr(catekv_ratios, "head_scores", lambda *args: scores)
+    book = SimpleNamespace(read_text=lambda encoding: "A book.", name="book.txt")
+    return bench.Bench(SimpleNamespace(config=shape), [book] * 8, book, small=False, threads=1)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_claims_are_about_what_is_measured(name, pretended):
+    """At the real sizes every claim finds its numbers, and all policies can work with their budgets."""
+    measured = SECTIONS[name].measure(pretended)
+    rows = table(vars(row) for row in measured.rows)
+    assert len(rows) == len(measured.rows)
+    for claim in SECTIONS[name].CLAIMS:
+        assert claim.verdict(rows) != "not measured", claim
+        assert (
+            len({len(rows[claim.measure, method, claim.at].samples) for method in (claim.method, *claim.others)}) == 1
+        )
+    assert {row.measure for row in measured.rows} <= set(MEASURES)
+    json.dumps(measured.settings)
+
+
+def test_sections_are_chosen_by_paper():
+    assert reproduction.chosen([]) == list(SECTIONS)
+    assert reproduction.chosen(["catekv", "treekv"]) == ["treekv", "catekv_needle", "catekv_reading", "catekv_recall"]
+    with pytest.raises(SystemExit, match="no section streaming; there are treekv, chelsea"):
+        reproduction.chosen(["streaming"])
+
+
+def test_sections_are_updated_one_by_one(pretended, monkeypatch, tmp_path):
+    """What another run has written stays, if it was made with the same; a run without --update begins anew."""
+    out = tmp_path / "results.json"
+    header = {"date": "now", "device": "abacus", "versions": {}, "settings": {}}
+    monkeypatch.setattr(reproduction, "prepared", lambda args: (pretended, header))
+
+    def run(*options: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["reproduction", "--out", str(out), *options])
+        reproduction.main()
+        return [row["section"] for row in json.loads(out.read_text())["rows"]]
+
+    assert run("treekv") == ["treekv"]
+    assert run("chunkkv_layers", "--update") == ["treekv", "chunkkv_layers"]
+    assert run("treekv", "--update") == ["chunkkv_layers", "treekv"]
+    header["versions"] = {"jax": "2"}
+    with pytest.raises(SystemExit, match="measured with other versions"):
+        run("chelsea", "--update")
+    assert run("chelsea") == ["chelsea"]
+
+
+def test_small_sizes_need_a_file_of_their_own(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reproduction", "--small"])
+    with pytest.raises(SystemExit):
+        reproduction.main()
+    assert "as --out" in capsys.readouterr().err
+
+
+SOME = ["treekv", "clusterkv_recall", "chunkkv_layers", "chunkkv_reading", "catekv_recall"]
+"""Sections that take seconds: perplexity, recall, likeness of layers, continuations. Needles take longer."""
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(SOME, marks=pytest.mark.slow), pytest.param(list(SECTIONS), marks=pytest.mark.long)]
+)
+def test_sections_run(names, shared, monkeypatch, tmp_path):
+    """On a small real model and at small sizes; without DuoAttention, for which the model has no profile."""
+    out, both = tmp_path / "small.json", catekv_ratios.methods
+
+    def methods(*args):
+        return {name: policy for name, policy in both(*args).items() if policy.info.name == "catekv"}
+
+    monkeypatch.setattr(catekv_ratios, "methods", methods)
+    model, texts = shared / "data/models/stories260K-hf", shared / "data/text"
+    options = ["--small", "--model", str(model), "--texts", str(texts), "--threads", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["reproduction", *names, *options])
+    reproduction.main()
+    found = json.loads(out.read_text())
+    assert [row["section"] for row in found["rows"]] == names
+    for row in found["rows"]:
+        assert all(np.isfinite(number["samples"]).all() for number in row["rows"])
+    assert "## TreeKV" in page.render(found)
