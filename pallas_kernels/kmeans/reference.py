@@ -22,7 +22,7 @@ def kmeans(
     distance: Distance,
 ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
     """Lloyd's algorithm, block by block; see the public function."""
-    batch, heads, tokens, dim = x.shape
+    batch, heads, tokens, _ = x.shape
     block = min(BLOCK, tokens)
     pad = ((0, 0), (0, 0), (0, -tokens % block))
 

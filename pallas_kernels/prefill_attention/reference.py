@@ -28,7 +28,7 @@ def prefill_attention(
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim)
     if length <= BLOCK:
         pos = jnp.arange(length, dtype=jnp.int32)
-        top, total, acc = _block(grouped, k, v, _visible(pos, pos, window), scale)
+        _, total, acc = _block(grouped, k, v, _visible(pos, pos, window), scale)
         out = acc / total[..., None]
     else:
         out = _blockwise(grouped, k, v, scale, window)

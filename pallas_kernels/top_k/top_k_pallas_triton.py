@@ -37,7 +37,7 @@ def top_k(
     if warps is None:
         warps = tuned("top_k", {"rows": rows, "size": size}, {"warps": min(max(width // 2048, 1), 32)})["warps"]
 
-    def body(scores_ref, count_ref, keep_ref):
+    def body(scores_ref: Any, count_ref: Any, keep_ref: Any) -> None:
         place = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
         inside = place < size
         row = backend.load(scores_ref.at[place], mask=inside, other=0.0)
@@ -79,7 +79,7 @@ def top_k_indices(
         usual = min(max(width // 1024, min(width // 512, 4), 1), 32)
         warps = tuned("top_k_indices", {"rows": rows, "size": length}, {"warps": usual})["warps"]
 
-    def body(scores_ref, count_ref, index_ref, live_ref):
+    def body(scores_ref: Any, count_ref: Any, index_ref: Any, live_ref: Any) -> None:
         place = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
         inside = place < length
         row = backend.load(scores_ref.at[place], mask=inside, other=-jnp.inf)
