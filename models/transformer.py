@@ -1,7 +1,7 @@
 """The transformer's forward pass, as plain functions over a parameter pytree.
 
-One block serves three uses, which differ only in what attention sees: `forward` (every position, no cache), `prefill` (a
-prompt in, a cache out) and `decode_step` (one token in, cache updated). The cache is reached through the functions of a policy's
+One block serves four uses, which differ only in what attention sees: `forward` (every position, no cache), `prefill` (a
+prompt in, a cache out), `read_block` (a part of a text in, cache updated) and `decode_step` (one token in, cache updated). The cache is reached through the functions of a policy's
 layers alone, so nothing here knows any method.
 
 Layers are unrolled: each has weights and a cache of its own shape, and a scan would copy both (measured on an H200 at the
@@ -25,9 +25,10 @@ from kvjax.pallas_kernels import (
     prefill_attention,
     projection,
 )
+from kvjax.policies import capabilities
 from kvjax.policies.base import Carry
 from kvjax.policies.base import Layer as CacheLayer
-from kvjax.policies.capabilities import look_ahead, read_block
+from kvjax.policies.capabilities import look_ahead
 
 from .config import ModelConfig
 from .params import MLP, Layer, Params
@@ -151,18 +152,25 @@ def decode_step(
     return _logits(params, x), tuple(updated)
 
 
-def extend(
+def read_block(
     params: Params,
     states: Sequence[Any],
     tokens: Int[Array, "B S"],
     pos: Int[Array, " B"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
-) -> tuple[Any, ...]:
-    """Read S tokens per row, at original positions from `pos` on, into the caches; no logits.
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """Read a block of a text, right-padded, into the caches; what tokens attend to is in `capabilities.ReadsBlocks`.
 
-    What each token attends to is what it would in `decode_step`, one after the other, but weights are read once for all.
+    Args:
+        pos: original position of each row's first token.
+        count: tokens in each row; the caches of a row without one stay as they are, and its logits mean nothing.
+        total: tokens that each row will reach with its new ones.
+
+    Returns:
+        Logits of each row's last token, and the states.
     """
-    places = pos + jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
     x = _embed(params, tokens)
     updated: list[Any] = []
     carry: Carry = {}
@@ -170,21 +178,15 @@ def extend(
 
         def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, state: Any = state) -> Array:
             nonlocal carry
-            out, state, carry = read_block(cache, state, TokenBlock(q, k, v, pos, cache.spec.rope), carry)
+            block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
+            out, state, carry = capabilities.read_block(cache, state, block, carry)
+            out, state = jax.lax.optimization_barrier((out, state))  # see `prefill`
             updated.append(state)
             return out
 
-        before, x = x, _block(params.config, layer, x, attend)
-        if len(updated) < len(caches):
-            following = caches[len(updated)]
-            queries = jnp.swapaxes(_queries_ahead(params, len(updated), before), 0, 1)
-
-            def look(_: None, given: tuple[Any, ...], following: CacheLayer[Any] = following) -> tuple[None, Carry]:
-                q, at, carry = given
-                return None, look_ahead(following, lambda: q, at, carry)
-
-            _, carry = jax.lax.scan(look, None, (queries, places, carry))
-    return tuple(updated)
+        x = _block(params.config, layer, x, attend)
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    return _logits(params, last), tuple(updated)
 
 
 def _embed(params: Params, tokens: Array) -> Array:

@@ -6,6 +6,7 @@ XLA; `types.py`, if its operations have types of their own; and bodies by backen
 for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
 """
 
+from .block_attention import block_attention as block_attention
 from .block_scores import centroid_scores as centroid_scores
 from .block_scores import page_scores as page_scores
 from .block_scores import widen_bounds as widen_bounds

@@ -7,7 +7,11 @@ values never move while decoding.
 
 from .attention import attend as attend
 from .attention import attend_block as attend_block
+from .attention import attend_prompt as attend_prompt
 from .attention import attend_split as attend_split
+from .blocks import in_rows as in_rows
+from .blocks import kept_and_block as kept_and_block
+from .blocks import with_places as with_places
 from .spec import LayerSpec as LayerSpec
 from .spec import bucket as bucket
 from .spec import layer_specs as layer_specs
@@ -15,6 +19,7 @@ from .spec import round_slots as round_slots
 from .state import LayerCache as LayerCache
 from .state import compact_indices as compact_indices
 from .state import empty as empty
+from .state import extended as extended
 from .state import from_prompt as from_prompt
 from .state import gather_kept as gather_kept
 from .state import map_kv as map_kv

@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 
-import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import CacheShard, Rotation, decode_attention, sharded_decode_attention
+from kvjax.pallas_kernels import CacheShard, Rotation, block_attention, decode_attention, sharded_decode_attention
 
 from .spec import LayerSpec
 from .state import LayerCache
-from .tokens import Token, TokenBlock
-
-BLOCK = 1024
-"""Slots that `attend_block` takes at a time."""
+from .tokens import Prompt, Token, TokenBlock
 
 
 def attend(
@@ -72,37 +68,18 @@ def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[
     return jnp.where(cache.pos > q_pos[:, None, None] - spec.window, cache.weight, 0.0)
 
 
-def attend_block(spec: LayerSpec, cache: LayerCache, tokens: TokenBlock) -> Float[Array, "B S N H"]:
-    """Attention of S tokens per row, each over the live slots of tokens up to its own position.
+def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[Array, "B S N H"]:
+    """Attention of a block's tokens, each over the live slots of tokens up to its own position; theirs are among the slots."""
+    q_pos = jnp.where(block.mask, block.positions, -1)
+    pos = jnp.where(held.live, held.pos, -1)
+    return block_attention(
+        block.q_rotated, held.k, held.v, q_pos, pos, held.weight, scale=spec.scale, window=spec.window
+    )
 
-    `BLOCK` slots are taken at a time, as in flash attention (Dao et al. 2022), so that only the logits of one block are in memory.
-    """
-    q, q_pos = tokens.q_rotated, tokens.positions
-    size = cache.pos.shape[-1]
-    block = min(BLOCK, size)
-    grouped = einops.rearrange(q, "b s (k g) h -> b k g s h", k=spec.num_kv_heads)
-    window = jnp.iinfo(jnp.int32).max if spec.window is None else spec.window
 
-    def step(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, out = sums
-        at = jnp.minimum(i * block, size - block)  # the last block overlaps the one before
-        k, v, pos, weight = (
-            jax.lax.dynamic_slice_in_dim(x, at, block, axis=2) for x in (cache.k, cache.v, cache.pos, cache.weight)
-        )
-        fresh = at + jnp.arange(block, dtype=jnp.int32) >= i * block
-        seen = (weight > 0) & fresh
-        before = q_pos[:, None, :, None] - pos[:, :, None]
-        seen = (seen[:, :, None] & (before >= 0) & (before < window))[:, :, None]
-        logits = jnp.einsum("bkgsh,bkch->bkgsc", grouped, k, preferred_element_type=jnp.float32) * spec.scale
-        logits = jnp.where(seen, logits + jnp.log(jnp.maximum(weight, 1.0))[:, :, None, None], -jnp.inf)
-        higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
-        kept = jnp.where(jnp.isfinite(highest), jnp.exp(highest - higher), 0.0)
-        share = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isfinite(higher), higher, 0.0)[..., None]), 0.0)
-        v = jnp.where((weight > 0)[..., None], v, jnp.zeros((), v.dtype))
-        added = jnp.einsum("bkgsc,bkch->bkgsh", share.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return higher, total * kept + jnp.sum(share, axis=-1), out * kept[..., None] + added
-
-    shape = grouped.shape[:-1]
-    start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(grouped.shape, jnp.float32)
-    _, total, out = jax.lax.fori_loop(0, -(-size // block), step, start)
-    return einops.rearrange(out / total[..., None], "b k g s h -> b s (k g) h").astype(q.dtype)
+def attend_prompt(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B S N H"]:
+    """Attention of a prompt's queries, each over the tokens up to its own position."""
+    pos = jnp.broadcast_to(prompt.pos, (*prompt.pos.shape[:1], spec.num_kv_heads, prompt.size))
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (prompt.k_rotated, prompt.v))
+    q_pos = prompt.pos[:, 0, prompt.before :]  # the same in all heads
+    return block_attention(prompt.q_rotated, k, v, q_pos, pos, scale=spec.scale, window=spec.window)

@@ -24,6 +24,7 @@ class LayerSpec:
         rope: the rotation that positions stand for.
         scale: factor on attention logits.
         window: sliding attention window in tokens, None where attention is full.
+        block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
     """
 
@@ -39,6 +40,7 @@ class LayerSpec:
     rope: Rope
     scale: float
     window: int | None = None
+    block: int = 0
     kv_heads: tuple[int, ...] | None = None
 
     @property
@@ -52,7 +54,13 @@ class LayerSpec:
 
 
 def layer_specs(
-    config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any, total: int | None = None
+    config: ModelConfig,
+    batch: int,
+    prompt_len: int,
+    new_tokens: int,
+    dtype: Any,
+    total: int | None = None,
+    block: int = 0,
 ) -> tuple[LayerSpec, ...]:
     """One `LayerSpec` per layer.
 
@@ -60,6 +68,7 @@ def layer_specs(
         prompt_len: tokens of the longest prompt.
         new_tokens: the most that any row decodes. Both are padded up here, see `bucket`.
         total: the most tokens that any row has in all, if that is fewer than both together: the rotation is for that many.
+        block: see `LayerSpec`.
     """
     rope = config.rope.resolve(prompt_len + new_tokens if total is None else total)
     return tuple(
@@ -76,6 +85,7 @@ def layer_specs(
             rope=rope,
             scale=config.head_dim**-0.5,
             window=window,
+            block=block,
         )
         for layer, window in enumerate(config.windows)
     )

@@ -63,6 +63,16 @@ def empty(spec: LayerSpec, capacity: int) -> LayerCache:
     )
 
 
+def extended(held: LayerCache, slots: int) -> LayerCache:
+    """A cache with so many free slots more."""
+
+    def padded(x: Array, fill: int) -> Array:
+        return jnp.pad(x, [(0, 0), (0, 0), (0, slots)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
+
+    k, v, weight = padded(held.k, 0), padded(held.v, 0), padded(held.weight, 0)
+    return dataclasses.replace(held, k=k, v=v, pos=padded(held.pos, -1), weight=weight)
+
+
 def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
     """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache."""
     live = prompt_mask(prompt.lengths, capacity)[:, None]
@@ -97,7 +107,8 @@ def gather_kept(
         The cache, and the prompt index that each slot was filled from (0 where free), for gathering what else a policy knows
         of its tokens.
     """
-    return _gathered(capacity, spec.dtype, prompt.k_rotated if rotated else prompt.k, prompt.v, keep, prompt.lengths)
+    k = prompt.k_rotated if rotated else prompt.k
+    return _gathered(capacity, spec.dtype, k, prompt.v, keep & prompt.live, prompt.places, prompt.seen)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -107,10 +118,11 @@ def _gathered(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     keep: Bool[Array, "B K T"],
-    lengths: Int[Array, " B"],
+    pos: Int[Array, "B K T"] | None,
+    seen: Int[Array, " B"],
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
     """`gather_kept`, traced once for all layers of one shape."""
-    index, live = compact_indices(keep & prompt_mask(lengths, keep.shape[-1])[:, None], capacity)
+    index, live = compact_indices(keep, capacity)
     gather = einops.rearrange(index, "b k c -> b c k 1")
 
     def taken(x: Array) -> Array:
@@ -120,10 +132,10 @@ def _gathered(
     slots = LayerCache(
         k=taken(k).astype(dtype),
         v=taken(v).astype(dtype),
-        pos=jnp.where(live, index, -1),
+        pos=jnp.where(live, index if pos is None else jnp.take_along_axis(pos, index, axis=-1), -1),
         weight=live.astype(jnp.float32),
         next=jnp.sum(live, axis=-1, dtype=jnp.int32),
-        seen=lengths.astype(jnp.int32),
+        seen=seen.astype(jnp.int32),
     )
     return slots, index
 

@@ -4,6 +4,7 @@ Rotated queries and keys are there by name, so that a policy cannot forget to ro
 positions anew.
 """
 
+import dataclasses
 from typing import Self
 
 import flax.struct
@@ -21,21 +22,28 @@ Rotated = Float[Array, "B N H"] | DeferredRope
 
 @flax.struct.dataclass
 class Prompt:
-    """Right-padded prompts as one layer sees them. B rows, T places, N query heads, K KV heads, H head dim.
+    """Right-padded prompts as one layer sees them. B rows, T places, S queries, N query heads, K KV heads, H head dim.
+
+    A whole prompt has S = T. Where a text is read in blocks, each block makes a prompt together with what is kept of the text before it,
+    which comes first, in order, each head's as many as it has up against the block: T - S places without queries (see `kept_and_block`).
 
     Attributes:
-        q, k, v: unrotated queries and keys, and values.
+        q, k, v: unrotated queries and keys, and values. Of what was kept rotated, `k` is rotated.
         q_rotated, k_rotated: queries and keys, rotated to their positions.
-        lengths: tokens in each row.
+        pos: original position of the token in each place, -1 where there is none.
+        lengths: places up to the end of each row; of a whole prompt, its tokens.
+        seen: tokens of each row so far, kept or not.
         total: tokens that each row will reach with its new ones, which a fractional budget is a fraction of.
     """
 
-    q: Float[Array, "B T N H"]
+    q: Float[Array, "B S N H"]
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T K H"]
-    q_rotated: Float[Array, "B T N H"]
+    q_rotated: Float[Array, "B S N H"]
     k_rotated: Float[Array, "B T K H"]
+    pos: Int[Array, "B #K T"]
     lengths: Int[Array, " B"]
+    seen: Int[Array, " B"]
     total: Int[Array, " B"]
 
     @classmethod
@@ -48,31 +56,47 @@ class Prompt:
         lengths: Int[Array, " B"],
         total: Int[Array, " B"],
     ) -> Self:
-        """A prompt of unrotated queries and keys, which are rotated here once for all that read them."""
-        position = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
-        return cls(q, k, v, rope.rotate(q, position), rope.rotate(k, position), lengths, total)
+        """A whole prompt of unrotated queries and keys, which are rotated here once for all that read them."""
+        place = jnp.arange(q.shape[1], dtype=jnp.int32)
+        pos = jnp.where(prompt_mask(lengths, q.shape[1]), place, -1)[:, None]
+        turn = place[None, :, None]
+        return cls(q, k, v, rope.rotate(q, turn), rope.rotate(k, turn), pos, lengths, lengths, total)
 
     @property
     def size(self) -> int:
-        """T, the padded length."""
+        """T, places of a row."""
         return self.k.shape[1]
 
     @property
+    def before(self) -> int:
+        """Places before the first query: none in a whole prompt."""
+        return self.size - self.q.shape[1]
+
+    @property
     def mask(self) -> Bool[Array, "B T"]:
-        """Which places hold a token."""
+        """Which places of a whole prompt hold a token."""
         return prompt_mask(self.lengths, self.size)
 
+    @property
+    def live(self) -> Bool[Array, "B #K T"]:
+        """Which places hold a token in each head."""
+        return self.pos >= 0
+
+    @property
+    def places(self) -> Int[Array, "B #K T"] | None:
+        """Positions for operations that take those of whole prompts for granted, and then need not be told."""
+        return self.pos if self.before else None
+
     def heads(self, kv_heads: np.ndarray) -> "Prompt":
-        """Some of the KV heads, and the query heads that read them."""
+        """Some of the KV heads of a whole prompt, and the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
-        return Prompt(
-            self.q[:, :, queries],
-            self.k[:, :, kv_heads],
-            self.v[:, :, kv_heads],
-            self.q_rotated[:, :, queries],
-            self.k_rotated[:, :, kv_heads],
-            self.lengths,
-            self.total,
+        return dataclasses.replace(
+            self,
+            q=self.q[:, :, queries],
+            k=self.k[:, :, kv_heads],
+            v=self.v[:, :, kv_heads],
+            q_rotated=self.q_rotated[:, :, queries],
+            k_rotated=self.k_rotated[:, :, kv_heads],
         )
 
 
@@ -120,11 +144,13 @@ class Token:
 
 @flax.struct.dataclass
 class TokenBlock:
-    """S tokens per row that stand one after the other, as one layer sees them.
+    """Up to S tokens per row that stand one after the other, padded on the right, as one layer sees them.
 
     Attributes:
         q, k, v: unrotated queries and keys, and values.
         position: original position of each row's first token.
+        count: tokens in each row; none in a row that is not to be touched.
+        total: tokens that each row will reach, which a fractional budget is a fraction of.
         rope: the rotation that positions stand for.
     """
 
@@ -132,12 +158,24 @@ class TokenBlock:
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K H"]
     position: Int[Array, " B"]
+    count: Int[Array, " B"]
+    total: Int[Array, " B"]
     rope: Rope = flax.struct.field(pytree_node=False)
+
+    @property
+    def size(self) -> int:
+        """S, places of a row."""
+        return self.q.shape[1]
+
+    @property
+    def mask(self) -> Bool[Array, "B S"]:
+        """Which places hold a token."""
+        return prompt_mask(self.count, self.size)
 
     @property
     def positions(self) -> Int[Array, "B S"]:
         """Original position of every token."""
-        return positions_from(self.position, self.q.shape[1])
+        return positions_from(self.position, self.size)
 
     @property
     def q_rotated(self) -> Float[Array, "B S N H"]:
@@ -158,7 +196,7 @@ class TokenBlock:
         """Some of the KV heads, and the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         q, k, v = self.q[:, :, queries], self.k[:, :, kv_heads], self.v[:, :, kv_heads]
-        return TokenBlock(q, k, v, self.position, self.rope)
+        return dataclasses.replace(self, q=q, k=k, v=v)
 
 
 def deferred_rope(rope: Rope, x: Float[Array, "B N H"], position: Int[Array, " B"]) -> Rotated:

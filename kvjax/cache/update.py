@@ -68,18 +68,11 @@ def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) 
     return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
 
 
-def insert_block(cache: LayerCache, block: TokenBlock, count: Int[Array, ""] | None = None) -> LayerCache:
-    """Put S new tokens into each head's next slots, which are free, with weight 1 and rotated keys.
-
-    Args:
-        count: how many of them, the first ones; all by default.
-    """
-    positions = block.positions
-    size = positions.shape[1]
-    count = jnp.asarray(size, jnp.int32) if count is None else count
+def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
+    """Put a block's tokens into each head's next slots, which are free, with weight 1 and rotated keys."""
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
-    place = jnp.arange(size, dtype=jnp.int32)
-    slot = jnp.where(place < count, cache.next[..., None] + place, cache.pos.shape[-1])  # out of range, hence dropped
+    place = jnp.arange(block.size, dtype=jnp.int32)
+    slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of range: dropped
     at = rows[:, None, None], heads[:, None], slot
 
     def written(array: Array, values: Any) -> Array:
@@ -89,8 +82,8 @@ def insert_block(cache: LayerCache, block: TokenBlock, count: Int[Array, ""] | N
         cache,
         k=written(cache.k, jnp.swapaxes(block.k_rotated, 1, 2).astype(cache.k.dtype)),
         v=written(cache.v, jnp.swapaxes(block.v, 1, 2).astype(cache.v.dtype)),
-        pos=written(cache.pos, positions[:, None]),
+        pos=written(cache.pos, block.positions[:, None]),
         weight=written(cache.weight, 1.0),
-        next=cache.next + count,
-        seen=cache.seen + count,
+        next=cache.next + block.count[:, None],
+        seen=cache.seen + block.count,
     )

@@ -56,15 +56,21 @@ class AdaKV(SnapKV):
         super().__post_init__()
 
     def keep_mask(
-        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+        self,
+        scores: Float[Array, "B K T"],
+        lengths: Int[Array, " B"],
+        budget: Int[Array, " B"],
+        pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        candidates, kept = (x[:, None] for x in self.regions(scores.shape[-1], lengths, budget))
-        scores, heads = jnp.where(candidates, scores, -jnp.inf), scores.shape[1]
-        share = budget - sum(self.always_kept(budget))
-        best = top_k(scores.reshape(scores.shape[0], -1), share * heads).reshape(scores.shape) & candidates
+        live, ends = (jnp.broadcast_to(x, scores.shape) for x in self.ends(scores.shape[-1], lengths, budget, pos))
+        heads = scores.shape[1]
+        whole = (jnp.sum(live, axis=(1, 2)) <= budget * heads)[:, None, None]
+        between = live & ~ends & ~whole
+        scores, share = jnp.where(between, scores, -jnp.inf), budget - sum(self.always_kept(budget))
+        best = top_k(scores.reshape(scores.shape[0], -1), share * heads).reshape(scores.shape) & between
         wanted = jnp.sum(best, axis=-1, dtype=jnp.int32)
         given = share[:, None] + budget_rows(float(1 - self.alpha), wanted - share[:, None])
-        return top_k(scores, given) & candidates | kept
+        return top_k(scores, given) & between | live & (ends | whole)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return AdaKVLayer(self, spec)
@@ -101,7 +107,7 @@ class Ragged:
 class AdaKVLayer(PromptScorerLayer[AdaKV]):
     """One layer of `AdaKV`."""
 
-    traits: Traits = Traits(has_own_store=True)
+    traits: Traits = Traits(has_own_store=True, reading="blocks")
 
     @property
     def capacity(self) -> int:
@@ -122,7 +128,7 @@ class AdaKVLayer(PromptScorerLayer[AdaKV]):
         )
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Ragged, Carry]:
-        _, _, keep = self.choose(prompt)
+        keep, carry = self.chosen(prompt, carry)
         return _stored(self.spec, self.capacity, prompt, keep), carry
 
     def append(self, state: Ragged, token: Token) -> Ragged:
@@ -183,7 +189,12 @@ def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T
     def gathered(x: Float[Array, "B T K H"]) -> Float[Array, "B S H"]:
         return jnp.where(live[..., None], x[rows, token, head], jnp.zeros((), x.dtype)).astype(spec.dtype)
 
-    pos = jnp.where(live, token, -1)
+    pos = token if prompt.places is None else prompt.places[rows, head, token]
     return Ragged(
-        gathered(prompt.k_rotated), gathered(prompt.v), pos, start, start + kept, prompt.lengths.astype(jnp.int32)
+        k=gathered(prompt.k_rotated),
+        v=gathered(prompt.v),
+        pos=jnp.where(live, pos, -1),
+        start=start,
+        next=start + kept,
+        seen=prompt.seen.astype(jnp.int32),
     )

@@ -42,6 +42,9 @@ Carry = dict[str, Any]
 Compression = Literal["never", "every_step", "when_full"]
 """When a layer's `compress` has something to do: never, after every token, or as `capabilities.WhenFull` tells."""
 
+Reading = Literal["blocks", "tokens", "whole"]
+"""How a text is read that comes in parts, see `Traits`."""
+
 P = TypeVar("P", bound="Policy")
 
 
@@ -123,7 +126,8 @@ class Traits:
         plain: a new token goes into the next slot of a `LayerCache` and attends to all slots, as in `Layer`.
         compress_reads_kv: `compress` computes with keys or values, and does not just pass them on.
         looks_ahead: it is a `capabilities.LooksAhead`.
-        reads_blocks: it is a `capabilities.ReadsBlocks`.
+        reading: how a text is read that comes in parts, or is too long to be held: in "blocks" (it is a `capabilities.ReadsBlocks`),
+            its "tokens" one after the other, or not, as the layer chooses from a "whole" prompt.
         has_own_store: it is a `capabilities.HasOwnStore`.
         sparse: it is a `sparse.SparseLayer`: queries read a selection of all that is kept.
     """
@@ -132,7 +136,7 @@ class Traits:
     plain: bool = False
     compress_reads_kv: bool = False
     looks_ahead: bool = False
-    reads_blocks: bool = False
+    reading: Reading = "whole"
     has_own_store: bool = False
     sparse: bool = False
 

@@ -74,7 +74,7 @@ class MergingCache(StreamingCache):
 class CaMLayer(StreamingLayer[CaM]):
     """One layer of `CaM`."""
 
-    traits: Traits = Traits(compression="every_step", compress_reads_kv=True)
+    traits: Traits = Traits(compression="every_step", compress_reads_kv=True, reading="tokens")
 
     def init(self, total: Int[Array, " B"] | None = None) -> MergingCache:
         stream = super().init(total)
@@ -82,13 +82,7 @@ class CaMLayer(StreamingLayer[CaM]):
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[MergingCache, Carry]:
         stream, carry = super().prefill(prompt, carry)
-        mass = attention_mass(
-            prompt.q_rotated,
-            prompt.k_rotated,
-            prompt.lengths,
-            scale=self.spec.scale,
-            sliding_window=self.spec.window,
-        )
+        mass = attention_mass(prompt, scale=self.spec.scale, sliding_window=self.spec.window)
         mass = jnp.take_along_axis(mass, jnp.maximum(stream.cache.pos, 0), axis=-1)
         return MergingCache(stream.cache, stream.budget, jnp.where(stream.cache.live, mass, 0.0)), carry
 

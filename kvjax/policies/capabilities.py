@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache, TokenBlock
+from kvjax.cache import LayerCache, TokenBlock, attend_prompt, in_rows, kept_and_block
 
 from .base import Carry, Layer, State
+from .info import PolicyError
 
 Queries = Callable[[], Float[Array, "B N H"]]
 """Gives the unrotated queries that a layer would have for the attention input of the one before it; computed if it is called."""
@@ -27,10 +28,14 @@ class LooksAhead(Protocol):
 
 
 class ReadsBlocks(Protocol):
-    """A layer that reads several tokens sooner than one after the other (`Traits.reads_blocks`)."""
+    """A layer that reads a text in blocks (`Traits.reading` is "blocks")."""
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
-        """What `append`, `attend` and `compress` come to for one token after the other; `carry` has every token's, stacked in front."""
+        """The attention of a block's tokens, over what is kept and, causally, over the block; and the state after it.
+
+        From both together the method's own rule chooses what stays. One block that holds a whole prompt is `prefill`; of a method
+        that compresses while it decodes, one token is `append`, `attend` and `compress`. Rows without a token are as they were.
+        """
         ...
 
 
@@ -53,17 +58,44 @@ class HasOwnStore(Protocol):
 def read_block(
     layer: Layer[Any], state: State, block: TokenBlock, carry: Carry
 ) -> tuple[Float[Array, "B S N H"], State, Carry]:
-    """Read S tokens per row: what a piece of a long prompt goes through. See `ReadsBlocks`."""
-    if layer.traits.reads_blocks:
+    """Read a block of a text, see `ReadsBlocks`; token by token in a layer that reads it so.
+
+    Raises:
+        PolicyError: the layer chooses from a whole prompt.
+    """
+    check_reads_blocks(layer)
+    if layer.traits.reading == "blocks":
         return cast(ReadsBlocks, layer).read_block(state, block, carry)
 
-    def one(state: State, given: Any) -> tuple[State, Any]:
-        token, carry = given
-        out, state, carry = layer.attend(layer.append(state, token), token, carry)
-        return layer.compress(state), (out, carry)
+    def one(state: State, given: Any) -> tuple[State, Array]:
+        token, there = given
+        out, new, _ = layer.attend(layer.append(state, token), token, {})
+        return in_rows(there, layer.compress(new), state), out
 
-    state, (out, carry) = jax.lax.scan(one, state, (block.by_token(), carry))
+    state, out = jax.lax.scan(one, state, (block.by_token(), jnp.swapaxes(block.mask, 0, 1)))
     return jnp.swapaxes(out, 0, 1), state, carry
+
+
+def read_as_prompt(
+    layer: Layer[Any], state: State, block: TokenBlock, carry: Carry, *, rotated: bool = True
+) -> tuple[Float[Array, "B S N H"], State, Carry]:
+    """`ReadsBlocks.read_block` of layers whose `prefill` chooses from what is kept and a block as it does from a prompt.
+
+    Args:
+        rotated: see `kept_and_block`.
+    """
+    prompt = kept_and_block(as_cache(layer, state), block, rotated=rotated)
+    new, carry = layer.prefill(prompt, carry)
+    return attend_prompt(layer.spec, prompt), in_rows(block.count > 0, new, state), carry
+
+
+def check_reads_blocks(layer: Layer[Any]) -> None:
+    """Raise `PolicyError` unless a layer can read a text in blocks."""
+    if layer.traits.reading == "whole":
+        raise PolicyError(
+            f"{layer.policy.info.name} chooses from the prompt as a whole, which therefore cannot be read in blocks; leave prefill_block "
+            "out, or take another policy, such as snapkv, treekv or chelsea"
+        )
 
 
 def look_ahead(layer: Layer[Any], queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, Prompt, TokenBlock
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import top_k, window_scores
+from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Policy
+from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
+from .capabilities import read_as_prompt
+from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .profile import HeadProfile, Labels, find, missing
@@ -87,6 +89,8 @@ class ChunkHead(Policy):
 class ChunkHeadLayer(Layer[ChunkHead]):
     """Heads of one kind in one layer."""
 
+    traits: Traits = Traits(plain=True, reading="blocks")
+
     @property
     def max_kept(self) -> int:
         return min(self.policy.max_prompt_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
@@ -95,29 +99,27 @@ class ChunkHeadLayer(Layer[ChunkHead]):
         parts, lengths = self.policy.layout, prompt.lengths
         budget = budget_rows(parts.budget, prompt.total)
         sinks, recent = parts.regions(budget)
-        middle = jnp.maximum(lengths - sinks - recent, 0)
+        # All heads of a row have as many tokens. What is gone of a text read in blocks are whole chunks, so the others are where they were.
+        begin = lengths - jnp.sum(prompt.live[:, 0], axis=-1, dtype=jnp.int32) + sinks
+        middle = jnp.maximum(lengths - begin - recent, 0)
         chunks, tail = middle // parts.chunk, middle % parts.chunk
 
-        scores = chunk_scores(
-            prompt.q_rotated,
-            prompt.k_rotated,
-            lengths,
-            middle=(sinks, middle),
-            window=parts.window,
-            scale=self.spec.scale,
-            sliding_window=self.spec.window,
-            chunk=parts.chunk,
-            order=parts.order,
-        )
-        best = top_chunks(scores, chunks, self.policy.chosen(chunks, budget - sinks - recent - tail))
+        scores = chunk_scores(prompt, self.spec, parts, middle=(begin, middle))
+        of_text = jnp.maximum(prompt.seen - sinks - recent, 0) // parts.chunk
+        best = top_chunks(scores, chunks, self.policy.chosen(of_text, budget - sinks - recent - tail))
 
-        pos = jnp.arange(prompt.size, dtype=jnp.int32)
-        chunk = (pos - sinks[:, None]) // parts.chunk  # [B, T]; below 0 for sinks
+        place = jnp.arange(prompt.size, dtype=jnp.int32)
+        chunk = (place - begin[:, None]) // parts.chunk  # [B, T]; below 0 for sinks
         inside = (chunk >= 0) & (chunk < chunks[:, None])
         of_best = jnp.take_along_axis(best, jnp.where(inside, chunk, 0)[:, None], axis=-1)
-        outside = (pos < sinks[:, None]) | (pos >= (lengths - recent - tail)[:, None])
-        keep = (inside[:, None] & of_best) | outside[:, None] | (lengths <= budget)[:, None, None]
+        outside = (place < begin[:, None]) | (place >= (lengths - recent - tail)[:, None])
+        keep = (inside[:, None] & of_best) | outside[:, None] | (prompt.seen <= budget)[:, None, None]
         return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
+
+    def read_block(
+        self, state: LayerCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], LayerCache, Carry]:
+        return read_as_prompt(self, state, block, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,26 +262,21 @@ class CateKV(Policy):
 
 
 def chunk_scores(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    lengths: Int[Array, " B"],
-    *,
-    chunk: int,
-    order: Order,
-    **observing: Any,
+    prompt: Prompt, spec: LayerSpec, layout: Layout, middle: tuple[Int[Array, " B"], Int[Array, " B"]]
 ) -> Float[Array, "B K M"]:
-    """One score for each `chunk` columns of the observation matrix, which itself is nowhere held.
+    """One score for each chunk of the observation matrix, which itself is nowhere held.
+
+    By `Layout.order`, "max_then_sum" adds up over queries what each gives to the chunk's best token; "sum_then_max" takes the token
+    that gets most from all queries together. Either sum is divided by the number of queries.
 
     Args:
-        q, k, lengths, observing: as for `window_scores`.
-        order: "max_then_sum" adds up over queries what each gives to the chunk's best token; "sum_then_max" takes the token
-            that gets most from all queries together. Either sum is divided by the number of queries.
+        middle: as for `window_scores`.
     """
-    if order == "max_then_sum":
-        return window_scores(q, k, lengths, chunk=chunk, **observing)
-    tokens = window_scores(q, k, lengths, **observing)
-    filled = jnp.pad(tokens, [(0, 0), (0, 0), (0, -tokens.shape[-1] % chunk)])
-    return einops.reduce(filled, "b k (m c) -> b k m", "max", c=chunk)
+    if layout.order == "max_then_sum":
+        return last_queries(prompt, layout.window, spec, chunk=layout.chunk, middle=middle)
+    tokens = last_queries(prompt, layout.window, spec, middle=middle)
+    filled = jnp.pad(tokens, [(0, 0), (0, 0), (0, -tokens.shape[-1] % layout.chunk)])
+    return einops.reduce(filled, "b k (m c) -> b k m", "max", c=layout.chunk)
 
 
 def top_chunks(

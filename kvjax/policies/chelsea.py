@@ -83,7 +83,8 @@ class Chelsea(Policy):
     no more than the budget asks. A cluster of n tokens attends like n tokens: log n is added to its logit.
 
     Keys' cosines are compared in whole multiples of 2^-14 (6e-5; `kvjax.pallas_kernels.cluster_merging.RESOLUTION`): of keys as
-    similar as that the first are merged, and rounding does not decide. There is no gradient through clustering.
+    similar as that the first are merged, and rounding does not decide. There is no gradient through clustering. Of a text that is read
+    in blocks, each is clustered once it has been read, in rows that are then full.
 
     Outlier heads, whose keys are less alike, keep everything if the model has a profile that names them, and the others' budget
     is reduced to pay for it: with a share f of such heads, from R to (R - f) / (1 - f) (appendix C.2). That is so for a budget
@@ -260,7 +261,7 @@ class Chelsea(Policy):
 class ChelseaLayer(Layer[Chelsea]):
     """One layer of `Chelsea`."""
 
-    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reads_blocks=True)
+    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reading="blocks")
 
     @property
     def max_kept(self) -> int:
@@ -291,29 +292,12 @@ class ChelseaLayer(Layer[Chelsea]):
     def read_block(
         self, state: Centroids, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], Centroids, Carry]:
-        """Tokens between two clusterings at once, up to `every`: they see the same slots, and each other."""
-        every, count = self.policy.every, block.q.shape[1]
-        largest = min(every, count)
-        padded = [jnp.pad(x, ((0, 0), (0, largest), (0, 0), (0, 0))) for x in (block.q, block.k, block.v)]
-
-        def unread(loop: tuple[Array, Centroids, Array]) -> Array:
-            return loop[0] < count
-
-        def read(loop: tuple[Array, Centroids, Array]) -> tuple[Array, Centroids, Array]:
-            done, state, out = loop
-            remaining = jnp.min(state.budget + every - state.cache.next[:, 0])  # until the first row is full
-            fresh = jnp.minimum(jnp.minimum(remaining, largest), count - done)
-            q, k, v = (jax.lax.dynamic_slice_in_dim(x, done, largest, axis=1) for x in padded)
-            tokens = TokenBlock(q, k, v, block.position + done, block.rope)
-            held = cache.insert_block(state.cache, tokens, fresh)
-            # What stands beyond the fresh ones is overwritten by the next ones' output, or cut off.
-            new = cache.attend_block(self.spec, held, tokens)
-            out = jax.lax.dynamic_update_slice_in_dim(out, new, done, axis=1)
-            return done + fresh, self.compress(dataclasses.replace(state, cache=held)), out
-
-        begin = jnp.zeros((), jnp.int32), state, jnp.zeros_like(padded[0])
-        _, state, out = jax.lax.while_loop(unread, read, begin)
-        return out[:, :count], state, carry
+        policy, capacity = self.policy, self.capacity
+        held = cache.insert_block(cache.extended(state.cache, block.size), block)
+        out = cache.attend_block(self.spec, held, block)
+        places, budget = held.pos.shape[-1], policy.max_budget(self.spec)
+        usual = _usual(policy, places, min(budget + block.size, places), budget, len(policy.ratios))
+        return out, policy.cluster(capacity, usual, dataclasses.replace(state, cache=held)), carry
 
     def compress(self, state: Centroids) -> Centroids:
         policy, capacity, budget = self.policy, state.cache.pos.shape[-1], self.policy.max_budget(self.spec)

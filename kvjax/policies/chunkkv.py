@@ -4,16 +4,16 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import einops
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, prompt_mask
-from kvjax.pallas_kernels import top_k, window_scores
+from kvjax.cache import LayerSpec, Prompt, prompt_mask
+from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Policy
+from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
-from .families.scoring import PromptScorer, PromptScorerLayer, pool
+from .families.scoring import PromptScorer, PromptScorerLayer, last_queries, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -29,6 +29,8 @@ class ChunkKV(PromptScorer):
     shorter). A chunk's score is the attention that its tokens receive from the observers; whole chunks are kept, the best
     first, while `chunk` more tokens fit into the budget (Algorithm 3, line 13), and stay in order. Only the prompt is
     compressed: tokens decoded later are kept in addition.
+
+    Of a text that is read in blocks, chunks are of the text: those that are kept stay whole, and one that a block's end divides is one.
 
     Where the paper's algorithms contradict its text or each other, the defaults follow the text; options give what is
     printed. NVIDIA's kvpress with its own defaults is `chunk=20, window=64, pool=5, agg="mean", shared_heads=True,
@@ -90,18 +92,11 @@ class ChunkKV(PromptScorer):
             )
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return ChunkKVLayer(self, spec)
+        whole = self.strict or self.rule == "kvpress"
+        return ChunkKVLayer(self, spec, Traits(plain=True, reading="whole" if whole else "blocks"))
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        return window_scores(
-            prompt.q_rotated,
-            prompt.k_rotated,
-            prompt.lengths,
-            window=self.window,
-            scale=spec.scale,
-            sliding_window=spec.window,
-            kind="softmax" if self.score == "softmax" else "logits",
-        )
+        return last_queries(prompt, self.window, spec, kind="softmax" if self.score == "softmax" else "logits")
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
         return budget_rows(self.budget, lengths if self.rule == "kvpress" else total)
@@ -112,9 +107,15 @@ class ChunkKV(PromptScorer):
         return budget_tokens(self.budget, spec.max_tokens)
 
     def keep_mask(
-        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+        self,
+        scores: Float[Array, "B K T"],
+        lengths: Int[Array, " B"],
+        budget: Int[Array, " B"],
+        pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
         """Which prompt tokens are kept, given how much the window attends to each."""
+        if pos is not None:
+            return self._keep_in_block(scores, lengths, budget, pos)
         size = scores.shape[-1]
         pos = jnp.arange(size, dtype=jnp.int32)
         before = lengths - self.window  # tokens before the window
@@ -132,6 +133,34 @@ class ChunkKV(PromptScorer):
             keep = jnp.where((lengths < self.chunk)[:, None, None], single, keep)
         return keep | (lengths <= jnp.maximum(budget, self.window))[:, None, None]
 
+    def _keep_in_block(
+        self,
+        scores: Float[Array, "B K T"],
+        lengths: Int[Array, " B"],
+        budget: Int[Array, " B"],
+        pos: Int[Array, "B K T"],
+    ) -> Bool[Array, "B K T"]:
+        """`keep_mask` where chunks are no longer side by side: those of the text, of which some are kept."""
+        size = scores.shape[-1]
+        live, before = pos >= 0, jnp.arange(size, dtype=jnp.int32) < (lengths - self.window)[:, None, None]
+        candidates = live & before
+        scores = self._shared(self._token_scores(scores, candidates))
+        chunk = jnp.where(candidates, pos // self.chunk, -1)
+        first = candidates & (chunk != jnp.pad(chunk, [(0, 0), (0, 0), (1, 0)], constant_values=-1)[..., :-1])
+        order = jnp.where(candidates, jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, size)  # of chunks that are left
+
+        @jax.vmap
+        @jax.vmap
+        def totals(x: Float[Array, " T"], order: Int[Array, " T"]) -> Float[Array, " T"]:
+            return jax.ops.segment_sum(x, order, num_segments=size + 1)[:size]
+
+        tokens, sums = totals(candidates.astype(jnp.float32), order), totals(scores, order)
+        chunks = jnp.where(tokens > 0, sums / jnp.maximum(tokens, 1.0) if self.agg == "mean" else sums, -jnp.inf)
+        chosen = top_k(chunks, self._count(lengths, lengths, budget)[:, None]) & (tokens > 0)
+        whole = jnp.sum(live, axis=-1, keepdims=True) <= jnp.maximum(budget, self.window)[:, None, None]
+        of_chosen = jnp.take_along_axis(chosen, jnp.minimum(order, size - 1), axis=-1)
+        return live & (of_chosen | ~before | whole)
+
     def _count(
         self, lengths: Int[Array, " B"], candidates: Int[Array, " B"], budget: Int[Array, " B"]
     ) -> Int[Array, " B"]:
@@ -145,7 +174,7 @@ class ChunkKV(PromptScorer):
         whole, rest, short = budget // self.chunk, budget % self.chunk, chunks * self.chunk - lengths
         return jnp.maximum(whole + ((whole + 1) * short >= chunks * (self.chunk - rest)).astype(jnp.int32), 1)
 
-    def _token_scores(self, scores: Float[Array, "B K T"], scored: Bool[Array, "B 1 T"]) -> Float[Array, "B K T"]:
+    def _token_scores(self, scores: Float[Array, "B K T"], scored: Bool[Array, "B #K T"]) -> Float[Array, "B K T"]:
         """Scores by which tokens compete, given attention; what is not scored has none, or under kvpress more than any."""
         scores = jnp.where(scored, scores, 0.0)
         if self.pool is not None:
@@ -178,12 +207,11 @@ class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
         """The same in the layers that share a choice, where they have the same heads."""
         return repr((super().key, self.spec.layer // self.policy.reuse))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         keep = carry.get(self.key)  # chosen by the first layer of this one's group
         if keep is None:
-            _, _, keep = self.choose(prompt)
-        kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep)
-        return kept, carry if self.policy.reuse == 1 else carry | {self.key: keep}
+            keep, _ = super().chosen(prompt, carry)
+        return keep, carry if self.policy.reuse == 1 else carry | {self.key: keep}
 
 
 def chunk_token_hybrid(

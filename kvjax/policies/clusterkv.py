@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
+from .families.dense import DenseLayer
 from .families.sparse import SparseLayer, reads_everything
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
@@ -56,7 +57,8 @@ class ClusterKV(Policy):
     After the prompt, k-means groups the keys of each KV head (section III-B); the first tokens stay apart. A query ranks the
     clusters by its inner product with their centroids and reads them in that order until the budget is full; the last
     one is cut, latest tokens first (sections III-C and IV-C). It also reads the sinks and all tokens that are in no cluster
-    yet: those generated since the last time that `window` of them were grouped into clusters of their own.
+    yet: those generated since the last time that `window` of them were grouped into clusters of their own. A text that is read in
+    blocks attends to all that came before, and each block is grouped into clusters of its own; tokens too few for one wait for the next.
 
     Nothing is forgotten, so memory is that of the full cache and a little more; what is saved is reading it. A layer whose
     budget covers the whole sequence keeps no clusters and reads everything. In layers with a sliding window, selected tokens
@@ -120,10 +122,19 @@ class ClusterKV(Policy):
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         if reads_everything(spec, self.budget, self.dense_layers):
-            return Layer(self, spec)
-        clusters_tail = self.cluster_decode and spec.new_tokens >= self.window
-        compression = "when_full" if clusters_tail else "never"
-        return ClusterKVLayer(self, spec, Traits(compression, compress_reads_kv=clusters_tail, sparse=True))
+            return DenseLayer(self, spec)
+        clusters_tail = self.cluster_decode and self.longest_tail(spec) >= self.window
+        traits = Traits(
+            compression="when_full" if clusters_tail else "never",
+            compress_reads_kv=clusters_tail,
+            reading="blocks" if self.n_clusters is None else "whole",
+            sparse=True,
+        )
+        return ClusterKVLayer(self, spec, traits)
+
+    def longest_tail(self, spec: LayerSpec) -> int:
+        """The most tokens that come to be in no cluster, if none are clustered while decoding."""
+        return spec.new_tokens + (self.tokens_per_cluster - 1 if spec.block else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +149,8 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
 
     @property
     def always_kept(self) -> tuple[int, int]:
-        policy, new_tokens = self.policy, self.spec.new_tokens
-        return policy.sinks, min(policy.window, new_tokens) if policy.cluster_decode else new_tokens
+        policy, longest = self.policy, self.policy.longest_tail(self.spec)
+        return policy.sinks, min(policy.window, longest) if policy.cluster_decode else longest
 
     def tail_start(self, state: ClusteredCache) -> Int[Array, " B"]:
         return state.clustered
@@ -181,6 +192,24 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
             clustered=jnp.maximum(lengths, policy.sinks).astype(jnp.int32),
         )
         return state, carry
+
+    def read_block(
+        self, state: ClusteredCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], ClusteredCache, Carry]:
+        policy, kept = self.policy, cache.insert_block(state.cache, block)
+        out = cache.attend_block(self.spec, kept, block)
+        pos = state.clustered[:, None] + jnp.arange(block.size + self.always_kept[1], dtype=jnp.int32)
+        tail = kept.seen - state.clustered
+        first = state.clusters == 0  # its sinks count, too, as in a prompt
+        wanted = jnp.where(
+            first, jnp.maximum(kept.seen // policy.tokens_per_cluster, 1), tail // policy.tokens_per_cluster
+        )
+        count = jnp.where(block.count > 0, jnp.minimum(wanted, jnp.maximum(tail, 0)), 0)
+        inside = (pos < kept.seen[:, None]) & (count > 0)[:, None]
+        keys = jnp.take_along_axis(kept.k, pos[:, None, :, None], axis=2, mode="clip")
+        size = max(pos.shape[-1] // policy.tokens_per_cluster, 1)
+        grouped = self._grouped(keys, dataclasses.replace(state, cache=None), pos, inside, count, size)
+        return out, dataclasses.replace(grouped, cache=kept), carry
 
     def needs_compression(self, state: ClusteredCache) -> Bool[Array, " B"]:
         """Rows whose tail has reached `window` tokens."""
@@ -248,27 +277,40 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         self, keys: Callable[[Array], Array], state: ClusteredCache, full: Bool[Array, " B"]
     ) -> ClusteredCache:
         """The metadata with the first `window` tokens of the tail as clusters of their own, in the rows where it is `full`."""
-        spec, window = self.spec, self.policy.window
+        window = self.policy.window
         added = min(self.policy.new_clusters, window)
         pos = state.clustered[:, None] + jnp.arange(window, dtype=jnp.int32)
         inside = jnp.broadcast_to(full[:, None], pos.shape)
-        centroids, labels = self._cluster(keys(pos), pos, inside, jnp.full_like(state.clusters, added), added)
-        sizes, starts, order = _index(labels, added)
+        return self._grouped(keys(pos), state, pos, inside, jnp.where(full, added, 0), added)
 
-        rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None, None]
-        heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :, None]
-        new = state.clusters[:, None] + jnp.arange(added, dtype=jnp.int32)
-        new = rows, heads, jnp.where(full[:, None], new, state.sizes.shape[-1])[:, None]  # out of range, hence dropped
-        slot = rows, heads, jnp.where(full[:, None], pos, state.order.shape[-1])[:, None]
+    def _grouped(
+        self,
+        keys: Float[Array, "B K W H"],
+        state: ClusteredCache,
+        pos: Int[Array, "B W"],
+        inside: Bool[Array, "B W"],
+        count: Int[Array, " B"],
+        size: int,
+    ) -> ClusteredCache:
+        """The metadata with the first tokens of the tail, which are `inside`, in `count` clusters of their own, `size` at most."""
+        centroids, labels = self._cluster(keys, pos, inside, count, size)
+        sizes, starts, order = _index(labels, size)
+
+        rows = jnp.arange(self.spec.batch, dtype=jnp.int32)[:, None, None]
+        heads = jnp.arange(self.spec.num_kv_heads, dtype=jnp.int32)[None, :, None]
+        new = jnp.arange(size, dtype=jnp.int32)
+        new = jnp.where(new < count[:, None], state.clusters[:, None] + new, state.sizes.shape[-1])  # else dropped
+        at = rows, heads, new[:, None]
+        slot = rows, heads, jnp.where(inside, pos, state.order.shape[-1])[:, None]
         offset = state.clustered[:, None, None]
         return dataclasses.replace(
             state,
-            centroids=state.centroids.at[new].set(centroids, mode="drop"),
-            sizes=state.sizes.at[new].set(sizes, mode="drop"),
-            starts=state.starts.at[new].set(offset + starts, mode="drop"),
+            centroids=state.centroids.at[at].set(centroids, mode="drop"),
+            sizes=state.sizes.at[at].set(sizes, mode="drop"),
+            starts=state.starts.at[at].set(offset + starts, mode="drop"),
             order=state.order.at[slot].set(offset + order, mode="drop"),
-            clusters=state.clusters + jnp.where(full, added, 0),
-            clustered=state.clustered + jnp.where(full, window, 0),
+            clusters=state.clusters + count,
+            clustered=state.clustered + jnp.sum(inside, axis=-1, dtype=jnp.int32),
         )
 
     def _unclustered(self, kept: LayerCache, budget: Int[Array, " B"]) -> ClusteredCache:
@@ -299,7 +341,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         fixed = policy.n_clusters
         wanted = max(spec.prompt_len // policy.tokens_per_cluster, 1) if fixed is None else fixed
         prompt = min(wanted, max(spec.prompt_len - policy.sinks, 0))
-        windows = spec.new_tokens // policy.window if policy.cluster_decode else 0
+        windows = policy.longest_tail(spec) // policy.window if policy.cluster_decode else 0
         return max(prompt + windows * min(policy.new_clusters, policy.window), 1)
 
 

@@ -4,13 +4,16 @@ import dataclasses
 from typing import Any, ClassVar
 
 import einops
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax import cache
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 
-from .families.scoring import PromptScorer
+from .base import Carry, Layer, Traits
+from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
@@ -24,7 +27,8 @@ class ExpectedAttention(PromptScorer):
     Queries are taken to be normally distributed before rotation, with the mean and covariance of the prompt's; a future one
     is rotated as the positions to come are on average. The expectation of exp(q · k / √d) is then
     exp(μ · k / √d + kᵀ Σ k / 2d); normalised over the prompt and averaged over the query group, plus `epsilon`, times the
-    norm of the value, it is the token's score. Only the prompt is compressed.
+    norm of the value, it is the token's score. Only the prompt is compressed; one that is read in blocks, by the statistics of all
+    queries so far.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
@@ -53,34 +57,113 @@ class ExpectedAttention(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0
 
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return ExpectedAttentionLayer(self, spec) if spec.block else super().layer(spec)
+
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        inside = prompt.mask & (jnp.arange(prompt.size, dtype=jnp.int32) >= self.sinks)
-        queries = jnp.where(inside[..., None, None], prompt.q, 0)
-        mean, covariance = self._future_query(spec, queries, inside, prompt.lengths)
+        return self.expected(spec, prompt, self.statistics(prompt))
+
+    def statistics(self, prompt: Prompt) -> "Queries":
+        """Statistics of a prompt's queries behind the sinks."""
+        return Queries.of(prompt.q, prompt.pos[:, 0, prompt.before :] >= self.sinks)
+
+    def expected(self, spec: LayerSpec, prompt: Prompt, queries: "Queries") -> Float[Array, "B K T"]:
+        """Scores of a prompt's tokens for future queries like these."""
+        mean, covariance = self._future_query(spec, queries, prompt.seen)
         mean, covariance = (
             einops.rearrange(x, "b (k g) ... -> b k g ...", k=spec.num_kv_heads) for x in (mean, covariance)
         )
 
-        keys = jnp.where(inside[..., None, None], prompt.k_rotated, 0).astype(jnp.float32)
+        inside = jnp.swapaxes(prompt.pos >= self.sinks, 1, 2)  # [B, T, #K]
+        keys = jnp.where(inside[..., None], prompt.k_rotated, 0).astype(jnp.float32)
         linear = jnp.einsum("bkgh,btkh->bkgt", mean, keys) * spec.scale
         quadratic = jnp.einsum("btkh,bkghj,btkj->bkgt", keys, covariance, keys) * spec.scale**2 / 2
-        logits = jnp.where(inside[:, None, None], linear + quadratic, -jnp.inf)
-        expected = jnp.mean(jax.nn.softmax(logits, axis=-1, where=inside[:, None, None]), axis=2)
+        inside = jnp.swapaxes(inside, 1, 2)[:, :, None]
+        logits = jnp.where(inside, linear + quadratic, -jnp.inf)
+        expected = jnp.mean(jax.nn.softmax(logits, axis=-1, where=inside), axis=2)
         return (expected + self.epsilon) * jnp.linalg.norm(prompt.v.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
     def _future_query(
-        self, spec: LayerSpec, q: Float[Array, "B T N H"], inside: Bool[Array, "B T"], lengths: Int[Array, " B"]
+        self, spec: LayerSpec, queries: "Queries", seen: Int[Array, " B"]
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-        """Mean and covariance of a query's average rotation over the positions to come; what is not `inside` is 0 in `q`."""
-        count = jnp.maximum(jnp.sum(inside, axis=1), 1).astype(jnp.float32)[:, None, None]
-        q = q.astype(jnp.float32)
-        mean = jnp.sum(q, axis=1) / count
-        centred = jnp.where(inside[..., None, None], q - mean[:, None], 0.0)
-        covariance = jnp.einsum("btnh,btnj->bnhj", centred, centred) / count[..., None]
-
-        ahead = lengths[:, None] + jnp.arange(self.future, dtype=jnp.int32)
+        """Mean and covariance of a query's average rotation over the positions to come."""
+        ahead = seen[:, None] + jnp.arange(self.future, dtype=jnp.int32)
         cos, sin = (jnp.mean(x, axis=1)[:, None] for x in spec.rope.cos_sin(ahead))  # [B, 1, R]
-        mean = spec.rope.apply(mean, cos, sin)
+        mean = spec.rope.apply(queries.mean, cos, sin)
+        covariance = queries.scatter / jnp.maximum(queries.count, 1.0)[:, None, None, None]
         for _ in range(2):  # R Σ Rᵀ, one side after the other
             covariance = spec.rope.apply(covariance, cos[:, None], sin[:, None]).swapaxes(2, 3)
         return mean, covariance
+
+
+@flax.struct.dataclass
+class Queries:
+    """Statistics of unrotated queries. B rows, N heads, H head dim.
+
+    Attributes:
+        count: how many there are.
+        mean: of them.
+        scatter: sum of the outer products of their distances from the mean: `count` times their covariance.
+    """
+
+    count: Float[Array, " B"]
+    mean: Float[Array, "B N H"]
+    scatter: Float[Array, "B N H H"]
+
+    @classmethod
+    def of(cls, q: Float[Array, "B S N H"], inside: Bool[Array, "B S"]) -> "Queries":
+        """Those of the queries that are `inside`."""
+        inside = inside[..., None, None]
+        q = jnp.where(inside, q.astype(jnp.float32), 0.0)
+        count = jnp.sum(inside, axis=(1, 2, 3)).astype(jnp.float32)
+        mean = jnp.sum(q, axis=1) / jnp.maximum(count, 1.0)[:, None, None]
+        centred = jnp.where(inside, q - mean[:, None], 0.0)
+        return cls(count, mean, jnp.einsum("btnh,btnj->bnhj", centred, centred))
+
+    def joined(self, other: "Queries") -> "Queries":
+        """Those of both together (Chan et al. 1979)."""
+        count = self.count + other.count
+        share = (other.count / jnp.maximum(count, 1.0))[:, None, None]
+        apart = other.mean - self.mean
+        between = jnp.einsum("bnh,bnj->bnhj", apart, apart) * (self.count[:, None, None] * share)[..., None]
+        return Queries(count, self.mean + apart * share, self.scatter + other.scatter + between)
+
+
+@flax.struct.dataclass
+class Observed:
+    """A cache of a text that is read in blocks, and statistics of all its queries."""
+
+    cache: LayerCache
+    queries: Queries
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttentionLayer(PromptScorerLayer[ExpectedAttention]):
+    """One layer that reads in blocks, for which it keeps statistics of the queries so far."""
+
+    traits: Traits = Traits(reading="blocks")
+
+    def init(self, total: Int[Array, " B"] | None = None) -> Observed:
+        spec = self.spec
+        none = jnp.zeros((spec.batch, 1, spec.num_heads, spec.head_dim), jnp.float32)
+        return Observed(super().init(total), Queries.of(none, jnp.zeros((spec.batch, 1), bool)))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Observed, Carry]:
+        return self._kept(prompt, self.policy.statistics(prompt)), carry
+
+    def read_block(
+        self, state: Observed, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], Observed, Carry]:
+        prompt = cache.kept_and_block(state.cache, block)
+        new = self._kept(prompt, state.queries.joined(self.policy.statistics(prompt)))
+        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+
+    def append(self, state: Observed, token: Token) -> Observed:
+        return dataclasses.replace(state, cache=super().append(state.cache, token))
+
+    def attend(self, state: Observed, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Observed, Carry]:
+        return super().attend(state.cache, token, carry)[0], state, carry
+
+    def _kept(self, prompt: Prompt, queries: Queries) -> Observed:
+        keep, _ = self.best(prompt, self.policy.expected(self.spec, prompt, queries))
+        return Observed(cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], queries)

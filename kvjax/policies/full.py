@@ -3,12 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxtyping import Array, Float
+from kvjax.cache import LayerSpec
 
-from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, TokenBlock
-
-from .base import Carry, Layer, Policy, Traits
+from .base import Policy
+from .families.dense import DenseLayer
 from .info import PolicyInfo
 from .registry import register
 
@@ -25,18 +23,5 @@ class Full(Policy):
         takes_budget=False,
     )
 
-    def layer(self, spec: LayerSpec) -> Layer["Full"]:
-        return FullLayer(self, spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class FullLayer(Layer[Full]):
-    """One layer, which reads several tokens at once."""
-
-    traits: Traits = Traits(plain=True, reads_blocks=True)
-
-    def read_block(
-        self, state: LayerCache, block: TokenBlock, carry: Carry
-    ) -> tuple[Float[Array, "B S N H"], LayerCache, Carry]:
-        state = cache.insert_block(state, block)
-        return cache.attend_block(self.spec, state, block), state, carry
+    def layer(self, spec: LayerSpec) -> DenseLayer["Full"]:
+        return DenseLayer(self, spec)

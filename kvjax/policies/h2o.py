@@ -6,10 +6,9 @@ from typing import Any, ClassVar, Literal
 from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt
-from kvjax.pallas_kernels import window_scores
 
 from .budget import budget_tokens
-from .families.scoring import ScoreEviction, attention_mass
+from .families.scoring import ScoreEviction, attention_mass, last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -21,7 +20,8 @@ class H2O(ScoreEviction):
     """Keep the tokens with the most accumulated attention, and the most recent ones (Zhang et al. 2023, Algorithm 1).
 
     A token's score is the sum of the softmax probabilities that all queries since it have given it, those of the prompt
-    included, averaged over the query group. While decoding, one token per step is evicted, and its score is forgotten.
+    included, averaged over the query group. While decoding, one token per step is evicted, and its score is forgotten; a text that is
+    read in blocks is brought back to the budget after each.
 
     Attributes:
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
@@ -59,11 +59,13 @@ class H2O(ScoreEviction):
         return budget * 0, budget // 2 if self.recent is None else budget * 0 + self.recent
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        queries, keys, lengths = prompt.q_rotated, prompt.k_rotated, prompt.lengths
         if self.observers == "all":
-            return attention_mass(queries, keys, lengths, scale=spec.scale, sliding_window=spec.window)
-        mean = window_scores(queries, keys, lengths, window=self.window, scale=spec.scale, sliding_window=spec.window)
-        return mean * lengths.clip(max=self.window).astype(mean.dtype)[:, None, None]
+            return attention_mass(prompt, scale=spec.scale, sliding_window=spec.window)
+        mean = last_queries(prompt, self.window, spec)
+        return mean * (prompt.lengths - prompt.before).clip(max=self.window).astype(mean.dtype)[:, None, None]
+
+    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        return score + self.scores(spec, prompt)
 
     def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
         return score + probs

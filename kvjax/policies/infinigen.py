@@ -18,6 +18,7 @@ from kvjax.pallas_kernels import heads_of, top_k
 from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
 from .capabilities import Queries
+from .families.dense import DenseLayer
 from .families.pages import best_pages
 from .families.skewing import SkewProfile
 from .families.sparse import SparseLayer, reads_everything
@@ -124,7 +125,7 @@ class InfiniGen(Policy):
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         dense = reads_everything(spec, self.budget, self.dense_layers)
-        return Layer(self, spec) if dense else InfiniGenLayer(self, spec)
+        return DenseLayer(self, spec) if dense else InfiniGenLayer(self, spec)
 
     def directions(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
         """The profile's for this layer's heads, if there is a profile."""

@@ -36,7 +36,10 @@ class KeyDiff(ScoreEviction):
     )
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        return difference(prompt.k_rotated.swapaxes(1, 2), prompt.mask[:, None])
+        return difference(prompt.k_rotated.swapaxes(1, 2), prompt.live)
+
+    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        return self.scores(spec, prompt)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return KeyDiffLayer(self, spec)
@@ -46,7 +49,7 @@ class KeyDiff(ScoreEviction):
 class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
     """One layer, whose scores are computed anew at every step."""
 
-    traits: Traits = Traits(compression="every_step", compress_reads_kv=True)
+    traits: Traits = Traits(compression="every_step", compress_reads_kv=True, reading="blocks")
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         score = difference(state.cache.k, state.cache.live)

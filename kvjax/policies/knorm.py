@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import LayerSpec, Prompt, Token
 
 from .base import Layer
+from .families.dense import DenseLayer
 from .families.scoring import ScoreEviction
 from .fields import check_fields
 from .info import PolicyInfo
@@ -39,7 +40,7 @@ class KNorm(ScoreEviction):
         check_fields(self, dense_layers=0)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return Layer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
+        return DenseLayer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         return -jnp.linalg.norm(prompt.k.astype(jnp.float32), axis=-1).swapaxes(1, 2)

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import top_k
 
-from .families.scoring import PromptScorer
+from .base import Layer, Traits
+from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
@@ -52,6 +53,9 @@ class LagKV(PromptScorer):
 
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, lag=2)
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return PromptScorerLayer(self, spec, Traits(plain=True))  # segments are of whole prompts
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + 1

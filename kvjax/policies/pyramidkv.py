@@ -71,10 +71,12 @@ class PyramidKV(SnapKV):
         if spec.prompt_len == 0:
             return 0
         # A batch of one is padded to the next bucket; one of several may hold rows of any length.
-        shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if spec.batch == 1 else 1
+        known = spec.batch == 1 and not spec.block  # in blocks, a text has been shorter before
+        shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if known else 1
         with jax.ensure_compile_time_eval():
             lengths = jnp.arange(shortest, spec.prompt_len + 1, dtype=jnp.int32)
             total = lengths + spec.new_tokens
+            total = jnp.full_like(lengths, spec.max_tokens) if spec.block else total
             most = self.row_budgets(spec, lengths, total)
             if isinstance(self.budget, float):
                 # A row with fewer new tokens has a lower average, and may be of the pyramid where one with more is not. A layer's

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, TokenBlock
 from kvjax.pallas_kernels import page_scores, top_k_indices, widen_bounds
 
-from .base import Carry, Layer, Policy
+from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
+from .families.dense import DenseLayer
 from .families.pages import paged, slots_of
 from .families.sparse import SparseLayer, reads_everything
 from .fields import check_fields
@@ -87,7 +88,7 @@ class Quest(Policy):
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         dense = reads_everything(spec, self.budget, self.dense_layers)
-        return Layer(self, spec) if dense else QuestLayer(self, spec)
+        return DenseLayer(self, spec) if dense else QuestLayer(self, spec)
 
     @property
     def recent_pages(self) -> int:
@@ -102,6 +103,8 @@ class Quest(Policy):
 @dataclasses.dataclass(frozen=True)
 class QuestLayer(SparseLayer[Quest]):
     """One layer that reads pages; see `Quest`."""
+
+    traits: Traits = Traits(reading="blocks", sparse=True)
 
     @property
     def pages(self) -> int:
@@ -152,6 +155,35 @@ class QuestLayer(SparseLayer[Quest]):
         bounds = jnp.concatenate([low, high], axis=-1)
         budget = budget_rows(self.policy.budget, prompt.total)
         return PagedCache(cache.from_prompt(spec, self.capacity, prompt), bounds, budget), carry
+
+    def read_block(
+        self, state: PagedCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], PagedCache, Carry]:
+        kept = cache.insert_block(state.cache, block)
+        out = cache.attend_block(self.spec, kept, block)
+        return out, dataclasses.replace(state, cache=kept, bounds=self._widened(state, block)), carry
+
+    def _widened(self, state: PagedCache, block: TokenBlock) -> Float[Array, "B K P 2*H"]:
+        """Bounds of the pages that a block's tokens come into, and of all others."""
+        page, dtype = self.policy.page, self.spec.dtype
+        pages = (block.size + page - 2) // page + 1  # the most that it touches
+        begin, offset = block.position // page, block.position % page
+        place = jnp.arange(pages * page, dtype=jnp.int32) - offset[:, None]
+        keys = jnp.take_along_axis(block.k_rotated, jnp.maximum(place, 0)[..., None, None], axis=1, mode="clip")
+        keys = einops.rearrange(keys.astype(dtype), "b (p s) k h -> b k p s h", s=page)
+        inside = (place >= 0) & (place < block.count[:, None])
+        inside = einops.rearrange(inside, "b (p s) -> b 1 p s 1", s=page)
+
+        rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in state.bounds.shape[:2])
+        some = jnp.any(inside, axis=(3, 4))[:, 0]
+        which = begin[:, None] + jnp.arange(pages, dtype=jnp.int32)
+        at = rows[:, None, None], heads[:, None], jnp.where(some, which, self.pages)[:, None]  # dropped where none is
+        old = state.bounds.at[at].get(mode="clip")
+        begun = ((which * page < block.position[:, None]) & some)[:, None, :, None]  # these have tokens already
+        low, high = jnp.split(old, 2, axis=-1)
+        low = jnp.minimum(jnp.min(keys, axis=3, where=inside, initial=jnp.inf), jnp.where(begun, low, jnp.inf))
+        high = jnp.maximum(jnp.max(keys, axis=3, where=inside, initial=-jnp.inf), jnp.where(begun, high, -jnp.inf))
+        return state.bounds.at[at].set(jnp.concatenate([low, high], axis=-1).astype(dtype), mode="drop")
 
     def append(self, state: PagedCache, token: Token) -> PagedCache:
         state = super().append(state, token)

@@ -34,8 +34,8 @@ class Random(ScoreEviction):
     seed: int = 0
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        drawn = uniform(spec, self.seed, jnp.arange(prompt.size, dtype=jnp.int32))
-        return jnp.broadcast_to(drawn, (prompt.k.shape[0], *drawn.shape))
+        drawn = uniform(spec, self.seed, jnp.maximum(prompt.pos[:, 0], 0))
+        return jnp.swapaxes(drawn, 0, 1)
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
         return uniform(spec, self.seed, token.position).T

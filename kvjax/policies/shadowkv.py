@@ -15,6 +15,7 @@ from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
 from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
+from .families.dense import DenseLayer
 from .families.pages import best_pages, paged, slots_of
 from .families.sparse import SparseLayer, gathered
 from .fields import check_fields
@@ -94,7 +95,7 @@ class ShadowKV(Policy):
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         layer = ShadowKVLayer(self, spec)
-        return layer if layer.selection_shape[1] + layer.exact < spec.prompt_len else Layer(self, spec)
+        return layer if layer.selection_shape[1] + layer.exact < spec.prompt_len else DenseLayer(self, spec)
 
 
 @dataclasses.dataclass(frozen=True)

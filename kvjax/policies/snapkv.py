@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt, prompt_mask
-from kvjax.pallas_kernels import window_scores
 
-from .families.scoring import PromptScorer, pool
+from .families.scoring import PromptScorer, last_queries, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -21,7 +20,8 @@ class SnapKV(PromptScorer):
     """Keep what the last tokens of a prompt attend to, smoothed so that neighbours stay together (Li et al. 2024, section 4).
 
     The last `window` tokens are kept and observe. A token before them scores the attention that it gets from them, averaged
-    over the query group and pooled over neighbours; the best are kept beside the window. Only the prompt is compressed.
+    over the query group and pooled over neighbours; the best are kept beside the window. Only the prompt is compressed; read in
+    blocks, the last `window` tokens of each observe, and neighbours are those that are left.
 
     The paper and its LongBench configurations pool by `pool="max", kernel=7`; the published class has `pool="avg", kernel=5` by
     default, in which zeros beyond the ends of what is scored count.
@@ -55,14 +55,7 @@ class SnapKV(PromptScorer):
         return budget * 0, budget * 0 + self.window
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        observed = window_scores(
-            prompt.q_rotated,
-            prompt.k_rotated,
-            prompt.lengths,
-            window=self.window,
-            scale=spec.scale,
-            sliding_window=spec.window,
-        )
+        observed = last_queries(prompt, self.window, spec)
         before = prompt_mask(prompt.lengths - self.window, prompt.size)[:, None]
         observed = jnp.where(before, observed, 0.0)
         return observed if self.pool is None else pool(observed, self.kernel, self.pool)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 
 from .base import Carry, Layer, Policy, State, Traits
 from .budget import budget_rows, budget_tokens
+from .capabilities import read_as_prompt
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -75,7 +76,7 @@ class StreamingLayer(Layer[S]):
         rotated: whether tokens stand at their original positions, instead of at their places in the cache.
     """
 
-    traits: Traits = Traits(compression="every_step")
+    traits: Traits = Traits(compression="every_step", reading="blocks")
     rotated: bool = False
 
     @property
@@ -88,11 +89,17 @@ class StreamingLayer(Layer[S]):
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[StreamingCache, Carry]:
         budget = budget_rows(self.policy.budget, prompt.total)
-        pos = jnp.arange(prompt.size, dtype=jnp.int32)
-        keep = (pos < self.policy.sinks) | (pos >= (prompt.lengths - budget + self.policy.sinks)[:, None])
-        keep = jnp.broadcast_to(keep[:, None], (self.spec.batch, self.spec.num_kv_heads, prompt.size))
+        place = jnp.arange(prompt.size, dtype=jnp.int32)
+        latest = place >= (prompt.lengths - budget + self.policy.sinks)[:, None, None]
+        keep = (prompt.pos < self.policy.sinks) | latest
+        keep = jnp.broadcast_to(keep, (self.spec.batch, self.spec.num_kv_heads, prompt.size))
         kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep, rotated=self.rotated)
         return StreamingCache(kept, budget), carry
+
+    def read_block(
+        self, state: State, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], StreamingCache, Carry]:
+        return read_as_prompt(self, state, block, carry, rotated=self.rotated)
 
     def append(self, state: State, token: Token) -> StreamingCache:
         return dataclasses.replace(state, cache=cache.insert(state.cache, token, rotated=self.rotated)[0])

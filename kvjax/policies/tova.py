@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt
-from kvjax.pallas_kernels import window_scores
 
-from .families.scoring import ScoreEviction
+from .families.scoring import ScoreEviction, last_queries
 from .info import PolicyInfo
 from .registry import register
 
@@ -41,10 +40,11 @@ class TOVA(ScoreEviction):
         return budget * 0, budget * 0 + int(self.keep_newest)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        latest = window_scores(
-            prompt.q_rotated, prompt.k_rotated, prompt.lengths, window=1, scale=spec.scale, sliding_window=spec.window
-        )
+        latest = last_queries(prompt, 1, spec)
         return self.update_score(latest, latest)
+
+    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        return self.scores(spec, prompt)
 
     def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
         return jnp.broadcast_to(jnp.mean(probs, axis=1, keepdims=True), score.shape)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
-from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction, window_scores
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction
 
 from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
+from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -55,7 +56,9 @@ class TreeKV(Policy):
     cache (section 4.1, Position Encoding), so sequences far beyond the trained window work.
 
     A prompt is compressed the same way in blocks of tokens (section 4.2), scored by the queries of its last block; those
-    scores are where the averages of decoding start from.
+    scores are where the averages of decoding start from, and its scope where that of decoding starts. A text that is read in parts
+    goes on like that: tree and arrivals are cut into blocks, which pass through the tree from where the scope was, and attention of
+    the last queries of each part enters the averages.
 
     Attributes:
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
@@ -106,81 +109,107 @@ class TreeKV(Policy):
         recent = jnp.maximum(budget // 2 - self.sinks, 0) if self.recent is None else jnp.full_like(budget, self.recent)
         return recent, budget - self.sinks - recent, budget
 
-    @partial(jax.jit, static_argnums=0)  # traced once for all layers: 1 s less for a model of 30
+    @partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers: 1 s less for a model of 30
     def keep_mask(
-        self, observed: Float[Array, "B K T"], lengths: Int[Array, " B"], recent: Array, tree: Array, budget: Array
-    ) -> Bool[Array, "B K T"]:
-        """Which prompt tokens survive: sinks, recent ones (the observation block at least), and the blocks the tree keeps.
+        self,
+        observers: int,
+        scores: Float[Array, "B K T"],
+        live: Bool[Array, "B #K T"],
+        lengths: Int[Array, " B"],
+        scope: Int[Array, "B K"],
+        total: Int[Array, " B"],
+    ) -> tuple[Bool[Array, "B K T"], Int[Array, "B K"]]:
+        """Which tokens of a prompt survive: sinks, recent ones (the observation block at least), and the blocks the tree keeps.
 
         Blocks are counted from the right end of what lies between, so the first one may be partial.
+
+        Args:
+            observers: queries of the observation block.
+            scores: average attention of each token.
+            live, lengths: places that hold a token, and the end of each row, see `Prompt`.
+            scope: left end of the eviction scope, in tokens.
+            total: tokens that each row will reach.
+
+        Returns:
+            Also where the scope is then.
         """
-        recent = jnp.maximum(recent, jnp.minimum(self.block, tree + recent))
-        tree = budget - self.sinks - recent
-        size = jnp.clip(tree // 4, 1, self.block)
-        middle = jnp.maximum(lengths - self.sinks - recent, 0)
-        blocks = -(-middle // size)
-        pos = jnp.arange(observed.shape[-1], dtype=jnp.int32)
-        start = (lengths - recent - blocks * size)[:, None]  # of the first block, were it whole
-        block = jnp.where(pos < self.sinks, -1, (pos - start) // size[:, None])  # [B, T]; < 0 sinks, >= blocks recent
-        inside = (block >= 0) & (block < blocks[:, None])
+        recent, tree, budget = self.regions(total)
+        recent = jnp.maximum(recent, jnp.minimum(observers if observers > 1 else 0, tree + recent))[:, None]
+        tree = budget[:, None] - self.sinks - recent
+        size = jnp.clip(tree // 4, 1, observers)
+        count = jnp.sum(live, axis=-1, dtype=jnp.int32)  # [B, #K]
+        blocks = -(-jnp.maximum(count - self.sinks - recent, 0) // size)
+        place = jnp.arange(live.shape[-1], dtype=jnp.int32)
+        start = lengths[:, None] - recent - blocks * size  # of the first block, were it whole
+        is_sink = place < (lengths[:, None] - count + self.sinks)[..., None]
+        block = jnp.where(is_sink, -1, (place - start[..., None]) // size[..., None])  # < 0 sinks, >= blocks recent
+        inside = live & (block >= 0) & (block < blocks[..., None])
 
-        count = observed.shape[-1]
-        kept = jax.vmap(self._tournament)(
-            self._block_scores(observed, jnp.where(inside, block, count), count), tree // size, blocks
+        block, inside = (jnp.broadcast_to(x, scores.shape) for x in (block, inside))
+        held, moved = jax.vmap(self._tournament)(
+            self._block_scores(scores, jnp.where(inside, block, live.shape[-1])),
+            (tree // size)[:, 0],
+            jnp.broadcast_to(blocks, scope.shape),
+            scope // size,
         )
-        survives = jnp.take_along_axis(kept, jnp.where(inside, block, 0)[:, None], axis=-1)
-        return jnp.where(inside[:, None], survives, True) | (lengths <= budget)[:, None, None]
+        survives = jnp.take_along_axis(held, jnp.where(inside, block, 0), axis=-1)
+        whole = count <= budget[:, None]
+        return jnp.where(inside, survives, True) | whole[..., None], jnp.where(whole, scope, moved * size)
 
-    def _block_scores(
-        self, observed: Float[Array, "B K T"], block: Int[Array, "B T"], count: int
-    ) -> Float[Array, "B K M"]:
-        """Mean observed attention of the tokens of each block; what is numbered `count` belongs to none."""
+    def _block_scores(self, scores: Float[Array, "B K T"], block: Int[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Mean score of the tokens of each block; what is numbered T belongs to none."""
+        count = scores.shape[-1]
 
-        def mean(row: Float[Array, "K T"], block: Int[Array, " T"]) -> Float[Array, "K M"]:
-            total = jax.ops.segment_sum(row.T, block, num_segments=count + 1)[:count]
-            size = jax.ops.segment_sum(jnp.ones_like(block), block, num_segments=count + 1)[:count]
-            return (total / jnp.maximum(size, 1).astype(jnp.float32)[:, None]).T
+        def mean(scores: Float[Array, " T"], block: Int[Array, " T"]) -> Float[Array, " T"]:
+            pairs = jnp.stack([scores, jnp.ones_like(scores)], axis=-1)
+            total, size = jax.ops.segment_sum(pairs, block, num_segments=count + 1)[:count].T
+            return total / jnp.maximum(size, 1.0)
 
-        return jax.vmap(mean)(observed, block)
+        return jax.vmap(jax.vmap(mean))(scores, block)
 
     def _tournament(
-        self, scores: Float[Array, "K M"], capacity: Int[Array, ""], blocks: Int[Array, ""]
-    ) -> Bool[Array, "K M"]:
-        """Which of the first `blocks` blocks are left when all have passed through a tree of `capacity` blocks."""
+        self,
+        scores: Float[Array, "K M"],
+        capacity: Int[Array, ""],
+        blocks: Int[Array, " K"],
+        scope: Int[Array, " K"],
+    ) -> tuple[Bool[Array, "K M"], Int[Array, " K"]]:
+        """Which of the first `blocks` blocks are left when all have passed through a tree of `capacity` blocks, and the scope."""
         step = self._round if self.cycle == "text" else self._single
         size = scores.shape[-1]
         order = jnp.arange(size, dtype=jnp.int32)
 
-        def play(scores: Float[Array, " M"]) -> Bool[Array, " M"]:
+        def play(scores: Float[Array, " M"], blocks: Array, scope: Array) -> tuple[Bool[Array, " M"], Array]:
             def cond(carry: tuple[Array, Array, Array]) -> Array:
                 return (carry[1] < blocks) & (capacity > 0)
 
-            kept, _, _ = jax.lax.while_loop(
-                cond, lambda carry: step(scores, capacity, blocks, *carry), (order, capacity, jnp.zeros((), jnp.int32))
+            kept, _, scope = jax.lax.while_loop(
+                cond, lambda carry: step(scores, capacity, blocks, *carry), (order, capacity, scope)
             )
             survivors = jnp.where(order < jnp.minimum(capacity, blocks), kept, size)
-            return jnp.zeros(size, bool).at[survivors].set(True, mode="drop")
+            return jnp.zeros(size, bool).at[survivors].set(True, mode="drop"), scope
 
-        return jax.vmap(play)(scores)
+        return jax.vmap(play)(scores, blocks, scope)
 
     def _round(
         self, scores: Array, capacity: Array, blocks: Array, kept: Int[Array, " M"], arrived: Array, scope: Array
     ) -> tuple[Array, Array, Array]:
-        """One full turn of the scope. With static scores, `capacity` single evictions are one round of a pairwise tournament.
+        """What is left of a turn of the scope. With fixed scores, `capacity` single evictions are one round of a pairwise tournament.
 
-        The list of `capacity` kept blocks and as many arrivals is paired off (0, 1), (2, 3), …; each pair keeps its better
-        block. If only j arrivals are left, the first j pairs play and the rest of the list stays as it is.
+        The list of `capacity` kept blocks and as many arrivals is paired off from the scope on, (0, 1), (2, 3), …; each pair keeps
+        its better block. If only j arrivals are left, the first j pairs play and the rest of the list stays as it is.
         """
         places = jnp.arange(kept.shape[0], dtype=jnp.int32)
-        arrivals = jnp.minimum(capacity, blocks - arrived)
+        arrivals = jnp.minimum(capacity - scope, blocks - arrived)
 
         def listed(i: Array) -> Array:
             return jnp.where(i < capacity, jnp.take(kept, i, mode="clip"), arrived + i - capacity)
 
-        a, b = listed(2 * places), listed(2 * places + 1)
+        a, b = listed(2 * places - scope), listed(2 * places - scope + 1)
         score = partial(jnp.take, scores, mode="clip")
         winner = jnp.where(self._keep_left(score(a), score(b)), a, b)
-        return jnp.where(places < arrivals, winner, listed(places + arrivals)), arrived + arrivals, scope
+        after = jnp.where(places < scope + arrivals, winner, listed(places + arrivals))
+        return jnp.where(places < scope, kept, after), arrived + arrivals, (scope + arrivals) % capacity
 
     def _single(
         self, scores: Array, capacity: Array, blocks: Array, kept: Int[Array, " M"], arrived: Array, scope: Array
@@ -213,7 +242,7 @@ class TreeKV(Policy):
 class TreeKVLayer(Layer[TreeKV]):
     """One layer of a `TreeKV`."""
 
-    traits: Traits = Traits(compression="every_step")
+    traits: Traits = Traits(compression="every_step", reading="blocks")
 
     @property
     def max_kept(self) -> int:
@@ -222,24 +251,30 @@ class TreeKVLayer(Layer[TreeKV]):
     def init(self, total: Int[Array, " B"] | None = None) -> Tree:
         empty = cache.empty(self.spec, self.capacity)
         zeros = jnp.zeros(empty.pos.shape, jnp.float32)
-        return self._tree(empty, zeros, zeros, self.spec.totals(total))
+        return self._tree(empty, zeros, zeros, jnp.zeros_like(empty.next), self.spec.totals(total))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Tree, Carry]:
-        spec, block = self.spec, self.policy.block
-        observed = window_scores(
-            prompt.q_rotated,
-            prompt.k_rotated,
-            prompt.lengths,
-            window=block,
-            scale=spec.scale,
-            sliding_window=spec.window,
-        )
-        keep = self.policy.keep_mask(observed, prompt.lengths, *self.policy.regions(prompt.total))
-        kept, index = cache.gather_kept(spec, self.capacity, prompt, keep, rotated=False)
-        observers = jnp.minimum(prompt.lengths, block).astype(jnp.float32)[:, None, None]
-        steps = jnp.where(kept.live, observers, 0.0)
-        score = jnp.where(kept.live, jnp.take_along_axis(observed, index, axis=-1) * observers, 0.0)
-        return self._tree(kept, score, steps, prompt.total), carry
+        zeros = jnp.zeros((self.spec.batch, self.spec.num_kv_heads, prompt.size), jnp.float32)
+        return self._chosen(prompt, zeros, zeros, jnp.zeros(zeros.shape[:2], jnp.int32)), carry
+
+    def read_block(self, state: Tree, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], Tree, Carry]:
+        prompt = cache.kept_and_block(state.cache, block, rotated=False)
+        score, steps = (cache.with_places(state.cache, x, block) for x in (state.score, state.steps))
+        new = self._chosen(prompt, score, steps, state.scope)
+        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+
+    def _chosen(
+        self, prompt: Prompt, score: Float[Array, "B K T"], steps: Float[Array, "B K T"], scope: Int[Array, "B K"]
+    ) -> Tree:
+        """What is kept of a prompt, whose tokens come with sums of attention over so many queries."""
+        observers = min(self.policy.block, prompt.q.shape[1])
+        observed = last_queries(prompt, observers, self.spec)
+        more = jnp.minimum(prompt.lengths - prompt.before, observers).astype(jnp.float32)[:, None, None]
+        score, steps = score + observed * more, steps + more
+        keep, scope = self.policy.keep_mask(observers, score / steps, prompt.live, prompt.lengths, scope, prompt.total)
+        kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep, rotated=False)
+        score, steps = (jnp.where(kept.live, jnp.take_along_axis(x, index, axis=-1), 0.0) for x in (score, steps))
+        return self._tree(kept, score, steps, scope, prompt.total)
 
     def append(self, state: Tree, token: Token) -> Tree:
         extra = (state.rank, state.count), (state.score, 0.0), (state.steps, 0.0)
@@ -268,9 +303,11 @@ class TreeKVLayer(Layer[TreeKV]):
         kept = dataclasses.replace(kept, pos=evicted.pos, weight=evicted.weight, next=evicted.next)
         return dataclasses.replace(state, cache=kept, rank=evicted.rank, count=evicted.kept, scope=evicted.scope)
 
-    def _tree(self, filled: LayerCache, score: Array, steps: Array, tokens: Int[Array, " B"]) -> Tree:
+    def _tree(
+        self, filled: LayerCache, score: Array, steps: Array, scope: Int[Array, "B K"], tokens: Int[Array, " B"]
+    ) -> Tree:
         """A state whose slots are filled in order of position."""
         _, tree, budget = self.policy.regions(tokens)
         places = jnp.arange(filled.pos.shape[-1], dtype=jnp.int32)
         rank = jnp.where(filled.live, places, filled.pos.shape[-1])
-        return Tree(filled, rank, score, steps, filled.count, jnp.zeros_like(filled.next), tree, budget)
+        return Tree(filled, rank, score, steps, filled.count, scope, tree, budget)

@@ -1,4 +1,4 @@
-"""The two compiled programs of generation: read the prompts, and decode in one loop on the device.
+"""The compiled programs of generation: read prompts, at once or in blocks, and decode in one loop on the device.
 
 The loop appends, attends, compresses, samples and stops rows without the host. It fills a buffer of `CHUNK` tokens a call, so
 its memory does not depend on how many tokens are decoded in all.
@@ -253,9 +253,23 @@ def _answer(
     return state, tokens, logprobs
 
 
-def _extend(policy: Policy, specs: Specs, params: Params, state: Decoding, tokens: Int[Array, "B S"]) -> Decoding:
-    caches = transformer.extend(params, state.caches, tokens, state.pos, layers_of(policy, specs))
-    return dataclasses.replace(state, caches=caches, pos=state.pos + tokens.shape[1])
+def _extend(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    state: Decoding,
+    tokens: Int[Array, "B S"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    sampler: Sampler,
+    ends: Int[Array, " E"],
+) -> tuple[Decoding, Float[Array, " B"]]:
+    layers, reads = layers_of(policy, specs), count > 0
+    logits, caches = transformer.read_block(params, state.caches, tokens, state.pos, count, total, layers)
+    pos = state.pos + count
+    token, logprob = _sample(logits, sampler, state.seed, pos)
+    token, done = jnp.where(reads, token, state.token), jnp.where(reads, jnp.isin(token, ends), state.done)
+    return dataclasses.replace(state, caches=caches, token=token, pos=pos, done=done), logprob
 
 
 def _sample(
@@ -291,8 +305,9 @@ less `lengths[b] - 1`.
 """
 
 extend = Program(_extend, static=2, donate=(3,))
-"""`extend(policy, specs, params, state, tokens)`: read tokens [B, S] into the caches, at the state's positions.
+"""`extend(policy, specs, params, state, tokens, count, total, sampler, ends)`: read a block of a text [B, S], right-padded, into the caches.
 
-A piece of a long prompt: of memory it takes the caches, and what S tokens need. Returns the new state (the old one's buffers
-are reused), whose sampled token is none that follows from what was read: `answer` goes on with the tokens after these.
+Row b reads `count[b]` tokens at the state's positions, in place of its sampled token, and samples the one that follows; a row that
+reads none stays as it is. Of memory it takes the caches, and what S tokens need. Returns the new state (the old one's buffers are
+reused), and the sampled tokens' log-probabilities. `total` is as for `prefill`.
 """

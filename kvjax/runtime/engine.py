@@ -18,10 +18,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.arguments import shown, whole
-from kvjax.cache import layer_specs
+from kvjax.cache import bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer
+from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.program import Program
@@ -65,6 +66,7 @@ class Engine:
         max_new_tokens: the most tokens that follow in any row, read and sampled together.
         max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Some models' rotations
             depend on it.
+        block: read prompts so many tokens at a time (see `begin` and `extend`), so that no memory is needed for the whole of one.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
 
     Attributes:
@@ -75,7 +77,7 @@ class Engine:
 
     Raises:
         ValueError: a number is out of range.
-        PolicyError: the policy is unknown, or cannot work with this budget at this length.
+        PolicyError: the policy is unknown, cannot work with this budget at this length, or cannot read in blocks and is to.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         prompt_len: int,
         max_new_tokens: int = 128,
         max_total_tokens: int | None = None,
+        block: int | None = None,
         dtype: Any = None,
     ) -> None:
         if not isinstance(model, ModelConfig | Params):
@@ -106,7 +109,11 @@ class Engine:
             self.config, self.weights = model, abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype))
         self.policy = get_policy(policy, budget=budget).bind(self.config)
         self.policy.validate(total)
-        self.specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total)
+        block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
+        self.specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
+        if block:
+            for layer in self.layers:
+                check_reads_blocks(layer)
         self._shape = self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype
         self.compile_seconds = 0.0
 
@@ -114,6 +121,11 @@ class Engine:
     def batch(self) -> int:
         """Rows that run together."""
         return self.specs[0].batch
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block in which prompts are read; 0 if they are read whole."""
+        return self.specs[0].block
 
     @property
     def layers(self) -> tuple[Layer[Any], ...]:
@@ -194,9 +206,15 @@ class Engine:
             state = decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
         return prefill, self._compiled(decoding.decode, state, count, *how)
 
-    def begin(self, new_tokens: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> Decoding:
-        """The state of rows that have read nothing yet; arguments as for `prefill`."""
-        return decoding.empty(self.policy, self.specs, self._seeds(seeds), self._totals([0] * self.batch, new_tokens))
+    def begin(self, total: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> Decoding:
+        """The state of rows that have read nothing yet.
+
+        Args:
+            total: as for `extend`.
+            seeds: as for `prefill`.
+        """
+        total = [self.specs[0].max_tokens] * self.batch if total is None else total
+        return decoding.empty(self.policy, self.specs, self._seeds(seeds), jnp.asarray(total, jnp.int32))
 
     def prefill(
         self,
@@ -229,9 +247,33 @@ class Engine:
         total, seed = self._totals(lengths, new_tokens), self._seeds(seeds)
         return self.ready(decoding.prefill, *given, total, seed, *self._how(sampler, eos_ids))()
 
-    def extend(self, state: Decoding, tokens: Sequence[Sequence[int]] | Int[Array, "B S"]) -> Decoding:
-        """Read tokens into the caches, a piece of a long prompt; see `decoding.extend`. The state is used up."""
-        return self.ready(decoding.extend, state, jnp.asarray(tokens, jnp.int32))()
+    def extend(
+        self,
+        state: Decoding,
+        tokens: Sequence[Sequence[int]],
+        total: Sequence[int] | None = None,
+        sampler: Sampler | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> tuple[Decoding, Float[Array, " B"]]:
+        """Read a block of a text into each row's cache, and sample the token after it; see `decoding.extend`. The state is used up.
+
+        Args:
+            tokens: of each row up to `block`; none for a row that is to stay as it is.
+            total: tokens that each row will reach, which fractional budgets are fractions of; by default all there is room for.
+            sampler, eos_ids: as for `prefill`.
+
+        Raises:
+            ValueError: the engine was not made to read in blocks, there are more or fewer rows than it has, or a block is too long.
+        """
+        lengths, size = [len(row) for row in tokens], self.block
+        if len(lengths) != self.batch or max(lengths) > size:
+            told = (
+                f"give {self.batch}, of up to {size} each" if size else "make the engine with block=, so many at most"
+            )
+            raise ValueError(f"blocks of {lengths} tokens; {told}")
+        given = decoding.padded(tokens, size)
+        total = [self.specs[0].max_tokens] * self.batch if total is None else total
+        return self.ready(decoding.extend, state, *given, jnp.asarray(total, jnp.int32), *self._how(sampler, eos_ids))()
 
     def decode(
         self, state: Decoding, count: int, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()

@@ -12,18 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.arguments import short, whole
-from kvjax.cache import host_memory
+from kvjax.cache import host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
-from kvjax.policies import Policy, PolicyError, get_policy
+from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.transforms.offload import hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
+from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
+
+BLOCK = 4096
+"""Tokens of the blocks in which prompts are read that would not fit whole."""
 
 STREAM_STEPS = 8
 """Tokens decoded between looks at the host, when text is streamed or stop strings are given."""
@@ -46,6 +50,7 @@ class GenerationStats:
             the host. Rows that are done count until all are.
         question_tokens: tokens read one by one after the prompts had been compressed.
         budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
+        prefill_block: tokens of the blocks that the prompts were read in; None if they were read whole.
     """
 
     rows: int
@@ -61,6 +66,7 @@ class GenerationStats:
     hit_rate: float | None
     question_tokens: int = 0
     budget_applies: bool = True
+    prefill_block: int | None = None
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -158,7 +164,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     question: Question | Sequence[Question] | None = None,
-    prefill_chunk: int | None = None,
+    prefill_block: int | None = None,
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
@@ -180,9 +186,11 @@ def generate(
         ignore_eos: go on past end tokens.
         question: text or token ids that follow the prompt (one for each prompt of a list), read only once the prompt has been
             compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones.
-        prefill_chunk: read prompts so many tokens at a time, with compression between them, so that no memory is needed for the
-            whole of one: each token attends to what the cache holds when its turn comes, as in decoding. Of a batch, the tokens
-            beyond the shortest prompt are read one by one. Not for policies that choose from a prompt as a whole.
+        prefill_block: read prompts in blocks of so many tokens, each compressed together with what is kept of those before it, so that
+            memory and time per token do not depend on a prompt's length. Tokens attend to what is kept and, causally, to their block.
+            The first block of a prompt is the one that is not full. By default prompts are read whole, or in blocks of `BLOCK` where
+            their keys and values would not fit beside the weights, as `GenerationStats.prefill_block` tells. Not for policies that
+            choose from a prompt as a whole.
 
     Returns:
         A `Generation`; for a list of prompts a list of them.
@@ -192,7 +200,7 @@ def generate(
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
-    return Run(params, prompt, policy, budget, request, question, prefill_chunk).finish()
+    return Run(params, prompt, policy, budget, request, question, prefill_block).finish()
 
 
 def stream(
@@ -203,7 +211,7 @@ def stream(
     max_new_tokens: int = 128,
     *,
     question: Question | None = None,
-    prefill_chunk: int | None = None,
+    prefill_block: int | None = None,
     **options: Unpack[RequestOptions],
 ) -> Iterator[str]:
     """Continue one prompt and yield its text as it comes.
@@ -217,7 +225,7 @@ def stream(
     request = check_request(params, max_new_tokens, **options)
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
-    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_chunk, streamed=True))
+    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, streamed=True))
 
 
 def _pieces(run: "Run") -> Iterator[str]:
@@ -286,22 +294,21 @@ class Run:
         budget: int | float | None,
         request: Request,
         question: Any = None,
-        prefill_chunk: int | None = None,
+        prefill_block: int | None = None,
         streamed: bool = False,
     ) -> None:
         self.params, self.request = params, request
         self.policy = get_policy(policy, budget=budget).bind(params.config)
-        self.prefill_chunk = None if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
-        if prefill_chunk is not None and self.policy.info.budget_excludes_new_tokens:
-            raise PolicyError(
-                f"{self.policy.info.name} chooses what it keeps from the prompt as a whole, so the prompt cannot be read in pieces; leave "
-                "prefill_chunk out, or take a policy that compresses while decoding, such as treekv or chelsea"
-            )
+        self.prefill_block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
         prompts, self.single = token_ids(params, prompt, one=streamed)
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
+        for row in self.rows:
+            self.policy.validate(self._total(row))
+        if prefill_block is None:
+            self.prefill_block = self._automatic_block()
         self._check_lengths()
         for row in self.rows if streamed or request.stop else ():
             row.watch(request.stop)
@@ -339,14 +346,19 @@ class Run:
             hit_rate=self.found / self.selected if self.selected else None,
             question_tokens=sum(len(row.question) for row in self.rows),
             budget_applies=self.policy.info.takes_budget,
+            prefill_block=self.prefill_block,
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
     def _check_lengths(self) -> None:
         window = self.params.config.max_position
-        for row in self.rows:
-            self.policy.validate(self._total(row))
         longest, last = max(len(row.prompt) for row in self.rows), max(map(self._total, self.rows))
+        if self.prefill_block is not None:
+            engines = [
+                self.engine_for([self.rows[i] for i in group]) for group in self.groups()
+            ]  # raises if blocks cannot be read
+            kept = max(layer.max_kept for engine in engines for layer in engine.layers)
+            longest = min(longest, kept + self.prefill_block)
         reach = longest if self.policy.info.positions == "cache_rank" else last
         if reach > window:
             warnings.warn(
@@ -358,6 +370,20 @@ class Run:
                 ),
                 stacklevel=4,
             )
+
+    def _automatic_block(self) -> int | None:
+        """Tokens of a block where whole prompts would not fit and the policy can read in blocks; None for whole prompts."""
+        limit = device_bytes()
+        longest = max(len(row.prompt) for row in self.rows)
+        if limit is None or longest <= BLOCK:
+            return None
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        new = max(map(self._new_tokens, self.rows))
+        if weights + Full().nbytes(self.params.config, len(self.rows), longest, new, self.params.dtype) <= limit:
+            return None
+        specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
+        readable = all(self.policy.layer(spec).traits.reading == "blocks" for spec in specs)
+        return BLOCK if readable else None
 
     def _new_tokens(self, row: Row) -> int:
         """Tokens that may come after the prompt."""
@@ -375,13 +401,14 @@ class Run:
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         """What runs a group of rows."""
-        total = max(map(self._total, rows))
-        if self.prefill_chunk is not None:  # all tokens are new ones to the cache
-            prompt, new = 0, total
-        else:
-            prompt, new = max(len(row.prompt) for row in rows), max(map(self._new_tokens, rows))
         return Engine(
-            self.params, self.policy, batch=len(rows), prompt_len=prompt, max_new_tokens=new, max_total_tokens=total
+            self.params,
+            self.policy,
+            batch=len(rows),
+            prompt_len=max(len(row.prompt) for row in rows),
+            max_new_tokens=max(map(self._new_tokens, rows)),
+            max_total_tokens=max(map(self._total, rows)),
+            block=self.prefill_block,
         )
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[None]:
@@ -389,21 +416,20 @@ class Run:
         engine = self.engine_for(rows)
         prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, group)
         how = self.request.sampler, self.request.ends
-        if self.prefill_chunk is None:
-            rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
+        rest, totals = [row.question for row in rows], [self._total(row) for row in rows]
+        if self.prefill_block is None:
             with self._timed(engine, "prefill_seconds"):
-                state, first = engine.prefill(prompts, new, seeds, *how)
+                state, first = engine.prefill(prompts, [self._new_tokens(row) for row in rows], seeds, *how)
                 np.asarray(state.token)
         else:
-            state, first, read = engine.begin([self._total(row) for row in rows], seeds), None, 0
-            for piece in pieces(prompts, self.prefill_chunk):
+            state, first = engine.begin(totals, seeds), None
+            for block in blocks(prompts, engine.block):
                 with self._timed(engine, "prefill_seconds"):
-                    state = jax.block_until_ready(engine.extend(state, piece))
-                read += len(piece[0])
-            rest = [row.prompt[read:] + row.question for row in rows]
+                    state, first = jax.block_until_ready(engine.extend(state, block, totals, *how))
+            assert first is not None
         self._count_bytes(engine, state)
         given = rest if rest[0] else None
-        if first is not None and given is None:
+        if given is None:
             self._collect(rows, np.asarray(state.token)[:, None], np.asarray(first)[:, None], [1] * len(rows))
 
         steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first sample comes after so many steps
@@ -451,13 +477,13 @@ class Run:
             row.extend(row_tokens[:count], row_logprobs[:count], self.request.ends)
 
 
-def pieces(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
-    """The tokens that all prompts have in whole pieces, but for a last one: piece by piece, a list per row.
+def blocks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
+    """Prompts in blocks of `size` tokens, a list per row, which all end with the last; a row's first block is the one that is not full.
 
-    Pieces are of `size` tokens, and towards the end of a sixteenth of that.
+    So the tokens that a prompt ends with, by which many a method chooses, are together.
     """
-    read, shortest = 0, min(map(len, prompts))
-    for piece in dict.fromkeys((size, max(size // 16, 1))):
-        while read + piece < shortest:
-            yield [list(prompt[read : read + piece]) for prompt in prompts]
-            read += piece
+    for left in range(max(-(-len(prompt) // size) for prompt in prompts), 0, -1):
+        yield [
+            list(prompt[max(len(prompt) - left * size, 0) : max(len(prompt) - (left - 1) * size, 0)])
+            for prompt in prompts
+        ]

@@ -5,6 +5,7 @@ import math
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.cache import layer_specs
@@ -27,6 +28,12 @@ def parse_bytes(text: str) -> int:
     if match is None or unit not in _UNITS or not math.isfinite(float(match[1])):
         raise ValueError(f"{text!r} is not a memory size; write a number and a unit, such as 8GB or 512MiB")
     return int(float(match[1]) * _UNITS[unit])
+
+
+def device_bytes() -> int | None:
+    """Memory that programs may have on the device; None where it does not tell, such as on a CPU."""
+    stats = jax.devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
 
 
 def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any = jnp.bfloat16) -> int:

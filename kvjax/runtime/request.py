@@ -31,7 +31,7 @@ class RequestOptions(SamplingOptions, total=False):
 class GenerateOptions(RequestOptions, total=False):
     """What else `kvjax.generate` takes."""
 
-    prefill_chunk: int | None
+    prefill_block: int | None
 
 
 @dataclasses.dataclass(frozen=True)

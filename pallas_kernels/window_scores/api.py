@@ -14,13 +14,14 @@ _PRODUCTS = Op("mean_products", __name__)
 
 
 def window_scores(
-    q: Float[Array, "B T N H"],
+    q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
     lengths: Int[Array, " B"],
     *,
     window: int,
     scale: float,
     sliding_window: int | None = None,
+    pos: Int[Array, "B #K T"] | None = None,
     kind: Literal["softmax", "logits"] = "softmax",
     middle: tuple[Int[Array, " B"], Int[Array, " B"]] | None = None,
     chunk: int = 1,
@@ -35,10 +36,12 @@ def window_scores(
 
     Args:
         q, k: rotated queries and keys of a right-padded prompt.
-        lengths: tokens in each row.
+        lengths: tokens in each row; with `pos`, places up to its end.
         window: number of observing queries.
         scale: factor on the logits.
         sliding_window: attention window of the layer in tokens, if it has one.
+        pos: position of the token in each place, -1 where there is none, in order; that of a whole prompt by default. With it there may
+            be fewer queries than keys, S: those of the last S places, of which alone queries observe.
         kind: "softmax" averages causal attention probabilities; "logits" averages the bare products q · k · scale of every
             observer with every token, later ones and those outside a sliding window included (ChunkKV as printed).
         middle: where the observed tokens begin and how many they are, in each row, instead of all: attention is to them alone, and
@@ -57,11 +60,11 @@ def window_scores(
     if kind == "logits" and (middle is not None or chunk != 1):
         raise ValueError(f"window_scores: kind='logits' with chunk={chunk} or a middle; these are for 'softmax'")
     q, k = jax.lax.stop_gradient((q, k))
-    observers = Observers.of(q, lengths, window, k.shape[2])
+    observers = Observers.of(q, lengths, window, k.shape[2], pos)
     if kind == "logits":
         return _PRODUCTS(observers, k, lengths, scale=scale, implementation=implementation, interpret=interpret)
     begin, count = (None, lengths) if middle is None else middle
     stop = lengths if begin is None else jnp.minimum(begin + count, lengths)
-    options = {"scale": scale, "sliding_window": sliding_window, "chunk": chunk}
+    options = {"pos": pos, "scale": scale, "sliding_window": sliding_window, "chunk": chunk}
     total = _SCORES(observers, k, begin, stop, **options, implementation=implementation, interpret=interpret)
     return total / jnp.maximum(observers.size, 1).astype(jnp.float32)[:, None, None]

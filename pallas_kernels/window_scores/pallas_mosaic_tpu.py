@@ -26,8 +26,12 @@ ROWS = 1024
 """The most queries of which the scores with a block of tokens fit in vector memory."""
 
 
-def unsupported_reason(observers: Observers, k: Array, *_: Any, chunk: int, **__: Any) -> str | None:
+def unsupported_reason(
+    observers: Observers, k: Array, *_: Any, chunk: int, pos: Array | None = None, **__: Any
+) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
+    if pos is not None:
+        return "tokens have positions of their own"
     kv_heads, dim = k.shape[2:]
     window, group = observers.q.shape[2:4]
     if dim % LANES and (LANES % dim or kv_heads * dim % LANES):
@@ -50,6 +54,7 @@ def window_scores(
     scale: float,
     sliding_window: int | None,
     chunk: int,
+    pos: None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K M"]:
     """What all observers together give to each chunk of the tokens from `first`, None for the first of all, to `stop`."""

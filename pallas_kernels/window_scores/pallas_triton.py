@@ -19,8 +19,12 @@ from ..tuning import tuned
 from .types import Observers
 
 
-def unsupported_reason(observers: Observers, k: Array, *_: Any, chunk: int, **__: Any) -> str | None:
+def unsupported_reason(
+    observers: Observers, k: Array, *_: Any, chunk: int, pos: Array | None = None, **__: Any
+) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
+    if pos is not None:
+        return "tokens have positions of their own"
     dim = k.shape[-1]
     if reason := triton_unsupported(dim=dim):
         return reason
@@ -40,6 +44,7 @@ def window_scores(
     scale: float,
     sliding_window: int | None,
     chunk: int,
+    pos: None = None,
     sizes: dict[str, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K M"]:

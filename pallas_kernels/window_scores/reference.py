@@ -24,26 +24,33 @@ def window_scores(
     scale: float,
     sliding_window: int | None,
     chunk: int,
+    pos: Int[Array, "B #K T"] | None = None,
 ) -> Float[Array, "B K M"]:
     """What all observers together give to each chunk of the tokens from `first` to `stop`.
 
     Args:
         first: None for the first token of all.
+        pos: see the public function.
     """
-    k, first = from_first(k, first), jnp.zeros_like(stop) if first is None else first
     batch, length, kv_heads, _ = k.shape
     block = -(-min(BLOCK, length) // chunk) * chunk
-    k = jnp.pad(k, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    k = jnp.pad(from_first(k, first), ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    if pos is not None:
+        pos = jnp.swapaxes(from_first(jnp.swapaxes(pos, 1, 2), first), 1, 2)
+        pos = jnp.pad(pos, ((0, 0), (0, 0), (0, -length % block)), constant_values=-1)
+    first = jnp.zeros_like(stop) if first is None else first
 
     def observe(i: Array) -> tuple[Array, Array]:
         """Logits of the observers with one block of tokens, and which of them count."""
         keys = jax.lax.dynamic_slice_in_dim(k, i * block, block, axis=1)
-        pos = first[:, None] + i * block + jnp.arange(block, dtype=jnp.int32)
-        distance = observers.pos[:, :, None] - pos[:, None]
-        visible = (distance >= 0) & (observers.pos >= 0)[:, :, None] & (pos < stop[:, None])[:, None]
+        place = first[:, None] + i * block + jnp.arange(block, dtype=jnp.int32)
+        at = place[:, None] if pos is None else jax.lax.dynamic_slice_in_dim(pos, i * block, block, axis=2)
+        distance = observers.pos[:, None, :, None] - at[:, :, None]
+        there = (at >= 0) & (place < stop[:, None])[:, None]
+        visible = (distance >= 0) & (observers.pos >= 0)[:, None, :, None] & there[:, :, None]
         if sliding_window is not None:
             visible &= distance < sliding_window
-        visible = visible[:, None, :, None]
+        visible = visible[:, :, :, None]
         logits = jnp.einsum("bkwgh,btkh->bkwgt", observers.q, keys, preferred_element_type=jnp.float32) * scale
         return jnp.where(visible, logits, MASKED), visible
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 class Observers(NamedTuple):
@@ -20,18 +20,29 @@ class Observers(NamedTuple):
     size: Int[Array, " B"]
 
     @classmethod
-    def of(cls, q: Float[Array, "B T N H"], lengths: Int[Array, " B"], window: int, kv_heads: int) -> "Observers":
-        """The last `window` queries of prompts of these lengths."""
-        batch, _, heads, dim = q.shape
-        pos = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-        rows = jnp.take_along_axis(q, jnp.maximum(pos, 0)[:, :, None, None], axis=1)
+    def of(
+        cls,
+        q: Float[Array, "B S N H"],
+        lengths: Int[Array, " B"],
+        window: int,
+        kv_heads: int,
+        pos: Int[Array, "B #K T"] | None = None,
+    ) -> "Observers":
+        """The last `window` queries of prompts of these lengths; `pos` as for `window_scores`."""
+        batch, size, heads, dim = q.shape
+        place = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+        before = 0 if pos is None else pos.shape[-1] - size  # places without a query
+        rows = jnp.take_along_axis(q, jnp.clip(place - before, 0)[:, :, None, None], axis=1)
         rows = rows.reshape(batch, window, kv_heads, heads // kv_heads, dim)
-        return cls(jnp.swapaxes(rows, 1, 2), pos, jnp.minimum(lengths, window))
+        if pos is not None:
+            found = jnp.take_along_axis(pos[:, 0], jnp.maximum(place, 0), axis=1)
+            place = jnp.where(place >= before, found, -1)
+        return cls(jnp.swapaxes(rows, 1, 2), place, jnp.minimum(lengths - before, window))
 
 
-def from_first(k: Float[Array, "B T K H"], first: Int[Array, " B"] | None) -> Float[Array, "B T K H"]:
-    """Keys with each row's token `first` before all others; as they are where that is None."""
+def from_first(x: Shaped[Array, "B T ..."], first: Int[Array, " B"] | None) -> Shaped[Array, "B T ..."]:
+    """What is known of tokens, with each row's token `first` before all others; as it is where that is None."""
     if first is None:
-        return k
-    source = jnp.minimum(first[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[1] - 1)
-    return jnp.take_along_axis(k, source[:, :, None, None], axis=1)
+        return x
+    source = jnp.minimum(first[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1] - 1)
+    return jnp.take_along_axis(x, source.reshape(*source.shape, *[1] * (x.ndim - 2)), axis=1)

@@ -11,9 +11,11 @@ def next_scope(scope: int, capacity: int, cycle: str) -> int:
     return scope % capacity + 1 if cycle == "text" else (scope + 1) % capacity + 1
 
 
-def trace(tokens: int, capacity: int, score: Callable[[int], float], keep: str = "score", cycle: str = "text"):
-    """Evictions of a stream of `tokens` tokens (numbered from 1) with fixed scores: the evicted, and what is left."""
-    held, evicted, scope = [], [], 1
+def trace(
+    tokens: int, capacity: int, score: Callable[[int], float], keep: str = "score", cycle: str = "text", scope: int = 1
+):
+    """Evictions of a stream of `tokens` tokens (numbered from 1) with fixed scores: the evicted, what is left, and the scope."""
+    held, evicted = [], []
     for token in range(1, tokens + 1):
         held.append(token)
         if len(held) > capacity:
@@ -22,7 +24,7 @@ def trace(tokens: int, capacity: int, score: Callable[[int], float], keep: str =
             held.remove(loser)
             evicted.append(loser)
             scope = next_scope(scope, capacity, cycle)
-    return evicted, held
+    return evicted, held, scope
 
 
 class TreeHead:
@@ -32,7 +34,7 @@ class TreeHead:
         self.budget, self.sinks, self.keep, self.cycle = budget, sinks, keep, cycle
         self.tree = budget - sinks - recent
         self.entries: list[dict] = []
-        self.scope = 1
+        self.scope, self.seen = 1, 0
 
     def step(self, queries: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int) -> np.ndarray:
         """Append a token, attend with the group's queries [G, H], score, evict; the attention output [G, H]."""
@@ -51,6 +53,32 @@ class TreeHead:
             self.scope = next_scope(self.scope, self.tree, self.cycle)
         return probs @ values
 
+    def read_block(
+        self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, block: int, size: int
+    ) -> np.ndarray:
+        """Take in tokens of a text that is read `size` at a time: queries [n, G, H], keys and values [n, H]; outputs [n, G, H]."""
+        n, held = len(keys), len(self.entries)
+        seen = self.seen
+        self.seen += n
+        self.entries += [{"k": keys[i], "v": values[i], "pos": seen + i, "S": 0.0, "C": 0} for i in range(n)]
+        rotated = np.stack([rotate(ROPE, entry["k"], place) for place, entry in enumerate(self.entries)])
+        stored = np.stack([entry["v"] for entry in self.entries]).astype(np.float64)
+        outputs = np.zeros(queries.shape)
+        for i in range(n):
+            place = held + i
+            probs = np.zeros((queries.shape[1], len(self.entries)))
+            for g, q in enumerate(queries[i]):
+                probs[g, : place + 1] = softmax(rotated[: place + 1] @ rotate(ROPE, q, place) / np.sqrt(len(q)))
+            outputs[i] = probs @ stored
+            if i >= n - min(block, size):
+                for entry, a in zip(self.entries, probs.mean(axis=0), strict=True):
+                    entry["S"] += a
+        for entry in self.entries:
+            entry["C"] += min(n, block, size)
+        averages = np.array([entry["S"] / entry["C"] for entry in self.entries])
+        self.entries = [self.entries[i] for i in self.survivors(averages, len(self.entries), block, size)]
+        return outputs
+
     def prefill(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, block: int) -> None:
         """Take in a prompt: queries [n, G, H], keys and values [n, H]."""
         n = len(keys)
@@ -60,30 +88,33 @@ class TreeHead:
             entry = {"k": keys[pos], "v": values[pos], "pos": pos, "S": observed[pos] * observers, "C": observers}
             self.entries.append(entry)
 
-    def survivors(self, observed: np.ndarray, n: int, block: int) -> list[int]:
-        """Which of n prompt tokens are kept: all if they fit; else sinks, the blocks left in the tree, and recent tokens."""
+    def survivors(self, averages: np.ndarray, n: int, block: int, size: int = 10**9) -> list[int]:
+        """Which of n tokens are kept: all if they fit; else sinks, the blocks left in the tree, and recent tokens."""
         if n <= self.budget:
             return list(range(n))
-        recent = max(
-            self.budget - self.sinks - self.tree, min(block, self.budget - self.sinks)
-        )  # the observation block
+        recent, observers = self.budget - self.sinks - self.tree, min(block, size)
+        if size > 1:
+            recent = max(recent, min(observers, self.budget - self.sinks))  # the observation block
         tree = self.budget - self.sinks - recent
-        block = max(1, min(block, tree // 4))  # a tree of at least four blocks
+        block = max(1, min(observers, tree // 4))  # a tree of at least four blocks
         middle = list(range(self.sinks, n - recent))
         first = len(middle) % block or block  # a partial block goes first
         blocks = [middle[:first]] + [middle[i : i + block] for i in range(first, len(middle), block)]
-        scores = [np.mean(observed[b]) for b in blocks]
-        left = surviving_blocks(scores, tree // block, self.keep, self.cycle)
+        scores = [np.mean(averages[b]) for b in blocks]
+        left, scope = surviving_blocks(scores, tree // block, self.keep, self.cycle, (self.scope - 1) // block + 1)
+        self.scope = (scope - 1) * block + 1  # counted in tokens again
         kept = [pos for i in left for pos in blocks[i]]
         return [*range(self.sinks), *kept, *range(n - recent, n)]
 
 
-def surviving_blocks(scores: Sequence[float], capacity: int, keep: str = "score", cycle: str = "text") -> list[int]:
-    """Block ids (from 0) left when blocks with these scores have passed one by one through a tree of `capacity` blocks."""
+def surviving_blocks(
+    scores: Sequence[float], capacity: int, keep: str = "score", cycle: str = "text", scope: int = 1
+) -> tuple[list[int], int]:
+    """Block ids (from 0) left when blocks with these scores have passed one by one through a tree of `capacity` blocks, and the scope."""
     if capacity == 0:
-        return []
-    _, held = trace(len(scores), capacity, lambda token: scores[token - 1], keep, cycle)
-    return [token - 1 for token in held]
+        return [], scope
+    _, held, scope = trace(len(scores), capacity, lambda token: scores[token - 1], keep, cycle, scope)
+    return [token - 1 for token in held], scope
 
 
 def observation_scores(queries: np.ndarray, keys: np.ndarray, window: int) -> np.ndarray:

@@ -70,9 +70,9 @@ def test_order_of_max_and_sum():
     middle = jnp.asarray([0]), jnp.asarray([4])
     for order, scores in (("max_then_sum", [0.8, 0.6]), ("sum_then_max", [0.5, 0.6])):
         np.testing.assert_allclose(plain_scores(observed, 2, order), scores, rtol=1e-6)
-        found = chunk_scores(
-            jnp.asarray(q), jnp.asarray(k), jnp.asarray([6]), chunk=2, order=order, middle=middle, window=2, scale=1.0
-        )
+        lengths, spec = jnp.asarray([6]), dataclasses.replace(make_case(0, [6], 1, 1, 1).spec, scale=1.0)
+        prompt = dataclasses.replace(Prompt.of(ROPE, q, k, k, lengths, lengths), q_rotated=q, k_rotated=k)
+        found = chunk_scores(prompt, spec, Layout(6, 0, 0, chunk=2, window=2, order=order), middle)
         np.testing.assert_allclose(2 * found[0, 0, :2], scores, rtol=1e-6)
 
 

@@ -56,7 +56,7 @@ TRACES = {
 @pytest.mark.parametrize("name", TRACES)
 def test_traces_of_the_paper(name):
     options, score, evicted, left = TRACES[name]
-    assert trace(17, 4, score, options.get("keep", "score")) == (evicted, left)
+    assert trace(17, 4, score, options.get("keep", "score"))[:2] == (evicted, left)
     assert drive(TreeKV(budget=4, **BARE, **options), 17, fixed(score)) == (evicted, left)
 
 
@@ -69,7 +69,7 @@ def test_printed_cycle():
     policy = TreeKV(budget=4, **BARE, cycle="printed")
     evicted, left = drive(policy, 17, fixed(lambda t: 1.0))
     assert left == [13, 15, 16, 17]
-    assert (evicted, left) == trace(17, 4, lambda t: 1.0, cycle="printed")
+    assert (evicted, left) == trace(17, 4, lambda t: 1.0, cycle="printed")[:2]
 
 
 def test_scores_are_averages():
@@ -79,16 +79,17 @@ def test_scores_are_averages():
 
 
 def test_blocks_of_algorithms_note():
-    assert surviving_blocks([5, 1, 2, 4, 3, 9], 4) == [0, 3, 4, 5]
-    assert closed_form(TreeKV())([[5, 1, 2, 4, 3, 9]], 4, 6) == [[0, 3, 4, 5]]
+    assert surviving_blocks([5, 1, 2, 4, 3, 9], 4)[0] == [0, 3, 4, 5]
+    assert closed_form(TreeKV())([[5, 1, 2, 4, 3, 9]], 4, 6) == [([0, 3, 4, 5], 3)]
 
 
 def closed_form(policy):
     tournament = jax.jit(policy._tournament)
 
-    def survivors(scores, capacity, blocks):
-        left = tournament(np.asarray(scores, np.float32), np.int32(capacity), np.int32(blocks))
-        return [np.flatnonzero(row).tolist() for row in np.asarray(left)]
+    def survivors(scores, capacity, blocks, scope=0):
+        heads = np.ones(len(scores), np.int32)
+        left, moved = tournament(np.asarray(scores, np.float32), np.int32(capacity), blocks * heads, scope * heads)
+        return [(np.flatnonzero(row).tolist(), int(at) + 1) for row, at in zip(np.asarray(left), moved, strict=True)]
 
     return survivors
 
@@ -100,9 +101,10 @@ def test_closed_form_equals_one_by_one(options):
     size, heads = 40, 100
     for _ in range(200):
         capacity, blocks = int(random.integers(0, 14)), int(random.integers(1, size + 1))
+        scope = int(random.integers(0, max(capacity, 1)))
         scores = random.integers(0, 6, size=(heads, size)).astype(np.float32)
-        expected = [surviving_blocks(list(row[:blocks]), capacity, **options) for row in scores]
-        assert survivors(scores, capacity, blocks) == expected
+        expected = [surviving_blocks(list(row[:blocks]), capacity, scope=scope + 1, **options) for row in scores]
+        assert survivors(scores, capacity, blocks, scope) == expected
 
 
 CONFIGURATIONS = {

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, prompt_mask
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import exceeds, top_k, window_scores
 
 from ..base import Carry, Layer, Policy, State, Traits
 from ..budget import budget_rows, budget_tokens
+from ..capabilities import read_as_prompt
 from ..fields import check_fields
 from ..info import PolicyError
 
@@ -60,24 +61,31 @@ class PromptScorer(Policy):
         return budget_tokens(self.budget, spec.max_tokens)
 
     def keep_mask(
-        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+        self,
+        scores: Float[Array, "B K T"],
+        lengths: Int[Array, " B"],
+        budget: Int[Array, " B"],
+        pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        """Which tokens are kept: both ends, and what scores highest between them."""
-        candidates, kept = self.regions(scores.shape[-1], lengths, budget)
-        best = top_k(
-            jnp.where(candidates[:, None], scores, -jnp.inf), (budget - sum(self.always_kept(budget)))[:, None]
-        )
-        return best & candidates[:, None] | kept[:, None]
+        """Which tokens are kept: both ends, and what scores highest between them.
 
-    def regions(
-        self, size: int, lengths: Int[Array, " B"], budget: Int[Array, " B"]
-    ) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-        """Which of `size` places of a prompt compete by score, and which are kept in any case."""
-        first, last = (end[:, None] for end in self.always_kept(budget))
-        pos, inside = jnp.arange(size, dtype=jnp.int32), prompt_mask(lengths, size)
-        whole = (lengths <= budget)[:, None]
-        kept = inside & (whole | (pos < first) | (pos >= lengths[:, None] - last))
-        return inside & ~kept, kept
+        Args:
+            pos: of what stands in each place, if it is no whole prompt, see `Prompt`.
+        """
+        live, ends = self.ends(scores.shape[-1], lengths, budget, pos)
+        whole = jnp.sum(live, axis=-1, keepdims=True) <= budget[:, None, None]
+        between = live & ~ends & ~whole
+        best = top_k(jnp.where(between, scores, -jnp.inf), (budget - sum(self.always_kept(budget)))[:, None])
+        return best & between | live & (ends | whole)
+
+    def ends(
+        self, size: int, lengths: Int[Array, " B"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"] | None = None
+    ) -> tuple[Bool[Array, "B #K T"], Bool[Array, "B #K T"]]:
+        """Which of `size` places hold a token, and which are among the first and the last ones that are always kept."""
+        first, last = (end[:, None, None] for end in self.always_kept(budget))
+        place, stop = jnp.arange(size, dtype=jnp.int32), lengths[:, None, None]
+        pos = jnp.where(place < stop, place, -1) if pos is None else pos
+        return pos >= 0, (pos < first) | (place >= stop - last)
 
     def validate(self, tokens: int) -> None:
         budget = budget_tokens(self.budget, tokens)
@@ -96,19 +104,32 @@ class PromptScorer(Policy):
 class PromptScorerLayer(Layer[P]):
     """One layer of a `PromptScorer`."""
 
+    traits: Traits = Traits(plain=True, reading="blocks")
+
     @property
     def max_kept(self) -> int:
         return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
-        _, _, keep = self.choose(prompt)
+        keep, carry = self.chosen(prompt, carry)
         return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
 
-    def choose(self, prompt: Prompt) -> tuple[Float[Array, "B K T"], Int[Array, " B"], Bool[Array, "B K T"]]:
-        """Scores of a prompt's tokens, each row's budget, and which tokens are kept."""
-        scores = self.policy.scores(self.spec, prompt)
-        budget = self.policy.row_budgets(self.spec, prompt.lengths, prompt.total)
-        return scores, budget, self.policy.keep_mask(scores, prompt.lengths, budget)
+    def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
+        return read_as_prompt(self, state, block, carry)
+
+    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+        """Which of a prompt's tokens are kept."""
+        return self.best(prompt, self.policy.scores(self.spec, prompt))[0], carry
+
+    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+        """Which of a prompt's tokens are kept by their scores, and each row's budget."""
+        budget = self.policy.row_budgets(self.spec, prompt.seen, prompt.total)
+        return self.policy.keep_mask(scores, prompt.lengths, budget, *self._places(prompt)), budget
+
+    @staticmethod
+    def _places(prompt: Prompt) -> list[Any]:
+        """Positions where they are not those of a whole prompt, which a policy's own `keep_mask` may take for granted."""
+        return [] if prompt.places is None else [prompt.places]
 
 
 @flax.struct.dataclass
@@ -144,6 +165,11 @@ class ScoreEviction(PromptScorer):
         """Scores after a query has given the slots these probabilities."""
         return score
 
+    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt."""
+        fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
+        return jnp.where(fresh, self.scores(spec, prompt), score)
+
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return ScoreEvictionLayer(self, spec)
 
@@ -152,7 +178,7 @@ class ScoreEviction(PromptScorer):
 class ScoreEvictionLayer(PromptScorerLayer[E]):
     """One layer of a `ScoreEviction`."""
 
-    traits: Traits = Traits(compression="every_step")
+    traits: Traits = Traits(compression="every_step", reading="blocks")
 
     @property
     def max_kept(self) -> int:
@@ -164,10 +190,21 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         return ScoredCache(empty, jnp.zeros_like(empty.weight), budget)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
-        scores, budget, keep = self.choose(prompt)
+        return self._scored(prompt, self.policy.scores(self.spec, prompt)), carry
+
+    def read_block(
+        self, state: ScoredCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
+        prompt = cache.kept_and_block(state.cache, block)
+        score = cache.with_places(state.cache, state.score, block)
+        new = self._scored(prompt, self.policy.block_scores(self.spec, prompt, score))
+        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+
+    def _scored(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> ScoredCache:
+        """What is kept of a prompt with these scores."""
+        keep, budget = self.best(prompt, scores)
         kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep)
-        score = jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0)
-        return ScoredCache(kept, score, budget), carry
+        return ScoredCache(kept, jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0), budget)
 
     def append(self, state: ScoredCache, token: Token) -> ScoredCache:
         initial = self.policy.initial_score(self.spec, token)
@@ -199,31 +236,45 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
     return jax.lax.reduce_window(scores, 0.0, jax.lax.max, *window)
 
 
-def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-) -> Float[Array, "B K T"]:
+def attention_mass(prompt: Prompt, *, scale: float, sliding_window: int | None = None) -> Float[Array, "B K T"]:
     """Attention that each token of a prompt gets from all queries together, averaged over the query group.
 
     Causal softmax probabilities, summed. `BLOCK` queries are taken at a time, counted from each row's end, so that nothing of
-    size T × T exists.
+    size S × T exists.
 
     Args:
-        q, k: rotated queries and keys of a right-padded prompt.
-        lengths: tokens in each row.
         scale: factor on the logits.
         sliding_window: attention window of the layer in tokens, if it has one.
     """
 
     def add(i: Int[Array, ""], mass: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        end = jnp.maximum(lengths - i * BLOCK, 0)
-        mean = window_scores(q, k, end, window=BLOCK, scale=scale, sliding_window=sliding_window)
-        return mass + mean * jnp.minimum(end, BLOCK).astype(jnp.float32)[:, None, None]
+        left = jnp.maximum(queries - i * BLOCK, 0)
+        mean = window_scores(
+            prompt.q_rotated,
+            prompt.k_rotated,
+            left + prompt.before,
+            window=BLOCK,
+            scale=scale,
+            sliding_window=sliding_window,
+            pos=prompt.places,
+        )
+        return mass + mean * jnp.minimum(left, BLOCK).astype(jnp.float32)[:, None, None]
 
-    batch, length, kv_heads, _ = k.shape
+    batch, length, kv_heads, _ = prompt.k_rotated.shape
+    queries = prompt.lengths - prompt.before
     start = jnp.zeros((batch, kv_heads, length), jnp.float32)
-    return jax.lax.fori_loop(0, -(-length // BLOCK), add, start)
+    return jax.lax.fori_loop(0, -(-prompt.q_rotated.shape[1] // BLOCK), add, start)
+
+
+def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
+    """`window_scores` of a prompt's last `window` queries, in one layer."""
+    return window_scores(
+        prompt.q_rotated,
+        prompt.k_rotated,
+        prompt.lengths,
+        window=window,
+        scale=spec.scale,
+        sliding_window=spec.window,
+        pos=prompt.places,
+        **options,
+    )

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
@@ -132,8 +132,17 @@ class ByHeadLayer(Layer[ByHead]):
             out, own, carry = part.layer.attend(own, token.heads(np.asarray(part.heads)), carry)
             outs.append(out)
             states.append(own)
-        back = np.argsort(np.concatenate([self._queries(part) for part in self.parts]))
-        return jnp.concatenate(outs, axis=1)[:, back], tuple(states), carry
+        return jnp.concatenate(outs, axis=1)[:, self._in_order], tuple(states), carry
+
+    def read_block(
+        self, state: tuple[State, ...], block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], tuple[State, ...], Carry]:
+        outs, states = [], []
+        for part, own in zip(self.parts, state, strict=True):
+            out, own, carry = capabilities.read_block(part.layer, own, block.heads(np.asarray(part.heads)), carry)
+            outs.append(out)
+            states.append(own)
+        return jnp.concatenate(outs, axis=2)[:, :, self._in_order], tuple(states), carry
 
     def compress(self, state: tuple[State, ...]) -> tuple[State, ...]:
         return tuple(part.layer.compress(own) for part, own in zip(self.parts, state, strict=True))
@@ -171,6 +180,11 @@ class ByHeadLayer(Layer[ByHead]):
         """Whether all groups take and read a new token as `Layer` does: then they can do so at once."""
         return all(part.layer.traits.plain for part in self.parts)
 
+    @property
+    def _in_order(self) -> np.ndarray:
+        """Where the layer's query heads stand when those of each part follow one another."""
+        return np.argsort(np.concatenate([self._queries(part) for part in self.parts]))
+
     def _queries(self, part: Part) -> np.ndarray:
         """Query heads of a group among the layer's."""
         return query_heads(part.heads, self.spec.num_heads // self.spec.num_kv_heads)
@@ -205,4 +219,5 @@ def _traits(parts: Sequence[Traits]) -> Traits:
         compress_reads_kv=any(traits.compress_reads_kv for traits in parts),
         looks_ahead=any(traits.looks_ahead for traits in parts),
         has_own_store=True,
+        reading="whole" if any(traits.reading == "whole" for traits in parts) else "blocks",
     )

@@ -58,7 +58,7 @@ class Offloaded(Wrapper):
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         inner = self.policy.layer(spec)
-        traits = dataclasses.replace(inner.traits, plain=False, reads_blocks=False, has_own_store=True, sparse=False)
+        traits = dataclasses.replace(inner.traits, plain=False, reading="whole", has_own_store=True, sparse=False)
         if inner.traits.sparse:
             return OffloadedSparseLayer(self, spec, traits, inner=cast(SparseLayer[Any], inner))
         if inner.traits.has_own_store:

@@ -1,0 +1,81 @@
+"""Reading a text in blocks: what is kept of the text so far, and a block of new tokens, as one prompt.
+
+So the rule by which a method chooses from a prompt chooses from them, too, and with a block that holds a whole text it is that of
+the published method. Memory is that of what is kept and of one block, whatever the length of the text.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from .state import LayerCache
+from .tokens import Prompt, TokenBlock
+
+S = TypeVar("S")
+
+
+def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
+    """A prompt of what is kept, in order and up against the block that follows.
+
+    Args:
+        rotated: whether keys are kept rotated to their original positions. If not, tokens stand at their places among those kept, and
+            the block's at those after them.
+    """
+    order = in_order(kept)
+    pos = jnp.take_along_axis(jnp.where(kept.live, kept.pos, -1), order, axis=-1)
+    live = pos >= 0
+
+    def joined(x: Shaped[Array, "B K C H"], new: Shaped[Array, "B S K H"]) -> Shaped[Array, "B T K H"]:
+        ordered = jnp.where(live[..., None], jnp.take_along_axis(x, order[..., None], axis=2), jnp.zeros((), x.dtype))
+        return jnp.concatenate([jnp.swapaxes(ordered, 1, 2), new.astype(x.dtype)], axis=1)
+
+    keys = joined(kept.k, block.k_rotated if rotated else block.k)
+    q_rotated, k_rotated = block.q_rotated, keys
+    if not rotated:
+        count = jnp.sum(live, axis=-1, dtype=jnp.int32)
+        places = jnp.arange(pos.shape[-1] + block.size, dtype=jnp.int32) - pos.shape[-1]  # 0 for the block's first
+        ranks = jnp.swapaxes(jnp.maximum(count[..., None] + places, 0), 1, 2)
+        k_rotated = block.rope.rotate_by_table(keys, ranks, ranks.shape[1])
+        group = block.q.shape[2] // keys.shape[2]
+        own = jnp.repeat(ranks[:, pos.shape[-1] :], group, axis=2)
+        q_rotated = block.rope.rotate_by_table(block.q, own, ranks.shape[1])
+    new = jnp.where(block.mask, block.positions, -1)[:, None]
+    return Prompt(
+        q=block.q,
+        k=keys,
+        v=joined(kept.v, block.v),
+        q_rotated=q_rotated,
+        k_rotated=k_rotated,
+        pos=jnp.concatenate([pos, jnp.broadcast_to(new, (*pos.shape[:2], block.size))], axis=-1),
+        lengths=block.count + pos.shape[-1],
+        seen=kept.seen + block.count,
+        total=block.total,
+    )
+
+
+def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock, new: Any = 0) -> Array:
+    """What else is known of slots, by the places of `kept_and_block`; `new` for the block's."""
+    ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
+    fresh = jnp.full((*values.shape[:2], block.size), new, values.dtype)
+    return jnp.concatenate([jnp.where(_ordered_live(kept), ordered, jnp.zeros((), values.dtype)), fresh], axis=-1)
+
+
+def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
+    """Slots in order of position, free ones first."""
+    return jnp.argsort(jnp.where(kept.live, kept.pos, -1), axis=-1, stable=True).astype(jnp.int32)
+
+
+def _ordered_live(kept: LayerCache) -> Bool[Array, "B K C"]:
+    free = kept.pos.shape[-1] - kept.count
+    return jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
+
+
+def in_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
+    """A state that is `new` in some rows, and in the others as it was."""
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(chosen, new, old)

@@ -1,0 +1,23 @@
+"""Layers that keep every token and read them all."""
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from kvjax import cache
+from kvjax.cache import LayerCache, TokenBlock
+
+from ..base import Carry, Layer, P, Traits
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseLayer(Layer[P]):
+    """A layer whose cache holds all tokens, one after the other."""
+
+    traits: Traits = Traits(plain=True, reading="blocks")
+
+    def read_block(
+        self, state: LayerCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], LayerCache, Carry]:
+        state = cache.insert_block(state, block)
+        return cache.attend_block(self.spec, state, block), state, carry
