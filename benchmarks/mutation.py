@@ -100,7 +100,7 @@ WIDER = {
     "conversion": "tests/conversion tests/cli/test_convert.py tests/cli/test_process.py",
     "policies": f"{POLICIES}/test_invariants.py -k {{name}}",
     "all": f"{POLICIES}/test_traps.py {POLICIES}/test_compose.py {POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
-    "tests/test_session.py tests/test_question.py tests/test_prefill_chunks.py tests/test_costs.py tests/test_settings.py",
+    "tests/test_session.py tests/test_question.py tests/test_prefill_blocks.py tests/test_costs.py tests/test_settings.py",
 }
 
 NOTHING = 5

@@ -6,7 +6,6 @@ XLA; `types.py`, if its operations have types of their own; and bodies by backen
 for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
 """
 
-from .block_attention import block_attention as block_attention
 from .block_scores import centroid_scores as centroid_scores
 from .block_scores import page_scores as page_scores
 from .block_scores import widen_bounds as widen_bounds
@@ -27,6 +26,7 @@ from .kmeans import Distance as Distance
 from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
 from .kmeans import nearest as nearest
+from .prefill_attention import block_attention as block_attention
 from .prefill_attention import prefill_attention as prefill_attention
 from .projection import Norm as Norm
 from .projection import gated_projection as gated_projection

@@ -105,8 +105,8 @@ def test_other_whole_numbers(letters, nothing_runs, value):
         with pytest.raises(ValueError, match=f"^{name}=.*; give a whole number, 1 or more"):
             call()
     if value is not None:
-        with pytest.raises(ValueError, match=r"^prefill_chunk=.*; give a whole number, 1 or more"):
-            kvjax.generate(letters, TEXT, "treekv", prefill_chunk=value)
+        with pytest.raises(ValueError, match=r"^prefill_block=.*; give a whole number, 1 or more"):
+            kvjax.generate(letters, TEXT, "treekv", prefill_block=value)
 
 
 def test_policies_are_checked_first(letters, nothing_runs):
@@ -115,9 +115,9 @@ def test_policies_are_checked_first(letters, nothing_runs):
         lambda: kvjax.stream(letters, TEXT, "no such policy"),
         lambda: kvjax.aot_compile(letters, "no such policy", prompt_len=64),
         lambda: kvjax.Session(letters, TEXT, "no such policy"),
-        lambda: kvjax.generate(letters, TEXT, "snapkv", 32, prefill_chunk=8),
+        lambda: kvjax.generate(letters, TEXT, "lagkv", 32, prefill_block=8),
     ):
-        with pytest.raises(PolicyError, match=r"unknown policy|prompt cannot be read in pieces"):
+        with pytest.raises(PolicyError, match=r"unknown policy|cannot be read in blocks"):
             call()
     with pytest.raises(ValueError, match="dtype='text'; give a floating-point type"):
         kvjax.aot_compile(letters, prompt_len=64, dtype="text")
@@ -129,7 +129,7 @@ def test_numbers_of_every_library(letters, library):
     made = LIBRARIES[library]
     policy = kvjax.StreamingLLM(budget=16)
     plain = kvjax.generate(letters, TEXT, policy, max_new_tokens=NEW, **OPTIONS)
-    piecewise = kvjax.generate(letters, TEXT, policy, max_new_tokens=NEW, prefill_chunk=2)
+    piecewise = kvjax.generate(letters, TEXT, policy, max_new_tokens=NEW, prefill_block=2)
     programs = (decoding.prefill, decoding.decode, decoding.answer, decoding.extend)
     before = [len(program.executables) for program in programs]
     options = {name: value if name == "ignore_eos" else made(value) for name, value in OPTIONS.items()}
@@ -137,7 +137,7 @@ def test_numbers_of_every_library(letters, library):
     again = kvjax.generate(letters, TEXT, "streaming_llm", made(16), max_new_tokens=new, **options)
     assert again.tokens == plain.tokens
     assert "".join(kvjax.stream(letters, TEXT, policy, max_new_tokens=new, **options)) == plain.text
-    same = kvjax.generate(letters, TEXT, policy, max_new_tokens=new, prefill_chunk=two)
+    same = kvjax.generate(letters, TEXT, policy, max_new_tokens=new, prefill_block=two)
     assert same.tokens == piecewise.tokens
     assert [len(program.executables) for program in programs] == before
     talk = kvjax.Session(letters, TEXT, policy, max_new_tokens=made(16))

@@ -356,3 +356,50 @@ def test_what_a_session_refuses(tiny, talker):
         kvjax.Session(tiny, PROMPT, max_new_tokens=0)
     with pytest.raises(ValueError, match="assistant's turn"):
         kvjax.Session(talker, [{"role": "user", "content": "hi"}], max_new_tokens=200).chat("again")
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:40,window=4", "streaming_llm:24"])
+def test_a_prompt_that_goes_on_arriving(letters, policy):
+    """In blocks as one text would be read whose first block is short; between them it writes, and then goes on."""
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    options = {"prefill_block": 16, "max_prompt_tokens": 400, "max_new_tokens": 40}
+    session = kvjax.Session(letters, text[:40], policy, **options)
+    for at in range(40, 184, 48):
+        session.extend(text[at : at + 48])
+    assert len(session.tokens) == 184
+    assert session.remaining == 40
+    want = kvjax.generate(letters, text[:184], policy, max_new_tokens=8, ignore_eos=True, prefill_block=16)
+    fork = session.fork().generate(max_new_tokens=8, ignore_eos=True)
+    if policy == "full":  # else the last token is read by a step of its own, and may choose otherwise
+        assert fork.tokens == want.tokens
+    first = session.generate(max_new_tokens=8, ignore_eos=True)
+    assert first.tokens == fork.tokens
+    bytes_before = session.cache_bytes
+    session.extend(text[184:300])
+    session.generate("and so", max_new_tokens=8, ignore_eos=True)
+    assert (len(session.tokens), session.remaining) == (184 + 8 + 116 + 6 + 8, 40 - 8 - 6 - 8)
+    assert session.cache_bytes == bytes_before
+
+
+def test_extending_in_full_is_the_whole_text(letters):
+    text = "some text that comes in three parts and is read in blocks of seven"
+    session = kvjax.Session(letters, text[:9], prefill_block=7, max_prompt_tokens=len(text), max_new_tokens=16)
+    for part in (text[9:10], text[10:50], text[50:]):
+        session.extend(part)
+    want = kvjax.generate(letters, text, max_new_tokens=8, ignore_eos=True)
+    got = session.generate(max_new_tokens=8, ignore_eos=True)
+    assert got.tokens == want.tokens
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+    with pytest.raises(ValueError, match="1 tokens are more than the prompt has room for, 0"):
+        session.extend("a")
+
+
+def test_what_cannot_be_extended(letters):
+    with pytest.raises(ValueError, match="begin it with prefill_block"):
+        kvjax.Session(letters, "a text").extend("more")
+    with pytest.raises(ValueError, match="max_prompt_tokens=90, but a prompt that grows is read in blocks"):
+        kvjax.Session(letters, "a text", max_prompt_tokens=90)
+    with pytest.raises(ValueError, match="the prompt has 6 tokens, more than max_prompt_tokens=5"):
+        kvjax.Session(letters, "a text", prefill_block=4, max_prompt_tokens=5)
+    with pytest.raises(kvjax.PolicyError, match="lagkv chooses from the prompt as a whole"):
+        kvjax.Session(letters, "a text", "lagkv:32,sinks=2,lag=4", prefill_block=4)

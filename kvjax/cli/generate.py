@@ -67,6 +67,15 @@ def generate(
         str | None, typer.Option(help="System message before it; implies --chat.", show_default=False)
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    prefill_block: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=checks.MAX_INT,
+            help="Read the prompt so many tokens at a time, with compression between; by default whole, if it fits.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
@@ -105,6 +114,7 @@ def generate(
         "seed": seed,
         "stop": stop or (),
         "ignore_eos": ignore_eos,
+        "prefill_block": prefill_block,
     }
     if as_json:
         _print_result(params, model, chosen, request, options)
@@ -170,6 +180,8 @@ class _Pieces:
 def _summary(result: "Generation") -> str:
     stats = result.stats
     parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens"]
+    if stats.prefill_block is not None:
+        parts.append(f"prompt read {stats.prefill_block} at a time")
     if stats.decode_seconds > 0:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tokens/s")
     on_host = f" and {console.size(stats.host_cache_bytes)} on the host" if stats.host_cache_bytes else ""

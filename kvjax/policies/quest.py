@@ -163,7 +163,7 @@ class QuestLayer(SparseLayer[Quest]):
         out = cache.attend_block(self.spec, kept, block)
         return out, dataclasses.replace(state, cache=kept, bounds=self._widened(state, block)), carry
 
-    def _widened(self, state: PagedCache, block: TokenBlock) -> Float[Array, "B K P 2*H"]:
+    def _widened(self, state: PagedCache, block: TokenBlock) -> Float[Array, "B K P E"]:
         """Bounds of the pages that a block's tokens come into, and of all others."""
         page, dtype = self.policy.page, self.spec.dtype
         pages = (block.size + page - 2) // page + 1  # the most that it touches

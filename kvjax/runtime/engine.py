@@ -21,7 +21,7 @@ from kvjax.arguments import shown, whole
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import Full, Policy, get_policy
-from kvjax.policies.base import Layer
+from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
@@ -135,7 +135,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes that the cache holds on the device."""
-        return self.policy.nbytes(*self._shape)
+        return sum(held_bytes(layer)[0] for layer in self.layers)
 
     @property
     def full_cache_bytes(self) -> int:
@@ -145,12 +145,12 @@ class Engine:
     @property
     def host_cache_bytes(self) -> int:
         """Bytes that it holds in the host's memory."""
-        return self.policy.host_nbytes(*self._shape)
+        return sum(held_bytes(layer)[1] for layer in self.layers)
 
     @property
     def step_bytes_read(self) -> int:
         """Bytes of the cache that a decoding step reads."""
-        return self.policy.bytes_read(*self._shape)
+        return sum(layer.bytes_read for layer in self.layers)
 
     def of(self, params: Params) -> "Engine":
         """This engine with other weights, of the same shape and type: nothing is compiled again.
@@ -199,7 +199,7 @@ class Engine:
                 ((), jnp.int32),
             )
         )
-        prompt, how = (tokens, rows, rows, seeds), self._how(sampler, ())
+        prompt, how = (tokens, rows, rows, seeds), self.how(sampler, ())
         prefill = None
         if state is None:
             prefill = self._compiled(decoding.prefill, *prompt, *how)
@@ -213,8 +213,7 @@ class Engine:
             total: as for `extend`.
             seeds: as for `prefill`.
         """
-        total = [self.specs[0].max_tokens] * self.batch if total is None else total
-        return decoding.empty(self.policy, self.specs, self._seeds(seeds), jnp.asarray(total, jnp.int32))
+        return decoding.empty(self.policy, self.specs, self._seeds(seeds), self._total(total))
 
     def prefill(
         self,
@@ -244,8 +243,9 @@ class Engine:
                 f"prompts of {lengths} tokens; give {self.batch}, of 1 to {self.specs[0].prompt_len} tokens each"
             )
         given = decoding.padded(prompts, self.specs[0].prompt_len)
-        total, seed = self._totals(lengths, new_tokens), self._seeds(seeds)
-        return self.ready(decoding.prefill, *given, total, seed, *self._how(sampler, eos_ids))()
+        new = [self.max_new_tokens] * self.batch if new_tokens is None else new_tokens
+        total = self._total([length + more for length, more in zip(lengths, new, strict=True)])
+        return self.ready(decoding.prefill, *given, total, self._seeds(seeds), *self.how(sampler, eos_ids))()
 
     def extend(
         self,
@@ -262,9 +262,23 @@ class Engine:
             total: tokens that each row will reach, which fractional budgets are fractions of; by default all there is room for.
             sampler, eos_ids: as for `prefill`.
 
+        Returns:
+            The state, and the sampled tokens' log-probabilities.
+
         Raises:
             ValueError: the engine was not made to read in blocks, there are more or fewer rows than it has, or a block is too long.
         """
+        return self.extending(state, tokens, total, sampler, eos_ids)()
+
+    def extending(
+        self,
+        state: Decoding,
+        tokens: Sequence[Sequence[int]],
+        total: Sequence[int] | None = None,
+        sampler: Sampler | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> Callable[[], tuple[Decoding, Float[Array, " B"]]]:
+        """Compile, if need be, what `extend` runs with these arguments. Calling it uses the state up."""
         lengths, size = [len(row) for row in tokens], self.block
         if len(lengths) != self.batch or max(lengths) > size:
             told = (
@@ -272,8 +286,7 @@ class Engine:
             )
             raise ValueError(f"blocks of {lengths} tokens; {told}")
         given = decoding.padded(tokens, size)
-        total = [self.specs[0].max_tokens] * self.batch if total is None else total
-        return self.ready(decoding.extend, state, *given, jnp.asarray(total, jnp.int32), *self._how(sampler, eos_ids))()
+        return self.ready(decoding.extend, state, *given, self._total(total), *self.how(sampler, eos_ids))
 
     def decode(
         self, state: Decoding, count: int, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()
@@ -283,7 +296,7 @@ class Engine:
         Returns:
             The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by.
         """
-        return self.ready(decoding.decode, state, jnp.asarray(count, jnp.int32), *self._how(sampler, eos_ids))()
+        return self.ready(decoding.decode, state, jnp.asarray(count, jnp.int32), *self.how(sampler, eos_ids))()
 
     def answering(
         self,
@@ -300,8 +313,16 @@ class Engine:
             given: tokens to read in each row, one at least.
             size: what they are padded to; by default a bucket.
         """
-        how = self._how(sampler, eos_ids)
+        how = self.how(sampler, eos_ids)
         return self.ready(decoding.answer, state, *decoding.padded(given, size), jnp.asarray(count, jnp.int32), *how)
+
+    def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[Array, " E"]]:
+        """How tokens are sampled, as programs take it; arguments as for `prefill`.
+
+        There are as many end tokens as the model has, so that ignoring them is no other program; none is below 0.
+        """
+        ids = [*eos_ids, *[-1] * (len(self.config.eos) - len(eos_ids))]
+        return Greedy() if sampler is None else sampler, jnp.asarray(ids, jnp.int32)
 
     def ready(self, program: Program, *args: Any) -> Callable[[], Any]:
         """A program of `decoding` for this model, policy and sizes, compiled if it has not been, that is run by calling it."""
@@ -314,17 +335,11 @@ class Engine:
         self.compile_seconds += program.compile_seconds - before
         return executable
 
-    def _how(self, sampler: Sampler | None, eos_ids: Sequence[int]) -> tuple[Sampler, Int[Array, " E"]]:
-        """What sampling takes. As many end tokens as the model has, so that ignoring them is no other program; none is below 0."""
-        ids = [*eos_ids, *[-1] * (len(self.config.eos) - len(eos_ids))]
-        return Greedy() if sampler is None else sampler, jnp.asarray(ids, jnp.int32)
-
     def _seeds(self, seeds: Sequence[int] | None) -> Any:
         return jnp.asarray(np.zeros(self.batch, np.uint32) if seeds is None else np.asarray(seeds, np.uint32))
 
-    def _totals(self, lengths: Sequence[int], new_tokens: Sequence[int] | None) -> Int[Array, " B"]:
-        new = [self.max_new_tokens] * self.batch if new_tokens is None else new_tokens
-        return jnp.asarray([length + more for length, more in zip(lengths, new, strict=True)], jnp.int32)
+    def _total(self, total: Sequence[int] | None) -> Int[Array, " B"]:
+        return jnp.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, jnp.int32)
 
 
 def program_bytes(executable: Any) -> int:

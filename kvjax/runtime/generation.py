@@ -16,6 +16,7 @@ from kvjax.cache import host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.policies.transforms.offload import hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
@@ -300,6 +301,9 @@ class Run:
         self.params, self.request = params, request
         self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.prefill_block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
+        if self.prefill_block is not None:  # as far as it can be told before prompts are read
+            for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
+                check_reads_blocks(self.policy.layer(spec))
         prompts, self.single = token_ids(params, prompt, one=streamed)
         questions = [[] for _ in prompts]
         if question is not None:
@@ -354,9 +358,7 @@ class Run:
         window = self.params.config.max_position
         longest, last = max(len(row.prompt) for row in self.rows), max(map(self._total, self.rows))
         if self.prefill_block is not None:
-            engines = [
-                self.engine_for([self.rows[i] for i in group]) for group in self.groups()
-            ]  # raises if blocks cannot be read
+            engines = [self.engine_for([self.rows[i] for i in group]) for group in self.groups()]
             kept = max(layer.max_kept for engine in engines for layer in engine.layers)
             longest = min(longest, kept + self.prefill_block)
         reach = longest if self.policy.info.positions == "cache_rank" else last

@@ -13,7 +13,7 @@ from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine
-from kvjax.runtime.generation import Reply, StopReason
+from kvjax.runtime.generation import Reply, StopReason, blocks
 from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 
@@ -28,6 +28,8 @@ class _Point:
     Attributes:
         state: the caches, which have read `ids[:read]`.
         ids: all tokens so far. Those from `read` on, one at least, are read when the one that follows them is sampled.
+        prompt: how many of them are the prompt's, those that `extend` added included.
+        at_once: how many have been read with the prompt, at once or in blocks; the others took a step each.
         messages: of a chat, those in full.
         answer: in a chat, where in `ids` the assistant's answer to the last of them begins; None if that is no user's.
     """
@@ -35,6 +37,8 @@ class _Point:
     state: decoding.Decoding
     ids: list[int]
     read: int
+    prompt: int
+    at_once: int
     messages: list[Message]
     answer: int | None
 
@@ -58,10 +62,12 @@ class Session:
         prompt: text, token ids or chat messages, of two tokens or more.
         policy, budget: as for `generate`; fractions are of prompt + `max_new_tokens`.
         max_new_tokens: most tokens that may follow the prompt, read and sampled together.
+        prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
+        max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
 
     Raises:
-        ValueError: the prompt is not one prompt of two tokens or more, or `max_new_tokens` is no whole number from 1 up.
-        PolicyError: the policy is unknown, or cannot work with this budget.
+        ValueError: the prompt is not one prompt of two tokens or more, or a number is no whole number in its range.
+        PolicyError: the policy is unknown, cannot work with this budget, or cannot read in blocks and is to.
     """
 
     def __init__(
@@ -71,9 +77,18 @@ class Session:
         policy: str | Policy = "full",
         budget: int | float | None = None,
         max_new_tokens: int = 1024,
+        *,
+        prefill_block: int | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         check_params(params)
         most = whole("max_new_tokens", max_new_tokens, 1)
+        block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
+        longest = None if max_prompt_tokens is None else whole("max_prompt_tokens", max_prompt_tokens, 1)
+        if longest is not None and block is None:
+            raise ValueError(
+                f"max_prompt_tokens={longest}, but a prompt that grows is read in blocks; give prefill_block, such as 512"
+            )
         policy = get_policy(policy, budget=budget).bind(params.config)
         (ids,), _ = token_ids(params, prompt, one=True)
         messages = _messages(prompt)
@@ -81,12 +96,22 @@ class Session:
             ids = params.tokenizer.chat(messages, add_generation_prompt=False)
         if len(ids) < 2:
             raise ValueError("the prompt has one token; give one prompt of two tokens or more")
-        self._params, self._prompt_len, self._max_tokens = params, len(ids), len(ids) + most
+        if longest is not None and longest < len(ids):
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, more than max_prompt_tokens={longest}; give as many or more"
+            )
+        longest = len(ids) if longest is None else longest
+        self._params, self._max_new_tokens, self._max_prompt_tokens = params, most, longest
         # One more for the token that is held back.
-        self._engine = Engine(params, policy, prompt_len=len(ids) - 1, max_new_tokens=most + 1)
-        state, _ = self._engine.prefill([ids[:-1]])
+        self._engine = Engine(params, policy, prompt_len=longest - 1, max_new_tokens=most + 1, block=block)
+        if block is None:
+            state, _ = self._engine.prefill([ids[:-1]])
+        else:
+            state = self._engine.begin([longest + most])
+            for part in blocks([ids[:-1]], self._engine.block):
+                state, _ = self._engine.extending(state, part, [longest + most])()
         asked = bool(messages) and messages[-1]["role"] == "user"
-        self._at = _Point(state, ids, len(ids) - 1, messages, len(ids) if asked else None)
+        self._at = _Point(state, ids, len(ids) - 1, len(ids), len(ids) - 1, messages, len(ids) if asked else None)
 
     @property
     def tokens(self) -> list[int]:
@@ -105,7 +130,7 @@ class Session:
     @property
     def remaining(self) -> int:
         """Tokens that may still follow; none, if the session is over."""
-        return 0 if self._over else self._max_tokens - len(self._at.ids)
+        return 0 if self._over else self._max_new_tokens - (len(self._at.ids) - self._at.prompt)
 
     @property
     def cache_bytes(self) -> int:
@@ -140,6 +165,34 @@ class Session:
         (new,) = question_ids(self._params, text, None)
         self._check_fits(len(new), self.remaining)
         self._take_in(new, check_request(self._params, 1))
+
+    def extend(self, text: Question) -> None:
+        """Let the prompt go on: read text or token ids in blocks, of a session that was begun with `prefill_block`.
+
+        From what is kept and each block the policy chooses anew. So a text that goes on arriving can be as long as `max_prompt_tokens`.
+
+        Raises:
+            ValueError: it is empty, of no known kind, or longer than there is room for; or the session was begun without blocks.
+            RuntimeError: the session is over.
+        """
+        self._check_alive()
+        if not self._engine.block:
+            raise ValueError("this session's prompt was read whole; begin it with prefill_block, such as 512")
+        (new,) = question_ids(self._params, text, None)
+        at, room = self._at, self._max_prompt_tokens - self._at.prompt
+        if len(new) > room:
+            raise ValueError(
+                f"{len(new)} tokens are more than the prompt has room for, {room}; begin a session with larger max_prompt_tokens"
+            )
+        ids = [*at.ids, *new]
+        self._at = dataclasses.replace(at, ids=ids, prompt=at.prompt + len(new))
+        for part in blocks([ids[at.read : -1]], self._engine.block):
+            at = self._at
+            read = self._engine.extending(at.state, part, [self._max_prompt_tokens + self._max_new_tokens])
+            with interrupts.held_back():
+                state, _ = read()
+                count = len(part[0])
+                self._at = dataclasses.replace(at, state=state, read=at.read + count, at_once=at.at_once + count)
 
     def generate(
         self,
@@ -296,7 +349,7 @@ class Session:
         answer = self._engine.answering(state, [piece], count if last else 1, request.sampler, request.ends, size=PIECE)
         with interrupts.held_back():
             state, tokens, logprobs = answer()
-            steps = at.read - (self._prompt_len - 1) + len(piece)  # those of the last token that was given
+            steps = at.read - at.at_once + len(piece)  # those of the last token that was given
             sampled = int(state.steps) - steps + 1
             read, new, scores = at.read + len(piece), [], []
             if last:

@@ -1,10 +1,11 @@
 """The public function, and the choice of who computes it."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
 
-_OP = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
+_PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
+_BLOCK = Op("block_attention", __name__)
 
 
 def prefill_attention(
@@ -35,4 +36,43 @@ def prefill_attention(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    return _OP(q, k, v, scale=scale, window=window, implementation=implementation, interpret=interpret)
+    return _PREFILL(q, k, v, scale=scale, window=window, implementation=implementation, interpret=interpret)
+
+
+def block_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B S N H"]:
+    """Softmax attention of a block of tokens over slots: each sees those of tokens up to its own position.
+
+    Slots may stand in any order, and each head may have as many as it likes. What free slots hold is not looked at.
+
+    Args:
+        q: queries, rotated. Query head n reads KV head n // (N / K).
+        k, v: keys (rotated) and values.
+        q_pos: position of each query, -1 where there is none, which sees nothing.
+        pos: position of the token in each slot, -1 where there is none.
+        weight: how many tokens a slot stands for, whose logarithm is added to its logit; 1 each by default.
+        scale: factor on the logits.
+        window: if given, a token sees only the `window` latest positions, its own included.
+        implementation: who computes it, see `kvjax.pallas_kernels.op`.
+        interpret: interpret the Pallas kernel that was named, on any device.
+
+    Returns:
+        The attended values in the dtype of `q`, zero for a query that sees nothing.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+    return _BLOCK(
+        q, k, v, q_pos, pos, weight, scale=scale, window=window, implementation=implementation, interpret=interpret
+    )

@@ -42,8 +42,8 @@ def test_a_temperature_draws_what_it_draws_on_a_cpu(params, on_cpu):
 
 
 @pytest.mark.parametrize("name", ["treekv", "h2o", "chelsea", "streaming_llm", "tova"])
-def test_a_prompt_read_in_pieces_as_on_a_cpu(name, params, on_cpu):
-    options = OPTIONS | {"policy": name, "prefill_chunk": 16, "question": [5, 9, 2]}
+def test_a_prompt_read_in_blocks_as_on_a_cpu(name, params, on_cpu):
+    options = OPTIONS | {"policy": name, "prefill_block": 16, "question": [5, 9, 2]}
     got = kvjax.generate(params, PROMPTS[0], **options)
     with on_cpu():
         want = kvjax.generate(jax.tree.map(np.asarray, params), PROMPTS[0], **options)

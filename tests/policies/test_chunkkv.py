@@ -264,7 +264,7 @@ def test_layers_take_over_the_choice_of_their_groups_first(deep):
 
 @pytest.mark.parametrize(("reuse", "scored"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3]), (4, [0])])
 def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
-    entered, layers, scores, prefill = [], [], chunkkv.window_scores, chunkkv.ChunkKVLayer.prefill
+    entered, layers, scores, prefill = [], [], chunkkv.last_queries, chunkkv.ChunkKVLayer.prefill
 
     def enter(self, *args):
         entered.append(self.spec.layer)
@@ -275,7 +275,7 @@ def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
         return scores(*args, **options)
 
     monkeypatch.setattr(chunkkv.ChunkKVLayer, "prefill", enter)
-    monkeypatch.setattr(chunkkv, "window_scores", count)
+    monkeypatch.setattr(chunkkv, "last_queries", count)
     policy, specs = dataclasses.replace(SMALL, reuse=reuse), layer_specs(deep.config, 1, 64, 4, deep.dtype)
     tokens, lengths = jnp.zeros((1, 64), jnp.int32), jnp.asarray([64], jnp.int32)
     jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, lengths, decoding.layers_of(policy, specs))[0])

@@ -8,6 +8,7 @@ import pytest
 from policies import oracle_scoring as oracle
 from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
+from kvjax.cache import Prompt
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.families.noise import uniform
@@ -105,13 +106,9 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
         np.asarray([[[rotate(ROPE, h, pos) for h in heads] for pos, heads in enumerate(row)] for row in x])
         for x in (case.q, case.k)
     )
-    got = attention_mass(
-        jnp.asarray(queries, jnp.float32),
-        jnp.asarray(keys, jnp.float32),
-        jnp.asarray(lengths, jnp.int32),
-        scale=8**-0.5,
-        sliding_window=sliding_window,
-    )
+    lengths = jnp.asarray(lengths, jnp.int32)
+    prompt = Prompt.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
+    got = attention_mass(prompt, scale=8**-0.5, sliding_window=sliding_window)
     pos = np.arange(150)
     distance = pos[:, None] - pos
     visible = (distance >= 0) & (distance < (sliding_window or 150))

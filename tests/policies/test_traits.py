@@ -23,7 +23,6 @@ POLICIES = [
 
 METHODS = {
     "looks_ahead": "look_ahead",
-    "reads_blocks": "read_block",
     "has_own_store": "as_cache",
     "sparse": "select",
 }
@@ -51,6 +50,7 @@ def test_capabilities_are_declared(policy):
         for trait, method in METHODS.items():
             assert not getattr(layer.traits, trait) or callable(getattr(layer, method)), (trait, layer)
         assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
+        assert (layer.traits.reading == "blocks") <= hasattr(layer, "read_block")
         own = type(layer).append, type(layer).attend
         assert layer.traits.plain == (own == (Layer.append, Layer.attend)), layer
 
