@@ -76,19 +76,29 @@ def quantise(
 def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any) -> Packed:
     """Keys or values in few bits; see `quantise`. C is a multiple of the slots in a byte."""
     codes, scale, zero = quantise(x, bits, group, along, dtype)
+    return Packed(_joined(codes, bits), scale, zero, along)
+
+
+def _joined(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K CN H"]:
+    """Codes of neighbouring slots in one byte."""
     count = 8 // bits
     apart = einops.rearrange(codes, "b k (c n) h -> b k c n h", n=count)
     joined = apart[:, :, :, 0]
     for i in range(1, count):
         joined |= apart[:, :, :, i] << jnp.uint8(bits * i)
-    return Packed(joined, scale, zero, along)
+    return joined
+
+
+def _apart(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
+    """The inverse of `_joined`."""
+    mask = jnp.uint8(2**bits - 1)
+    apart = jnp.stack([(codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
+    return einops.rearrange(apart, "b k c n h -> b k (c n) h")
 
 
 def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
     """The numbers again, in float32."""
-    mask = jnp.uint8(2**bits - 1)
-    codes = jnp.stack([(packed.codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
-    codes = einops.rearrange(codes, "b k c n h -> b k (c n) h").astype(jnp.float32)
+    codes = _apart(packed.codes, bits).astype(jnp.float32)
     scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
     if packed.along == "slots":
         groups = einops.rearrange(codes, "b k (x g) h -> b k x g h", x=scale.shape[2])
@@ -115,4 +125,46 @@ def put(
         scale=packed.scale.at[each].set(scale[..., 0], mode="drop"),
         zero=packed.zero.at[each].set(zero[..., 0], mode="drop"),
         along="channels",
+    )
+
+
+def put_run(
+    packed: Packed,
+    x: Float[Array, "B K W H"],
+    start: Int[Array, "B K"],
+    stop: Int[Array, "B K"],
+    bits: Bits,
+    group: int,
+    dtype: Any,
+) -> Packed:
+    """Slots from `start` up to `stop` of each head set anew.
+
+    Args:
+        x: numbers of the slots from the one that begins the byte of `start` on; W is a multiple of the slots in a byte, and of those in a
+            group, of which `start` and `stop` are multiples too where groups run along slots.
+    """
+    count, width = 8 // bits, x.shape[2]
+    rows, heads = (jnp.arange(n, dtype=jnp.int32)[:, None, None] for n in start.shape)
+    heads = heads[:, 0]
+    slot = (start // count * count)[..., None] + jnp.arange(width, dtype=jnp.int32)
+    mine = (slot >= start[..., None]) & (slot < stop[..., None])
+    codes, scale, zero = quantise(x, bits, group, packed.along, dtype)
+    at = rows, heads, slot[:, :, ::count] // count
+    old = _apart(packed.codes.at[at].get(mode="clip"), bits)
+    merged = _joined(jnp.where(mine[..., None], codes, old), bits)
+    if packed.along == "slots":
+        end = packed.scale.shape[2]
+        which = (
+            rows,
+            heads,
+            jnp.where(mine, slot // group, end)[:, :, ::group],
+        )  # past the last, hence dropped, where none is
+    else:
+        end, groups = packed.scale.shape[3], jnp.arange(scale.shape[2], dtype=jnp.int32)[:, None]
+        which = rows[..., None], heads[..., None], groups, jnp.where(mine, slot, end)[:, :, None]
+    return Packed(
+        codes=packed.codes.at[at].set(merged, mode="drop"),
+        scale=packed.scale.at[which].set(scale, mode="drop"),
+        zero=packed.zero.at[which].set(zero, mode="drop"),
+        along=packed.along,
     )

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import TINY, compiled, kept, make_case, run
+from policies.driver import ROPE, TINY, compiled, kept, make_case, rotate, run, softmax
 from policies.oracle_kivi import KiviHead, rounded
 
 import kvjax
-from kvjax.cache import Prompt, Token, layer_specs, packing
+from kvjax.cache import Prompt, Token, TokenBlock, in_rows, layer_specs, packing
 from kvjax.policies import (
     KIVI,
     AdaKV,
@@ -284,3 +284,65 @@ def test_bad_hyperparameters(options, says):
         KIVI(**options)
     with pytest.raises(PolicyError, match=says):
         Quantized(Full(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"), [({"bits": 2, "group": 4, "residual": 8}, 11), ({"bits": 4, "group": 6, "residual": 6}, 32)]
+)
+def test_blocks_are_packed_as_token_by_token(options, size):
+    """200 rows of any lengths, in blocks of any length: the state to the bit, and attention over what had been packed before."""
+    policy, random = KIVI(**options).bind(TINY), np.random.default_rng(1)
+    lengths = random.integers(1, 70, size=200)
+    case = make_case(4, lengths, 1, heads=2, kv_heads=1)
+    layer = policy.layer(dataclasses.replace(case.spec, block=size))
+    q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
+
+    def block_at(pos, count, width):
+        at = (pos[:, None] + jnp.arange(width, dtype=jnp.int32))[..., None, None]
+        parts = (jnp.take_along_axis(x, at, axis=1, mode="clip") for x in (q, k, v))
+        return TokenBlock(*parts, pos, count, pos, case.spec.rope)
+
+    @jax.jit
+    def read(state, pos, count):
+        return layer.read_block(state, block_at(pos, count, size), {})[:2]
+
+    @jax.jit
+    def one_by_one(state, pos, count):
+        tokens = block_at(pos, count, size)
+
+        def append(state, given):
+            token, there = given
+            return in_rows(there, layer.append(state, token), state), None
+
+        return jax.lax.scan(append, state, (tokens.by_token(), tokens.mask.T))[0]
+
+    same, pos = layer.init(), jnp.zeros(200, jnp.int32)
+    want = same
+    while (left := jnp.asarray(lengths, jnp.int32) - pos).max() > 0:
+        count = jnp.minimum(jnp.asarray(random.integers(0, size + 1, size=200), jnp.int32), left)
+        before = as_cache(layer, same)
+        out, same = read(same, pos, count)
+        want = one_by_one(want, pos, count)
+        for mine, theirs in zip(
+            jax.tree.leaves(as_cache(layer, same)), jax.tree.leaves(as_cache(layer, want)), strict=True
+        ):
+            np.testing.assert_array_equal(mine, theirs)
+        for row in (0, 7, 133):
+            for i in range(int(count[row])):
+                at = int(pos[row])
+                new = [rotate(ROPE, np.asarray(k[row, at + j, 0]), at + j) for j in range(i + 1)]
+                keys = np.concatenate([np.asarray(before.k[row, 0, :at], np.float64), np.stack(new)])
+                values = np.concatenate(
+                    [np.asarray(before.v[row, 0, :at], np.float64), np.asarray(v[row, at : at + i + 1, 0])]
+                )
+                for head in range(2):
+                    weights = softmax(keys @ rotate(ROPE, np.asarray(q[row, at + i, head]), at + i) * case.spec.scale)
+                    np.testing.assert_allclose(out[row, i, head], weights @ values, atol=1e-5)
+        pos = pos + count
+    assert same.next[:, 0].tolist() == lengths.tolist()
+
+
+def test_what_is_packed_is_not_chosen_from_again():
+    spec = make_case(0, [50], 4).spec
+    assert quantized(SnapKV(budget=20, window=4)).layer(spec).traits.reading == "whole"
+    assert quantized(SnapKV(budget=500, window=4)).layer(spec).traits.reading == "blocks"

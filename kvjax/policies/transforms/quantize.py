@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, packing
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, packing
 from kvjax.cache.packing import Bits, Packed
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels.masking import MASKED
@@ -62,9 +62,13 @@ class PackedCache:
     @property
     def v_recent_slots(self) -> Int[Array, "B K E"]:
         """Slots of the values at each place of `v_recent`, negative where there is none."""
-        places = self.v_recent.shape[2]
-        last = self.next[..., None] - 1
-        return last - (last - jnp.arange(places, dtype=jnp.int32)) % places
+        return _latest(self.next, self.v_recent.shape[2])
+
+
+def _latest(following: Int[Array, "B K"], places: int) -> Int[Array, "B K E"]:
+    """The latest slot that takes each of so many places in turn; negative where there is none."""
+    last = following[..., None] - 1
+    return last - (last - jnp.arange(places, dtype=jnp.int32)) % places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +107,17 @@ class Quantized(Wrapper):
                 "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
                 "chunkkv or catekv"
             )
-        return QuantizedLayer(self, spec)
+        layer = QuantizedLayer(self, spec)
+        if self.policy.layer(spec).max_kept < spec.max_tokens:  # what is packed does not move
+            return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reading="whole"))
+        return layer
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer(Layer[Quantized]):
     """One layer, packed when its prompt is read and whenever so many new tokens have come; see `Quantized`."""
 
-    traits: Traits = Traits(has_own_store=True)
+    traits: Traits = Traits(has_own_store=True, reading="blocks")
 
     @property
     def capacity(self) -> int:
@@ -168,6 +175,43 @@ class QuantizedLayer(Layer[Quantized]):
             visible &= state.pos > token.position[:, None, None] - self.spec.window
         out = packed_attention(token.q_rotated, state, visible, bits=self.policy.bits, scale=self.spec.scale)
         return out, state, carry
+
+    def read_block(
+        self, state: PackedCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], PackedCache, Carry]:
+        """The block attends to what is packed so far; then what is no longer residual is packed, as token by token."""
+        held = cache.insert_block(self.as_cache(state), block)
+        out = cache.attend_block(self.spec, held, block)
+        bits, dtype, residual = self.policy.bits, self.spec.dtype, state.k_recent.shape[2]
+        following = state.next + block.count[:, None]
+        k, v = (jnp.swapaxes(x, 1, 2).astype(dtype) for x in (block.k_rotated, block.v))
+
+        def exact(recent: Array, new: Array, slot: Int[Array, "B K W"]) -> Float[Array, "B K W H"]:
+            """Numbers of slots that are residual or the block's."""
+            old = jnp.take_along_axis(recent, (slot % recent.shape[2])[..., None], axis=2)
+            fresh = slot - state.next[..., None]
+            given = jnp.take_along_axis(new, jnp.maximum(fresh, 0)[..., None], axis=2, mode="clip")
+            return jnp.where((fresh >= 0)[..., None], given, old)
+
+        def run(start: Int[Array, "B K"], size: int, unit: int) -> Int[Array, "B K W"]:
+            return start[..., None] + jnp.arange(-(-size // unit) * unit, dtype=jnp.int32)
+
+        updated = dataclasses.replace(state, pos=held.pos, next=following, seen=held.seen)
+        keys = exact(state.k_recent, k, run(state.k_packed, residual + block.size, self._unit))
+        count = 8 // bits
+        start, stop = (jnp.maximum(n - residual - 1, 0) for n in (state.next, following))
+        values = exact(state.v_recent, v, run(start // count * count, residual + 1 + block.size + count, count))
+        return (
+            out,
+            dataclasses.replace(
+                updated,
+                k=packing.put_run(state.k, keys, state.k_packed, updated.k_packed, bits, self.policy.group, dtype),
+                v=packing.put_run(state.v, values, start, stop, bits, self._channels, dtype),
+                k_recent=exact(state.k_recent, k, _latest(following, residual)),
+                v_recent=exact(state.v_recent, v, _latest(following, residual + 1)),
+            ),
+            carry,
+        )
 
     def as_cache(self, state: PackedCache) -> LayerCache:
         """All slots unpacked."""
