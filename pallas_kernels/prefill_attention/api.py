@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 from ..op import Implementation, Op
 
 _PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
-_BLOCK = Op("block_attention", __name__)
+_BLOCK = Op("block_attention", __name__, tpu=("block_attention_pallas_mosaic_tpu",))
 
 
 def prefill_attention(

@@ -12,6 +12,7 @@ from kernels.ahead_of_time import compile_for, temporaries
 
 from kvjax.pallas_kernels import (
     Rotation,
+    block_attention,
     chunk_similarity,
     decode_attention,
     gather_attention,
@@ -123,9 +124,29 @@ def prefilling(batch: int, tokens: int, heads: int, kv_heads: int, dim: int, win
     return Compiled(function, (q, k, k), 2 * 128 // dim * (q.size + 2 * k.size) * 2 + 8 * MB)
 
 
+def reading(
+    batch: int, tokens: int, slots: int, heads: int, kv_heads: int, dim: int, dtype: str, weighted: bool
+) -> Compiled:
+    """Block attention, which needs room for queries, positions and output in another order, not for tokens × slots."""
+
+    def function(*inputs: Any) -> Any:
+        return block_attention(*inputs, scale=0.1)
+
+    q, cache = shape(dtype, batch, tokens, heads, dim), shape(dtype, batch, kv_heads, slots, dim)
+    per_slot = batch, kv_heads, slots
+    shapes = q, cache, cache, shape("int32", batch, tokens), shape("int32", *per_slot)
+    lying = 2 * cache.size * cache.dtype.itemsize * 2 if dim < 128 else 0  # narrow caches lie the other way round
+    wide = max(128 // dim, 1)
+    room = 4 * wide * q.size * q.dtype.itemsize + 2 * 4 * 128 * batch * tokens * heads // kv_heads + lying
+    return Compiled(function, (*shapes, shape("float32", *per_slot)) if weighted else shapes, room + 8 * MB)
+
+
 KERNELS = {
     "prefill attention, 32k": prefilling(1, 32768, 32, 8, 128, None),
     "prefill attention, sliding window, heads of 64": prefilling(2, 4096, 9, 3, 64, 1024),
+    "block attention, 4096 tokens over 20k slots": reading(1, 4096, 20480, 32, 8, 128, "bfloat16", False),
+    "block attention, weights, uneven, a batch": reading(4, 700, 5000, 32, 8, 128, "bfloat16", True),
+    "block attention, heads of 64, float32": reading(2, 512, 4096, 9, 3, 64, "float32", True),
     "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
     "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
     "decode attention, heads of 64, uneven": decode(2, 3, 3, 4000, 64, "bfloat16", True),

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import prefill_attention
+from kvjax.pallas_kernels import block_attention, prefill_attention
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.pallas_kernels.prefill_attention import reference
+from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_tpu, reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 
@@ -76,3 +76,63 @@ def test_who_cannot_serve_says_why(implementation, length, says):
     x = jnp.zeros((1, length, 1, 64))
     with pytest.raises(Unsupported, match=says):
         prefill_attention(x, x, x, scale=1.0, implementation=implementation, interpret=True)
+
+
+def block_case(seed, dtype, batch, size, slots, heads, kv_heads, dim):
+    """Slots in any order, some of them free and holding NaN, as many live ones in each head as chance has it; weights of clusters."""
+    random = np.random.default_rng(seed)
+    arrays, numbers = draw(seed, dtype, (batch, size, heads, dim), *[(batch, kv_heads, slots, dim)] * 2)
+    pos = np.stack([[random.permutation(3 * slots)[:slots] for _ in range(kv_heads)] for _ in range(batch)])
+    live = random.random((batch, kv_heads, slots)) < random.random((batch, kv_heads, 1))
+    pos = np.where(live, pos, -1).astype(np.int32)
+    q_pos = (random.integers(0, 3 * slots, (batch, 1)) + np.arange(size)).astype(np.int32)
+    q_pos[0, size // 2 :] = -1
+    weight = random.integers(1, 50, pos.shape).astype(np.float32)
+    q, k, v = arrays
+    k, v = (jnp.where(live[..., None], x, jnp.nan) for x in (k, v))
+    return (q, k, v, jnp.asarray(q_pos), jnp.asarray(pos), jnp.asarray(weight)), numbers
+
+
+def over_slots(numbers, q_pos, pos, weight, scale, window):
+    """Every query over the slots it can see, in float64."""
+    q, k, v = numbers
+    heads, kv_heads = q.shape[2], k.shape[1]
+    out = np.zeros(q.shape)
+    for b, s, n in np.ndindex(*q.shape[:3]):
+        head = n // (heads // kv_heads)
+        distance = q_pos[b, s] - pos[b, head]
+        seen = (pos[b, head] >= 0) & (distance >= 0) & (distance < (10**9 if window is None else window))
+        if seen.any():
+            logits = k[b, head, seen] @ q[b, s, n] * scale + np.log(weight[b, head, seen])
+            out[b, s, n] = softmax(logits) @ v[b, head, seen]
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("size", "slots"), [(1, 5), (7, 32), (16, 75)])
+def test_block_attention(size, slots, window, dtype, monkeypatch):
+    """One block of slots, several, and a last one that overlaps; with weights and without."""
+    monkeypatch.setattr(reference, "SLOTS", 32)
+    (*args, weight), numbers = block_case(slots, dtype, 3, size, slots, 4, 2, 16)
+    q_pos, pos = (np.asarray(x) for x in args[3:])
+    for weights in (None, weight):
+        out = block_attention(*args, weights, scale=0.25, window=window, implementation="xla")
+        assert out.dtype == args[0].dtype
+        told = np.ones(pos.shape) if weights is None else np.asarray(weights)
+        expected = over_slots(numbers, q_pos, pos, told, 0.25, window)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "window", "dim"), [("float32", None, 64), ("bfloat16", 200, 128)])
+def test_block_attention_of_tpus(dtype, window, dim, monkeypatch):
+    """Several tiles of queries and of slots, the last of each not full, some of which nobody sees."""
+    monkeypatch.setattr(block_attention_pallas_mosaic_tpu, "ROWS", 32)
+    monkeypatch.setattr(block_attention_pallas_mosaic_tpu, "SLOTS", 128)
+    (*args, weight), numbers = block_case(1, dtype, 2, 20, 300, 4, 2, dim)
+    q_pos, pos = (np.asarray(x) for x in args[3:])
+    for weights in (None, weight):
+        out = block_attention(*args, weights, scale=0.125, window=window, implementation="tpu", interpret=True)
+        told = np.ones(pos.shape) if weights is None else np.asarray(weights)
+        expected = over_slots(numbers, q_pos, pos, told, 0.125, window)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=2 * TOLERANCE[dtype])
