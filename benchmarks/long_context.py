@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -23,7 +22,6 @@ from benchmarks import report
 from kvjax.bench.case import Case, read_policy
 from kvjax.models import Params, init
 from kvjax.policies.text import split_policies
-from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine, program_bytes
 
 MARKS = 10
@@ -67,9 +65,7 @@ def measure(case: Case, params: Params, block: int, seconds: float) -> dict[str,
     engine = Engine(params, case.bound_policy(), prompt_len=case.context, max_new_tokens=NEW_TOKENS, block=block)
     state, blocks = engine.begin(), case.context // engine.block
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.caches))
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, engine.block), (1,), (1,))]
-    how = engine.how()
-    program = decoding.extend.compiled(engine.policy, engine.specs, engine.weights, state, *shapes, *how)
+    program, _ = engine.executables()
     start, marks, random = time.perf_counter(), [], np.random.default_rng(1)
     progress = tqdm(total=case.context, unit="token", unit_scale=True, desc=case.policy)
     for i in range(blocks):

@@ -3,7 +3,6 @@
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies.driver import compositions
@@ -11,7 +10,7 @@ from policies.driver import compositions
 import kvjax
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
-from kvjax.runtime import decoding, generation
+from kvjax.runtime import engine, generation
 from kvjax.runtime.engine import Engine
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5 + [1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 4]
@@ -66,7 +65,7 @@ def test_a_question_follows(tiny: Params) -> None:
 
 def test_blocks_end_together_and_the_first_is_the_shorter() -> None:
     rows = [list(range(n)) for n in (7, 2, 6)]
-    assert list(generation.blocks(rows, 3)) == [
+    assert list(engine.blocks(rows, 3)) == [
         [[0], [], []],
         [[1, 2, 3], [], [0, 1, 2]],
         [[4, 5, 6], [0, 1], [3, 4, 5]],
@@ -77,13 +76,8 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt(tiny: Params) -> Non
     """The program that reads a block is the same size to the byte, whether 1000 tokens come or 32000."""
     sizes = []
     for tokens in (1000, 32_000):
-        engine = Engine(tiny, kvjax.TreeKV(budget=16, sinks=2), prompt_len=tokens, max_new_tokens=8, block=16)
-        state = engine.begin()
-        block, row = jnp.zeros((1, 16), jnp.int32), jnp.zeros(1, jnp.int32)
-        program = decoding.extend.compiled(
-            engine.policy, engine.specs, engine.weights, state, block, row, row, *engine.how()
-        )
-        memory = program.memory_analysis()
+        reader = Engine(tiny, kvjax.TreeKV(budget=16, sinks=2), prompt_len=tokens, max_new_tokens=8, block=16)
+        memory = reader.executables()[0].memory_analysis()
         sizes.append((memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes[0] == sizes[1]
 
@@ -106,11 +100,11 @@ def test_whole_prompts_only(tiny: Params, text: str) -> None:
 def test_refusals(tiny: Params) -> None:
     with pytest.raises(ValueError, match="prefill_block=0"):
         kvjax.generate(tiny, PROMPTS, prefill_block=0)
-    engine = Engine(tiny, prompt_len=40, block=8)
+    reader = Engine(tiny, prompt_len=40, block=8)
     with pytest.raises(ValueError, match=r"blocks of \[9\] tokens; give 1, of up to 8 each"):
-        engine.extend(engine.begin(), [[1] * 9])
+        reader.extend(reader.begin(), [[1] * 9])
     with pytest.raises(ValueError, match="make the engine with block="):
-        Engine(tiny, prompt_len=40).extend(engine.begin(), [[1]])
+        Engine(tiny, prompt_len=40).extend(reader.begin(), [[1]])
 
 
 def test_prompts_that_do_not_fit_are_read_in_blocks(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def continuation(
     prompt_tokens: int,
     policy: str | Policy,
     budget: int | float | None = None,
+    prefill_block: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Continuation]:
     """Prefill the first tokens of some texts under a policy, then read the rest one by one, as they stand.
@@ -47,6 +48,7 @@ def continuation(
         texts: token ids, all of one length; one batch.
         prompt_tokens: tokens of each text that are its prompt.
         budget: as for `generate`, where a fraction is one of the whole text.
+        prefill_block: read the prompts in blocks of so many tokens.
         progress: called with tokens read after the prompt, and in all.
 
     Returns:
@@ -66,7 +68,9 @@ def continuation(
     tokens = np.asarray(texts, np.int32)
     rows = len(tokens)
     new = lengths[0] - prompt_tokens
-    engine = Engine(params, policy, budget, batch=rows, prompt_len=prompt_tokens, max_new_tokens=new)
+    engine = Engine(
+        params, policy, budget, batch=rows, prompt_len=prompt_tokens, max_new_tokens=new, block=prefill_block
+    )
     state, _ = engine.prefill([text[:prompt_tokens] for text in texts])
     cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches)) // rows
     logprobs, predicted = read(engine, state.caches, tokens, prompt_tokens, progress)

@@ -4,7 +4,7 @@ So the rule by which a method chooses from a prompt chooses from them, too, and 
 the published method. Memory is that of what is kept and of one block, whatever the length of the text.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -55,21 +55,17 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
     )
 
 
-def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock, new: Any = 0) -> Array:
-    """What else is known of slots, by the places of `kept_and_block`; `new` for the block's."""
+def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
+    """What else is known of slots, by the places of `kept_and_block`; zero for the block's."""
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
-    fresh = jnp.full((*values.shape[:2], block.size), new, values.dtype)
-    return jnp.concatenate([jnp.where(_ordered_live(kept), ordered, jnp.zeros((), values.dtype)), fresh], axis=-1)
+    free = kept.pos.shape[-1] - kept.count
+    live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
+    return jnp.pad(jnp.where(live, ordered, jnp.zeros((), values.dtype)), ((0, 0), (0, 0), (0, block.size)))
 
 
 def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
     """Slots in order of position, free ones first."""
     return jnp.argsort(jnp.where(kept.live, kept.pos, -1), axis=-1, stable=True).astype(jnp.int32)
-
-
-def _ordered_live(kept: LayerCache) -> Bool[Array, "B K C"]:
-    free = kept.pos.shape[-1] - kept.count
-    return jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
 
 
 def in_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:

@@ -14,6 +14,7 @@ from .options import (
     DTypeOption,
     JsonOption,
     ModelOption,
+    PrefillBlockOption,
     SetOption,
     read_model,
 )
@@ -92,6 +93,7 @@ def evaluate(
         typer.Option(metavar="FILE", help="Draw a needle task's map. Needs matplotlib.", show_default=False),
     ] = None,
     batch: BatchOption = 4,
+    prefill_block: PrefillBlockOption = None,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
@@ -118,7 +120,7 @@ def evaluate(
         raise typer.BadParameter(
             "give a needle task, one policy with one budget, and --out to keep its answers in", param_hint="--plot"
         )
-    check(task, inputs, chosen)
+    check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
     params = read_model(model, dtype, compilation_cache)
@@ -134,6 +136,7 @@ def evaluate(
                 query_aware=query_aware,
                 chat=chat,
                 batch=batch,
+                prefill_block=prefill_block,
                 out=out / f"{task}-{budgeted}.jsonl" if several and out is not None else out,
                 progress=begin(f"{task} · {budgeted}"),
             )

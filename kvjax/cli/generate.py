@@ -17,6 +17,7 @@ from .options import (
     JsonOption,
     ModelOption,
     PolicyOption,
+    PrefillBlockOption,
     PromptArgument,
     PromptFileOption,
     SetOption,
@@ -67,15 +68,7 @@ def generate(
         str | None, typer.Option(help="System message before it; implies --chat.", show_default=False)
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
-    prefill_block: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=checks.MAX_INT,
-            help="Read the prompt so many tokens at a time, with compression between; by default whole, if it fits.",
-            show_default=False,
-        ),
-    ] = None,
+    prefill_block: PrefillBlockOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[

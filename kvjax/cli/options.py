@@ -9,6 +9,7 @@ import typer
 
 from kvjax.texts import read_text
 
+from . import checks
 from .interruption import start_jax
 from .progress import unwatched
 
@@ -55,6 +56,15 @@ DTypeOption = Annotated[
     DType | None,
     typer.Option(
         "--dtype", help="Type of the weights. [default: float32 on CPU, else the checkpoint's own]", show_default=False
+    ),
+]
+PrefillBlockOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=checks.MAX_INT,
+        help="Read prompts so many tokens at a time, with compression between; by default whole, if they fit.",
+        show_default=False,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]

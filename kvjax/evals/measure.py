@@ -66,6 +66,7 @@ def measure(
     query_aware: bool = False,
     chat: bool | None = None,
     batch: int = 4,
+    prefill_block: int | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
@@ -74,20 +75,31 @@ def measure(
     Args:
         name: of `task_names()`.
         out: a file of JSON lines that holds the results, and that an interrupted run goes on with.
-        query_aware, chat, batch: as for `evaluate`.
+        query_aware, chat, batch, prefill_block: as for `evaluate`.
         progress: called with what is done and in all: examples or tokens.
 
     Raises:
-        ValueError: the task is unknown or lacks something, or `out` is of another run.
+        ValueError: the task is unknown or lacks something, has no prompt to read in blocks, or `out` is of another run.
         PolicyError: the policy cannot work with this budget.
     """
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so it cannot be given a task; load one that has")
     name = task_name(name)
     if name in MEASURES:
+        _check_no_blocks(name, prefill_block)
         return _on_text(params, name, inputs, policy, out, progress)
     task = make_task(name, inputs, params.config.max_position)
-    found = evaluate(params, task, policy, query_aware=query_aware, chat=chat, batch=batch, out=out, progress=progress)
+    found = evaluate(
+        params,
+        task,
+        policy,
+        query_aware=query_aware,
+        chat=chat,
+        batch=batch,
+        prefill_block=prefill_block,
+        out=out,
+        progress=progress,
+    )
     labels = {label for row in found.rows for label in row["labels"]}
     return Outcome(
         task=name,
@@ -106,7 +118,7 @@ def measure(
     )
 
 
-def check(name: str, inputs: Inputs, policies: Sequence[Policy] = ()) -> None:
+def check(name: str, inputs: Inputs, policies: Sequence[Policy] = (), prefill_block: int | None = None) -> None:
     """Raise what `measure` would raise of its arguments, as far as that can be told before a model is loaded.
 
     Raises:
@@ -121,6 +133,7 @@ def check(name: str, inputs: Inputs, policies: Sequence[Policy] = ()) -> None:
     if name not in MEASURES:
         make_task(name, inputs, window=1 << 30).check()
         return
+    _check_no_blocks(name, prefill_block)
     if inputs.read_text() is None:
         raise ValueError(_NO_TEXT)
     length = inputs.length(1 << 30)
@@ -140,6 +153,11 @@ def check(name: str, inputs: Inputs, policies: Sequence[Policy] = ()) -> None:
             )
     elif inputs.stride is not None:
         raise ValueError(f"stride={inputs.stride} without a window; give both, or neither to stream")
+
+
+def _check_no_blocks(name: str, prefill_block: int | None) -> None:
+    if prefill_block is not None:
+        raise ValueError(f"prefill_block={prefill_block}, but {name} reads no prompt by itself; leave it out")
 
 
 _NO_TEXT = "no text to read; give it as --text FILE"

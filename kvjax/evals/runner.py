@@ -87,6 +87,7 @@ def evaluate(
     query_aware: bool = False,
     chat: bool | None = None,
     batch: int = 4,
+    prefill_block: int | None = None,
     out: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -99,6 +100,7 @@ def evaluate(
             of has to be; the question is then read token by token.
         chat: put examples in the model's chat template; by default if it has one.
         batch: examples that run together.
+        prefill_block: as for `generate`.
         out: a file of JSON lines to write results to, example by example; those it has already are not run again.
         progress: called with examples done and in all.
 
@@ -119,6 +121,7 @@ def evaluate(
         "query_aware": query_aware,
         "chat": form.chat,
         "batch": batch,
+        "prefill_block": prefill_block,
     }
     examples = task.examples(form)
     results = ResultFile(out, header(**settings), Row, _belongs(examples))
@@ -128,7 +131,7 @@ def evaluate(
     for planned, rows in _batches(form, examples, batch):
         left = [i for i in planned if i not in done]
         if left:
-            results.append(_run(params, task, policy, form, query_aware, examples, left, rows))
+            results.append(_run(params, task, policy, form, query_aware, prefill_block, examples, left, rows))
             done |= set(left)
             if progress is not None:
                 progress(len(done), len(examples))
@@ -185,6 +188,7 @@ def _run(
     policy: Policy,
     form: Format,
     query_aware: bool,
+    prefill_block: int | None,
     examples: Sequence[Example],
     batch: Sequence[int],
     size: int,
@@ -200,6 +204,7 @@ def _run(
         max_new_tokens=first.max_new_tokens,
         stop=first.stop,
         question=None if query_aware else [question for _, question in pairs],
+        prefill_block=prefill_block,
     )
     rows = []
     for i, (context, question), answer in zip(batch, pairs, answers, strict=False):

@@ -9,7 +9,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -201,7 +201,11 @@ class Engine:
         )
         prompt, how = (tokens, rows, rows, seeds), self.how(sampler, ())
         prefill = None
-        if state is None:
+        if state is None and self.block:
+            state = jax.eval_shape(self.begin)
+            tokens = jax.ShapeDtypeStruct((batch, self.block), jnp.int32)
+            prefill = self._compiled(decoding.extend, state, tokens, rows, rows, *how)
+        elif state is None:
             prefill = self._compiled(decoding.prefill, *prompt, *how)
             state = decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
         return prefill, self._compiled(decoding.decode, state, count, *how)
@@ -223,7 +227,7 @@ class Engine:
         sampler: Sampler | None = None,
         eos_ids: Sequence[int] = (),
     ) -> tuple[Decoding, Float[Array, " B"]]:
-        """Read a prompt per row, and sample the first token.
+        """Read a prompt per row, whole or in blocks, and sample the first token.
 
         Args:
             new_tokens: how many tokens will follow in each row, which fractional budgets count; by default all there is room for.
@@ -242,10 +246,15 @@ class Engine:
             raise ValueError(
                 f"prompts of {lengths} tokens; give {self.batch}, of 1 to {self.specs[0].prompt_len} tokens each"
             )
-        given = decoding.padded(prompts, self.specs[0].prompt_len)
         new = [self.max_new_tokens] * self.batch if new_tokens is None else new_tokens
-        total = self._total([length + more for length, more in zip(lengths, new, strict=True)])
-        return self.ready(decoding.prefill, *given, total, self._seeds(seeds), *self.how(sampler, eos_ids))()
+        total = [length + more for length, more in zip(lengths, new, strict=True)]
+        if not self.block:
+            given = *decoding.padded(prompts, self.specs[0].prompt_len), self._total(total), self._seeds(seeds)
+            return self.ready(decoding.prefill, *given, *self.how(sampler, eos_ids))()
+        state, logprobs = self.begin(total, seeds), jnp.zeros(self.batch, jnp.float32)
+        for tokens in blocks(prompts, self.block):
+            state, logprobs = self.extend(state, tokens, total, sampler, eos_ids)
+        return state, logprobs
 
     def extend(
         self,
@@ -340,6 +349,18 @@ class Engine:
 
     def _total(self, total: Sequence[int] | None) -> Int[Array, " B"]:
         return jnp.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, jnp.int32)
+
+
+def blocks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
+    """Prompts in blocks of `size` tokens, a list per row, which all end with the last; a row's first block is the one that is not full.
+
+    So the tokens that a prompt ends with, by which many a method chooses, are together.
+    """
+    for left in range(max(-(-len(prompt) // size) for prompt in prompts), 0, -1):
+        yield [
+            list(prompt[max(len(prompt) - left * size, 0) : max(len(prompt) - (left - 1) * size, 0)])
+            for prompt in prompts
+        ]
 
 
 def program_bytes(executable: Any) -> int:

@@ -418,17 +418,10 @@ class Run:
         engine = self.engine_for(rows)
         prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, group)
         how = self.request.sampler, self.request.ends
-        rest, totals = [row.question for row in rows], [self._total(row) for row in rows]
-        if self.prefill_block is None:
-            with self._timed(engine, "prefill_seconds"):
-                state, first = engine.prefill(prompts, [self._new_tokens(row) for row in rows], seeds, *how)
-                np.asarray(state.token)
-        else:
-            state, first = engine.begin(totals, seeds), None
-            for block in blocks(prompts, engine.block):
-                with self._timed(engine, "prefill_seconds"):
-                    state, first = jax.block_until_ready(engine.extend(state, block, totals, *how))
-            assert first is not None
+        rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
+        with self._timed(engine, "prefill_seconds"):
+            state, first = engine.prefill(prompts, new, seeds, *how)
+            np.asarray(state.token)
         self._count_bytes(engine, state)
         given = rest if rest[0] else None
         if given is None:
@@ -477,15 +470,3 @@ class Run:
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
             count = min(count, self.request.max_new_tokens - len(row.tokens))
             row.extend(row_tokens[:count], row_logprobs[:count], self.request.ends)
-
-
-def blocks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
-    """Prompts in blocks of `size` tokens, a list per row, which all end with the last; a row's first block is the one that is not full.
-
-    So the tokens that a prompt ends with, by which many a method chooses, are together.
-    """
-    for left in range(max(-(-len(prompt) // size) for prompt in prompts), 0, -1):
-        yield [
-            list(prompt[max(len(prompt) - left * size, 0) : max(len(prompt) - (left - 1) * size, 0)])
-            for prompt in prompts
-        ]

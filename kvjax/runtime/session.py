@@ -12,8 +12,8 @@ from kvjax.arguments import short, shown, whole
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
-from kvjax.runtime.engine import Engine
-from kvjax.runtime.generation import Reply, StopReason, blocks
+from kvjax.runtime.engine import Engine, blocks
+from kvjax.runtime.generation import Reply, StopReason
 from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 
@@ -104,12 +104,7 @@ class Session:
         self._params, self._max_new_tokens, self._max_prompt_tokens = params, most, longest
         # One more for the token that is held back.
         self._engine = Engine(params, policy, prompt_len=longest - 1, max_new_tokens=most + 1, block=block)
-        if block is None:
-            state, _ = self._engine.prefill([ids[:-1]])
-        else:
-            state = self._engine.begin([longest + most])
-            for part in blocks([ids[:-1]], self._engine.block):
-                state, _ = self._engine.extending(state, part, [longest + most])()
+        state, _ = self._engine.prefill([ids[:-1]], [longest + most - len(ids) + 1])
         asked = bool(messages) and messages[-1]["role"] == "user"
         self._at = _Point(state, ids, len(ids) - 1, len(ids), len(ids) - 1, messages, len(ids) if asked else None)
 
