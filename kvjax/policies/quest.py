@@ -163,8 +163,8 @@ class QuestLayer(SparseLayer[Quest]):
         out = cache.attend_block(self.spec, kept, block)
         return out, dataclasses.replace(state, cache=kept, bounds=self._widened(state, block)), carry
 
-    def _widened(self, state: PagedCache, block: TokenBlock) -> Float[Array, "B K P 2*H"]:
-        """Bounds of the pages that a block's tokens come into, and of all others."""
+    def _widened(self, state: PagedCache, block: TokenBlock) -> Float[Array, "B K P E"]:
+        """Bounds of the pages that a block's tokens come into, and of all others; E = 2 H."""
         page, dtype = self.policy.page, self.spec.dtype
         pages = (block.size + page - 2) // page + 1  # the most that it touches
         begin, offset = block.position // page, block.position % page
