@@ -26,6 +26,9 @@ class Text:
     """
 
     budget: int | float = 10**9
+    sliding = 10**9
+    """Attention window of the layer in tokens."""
+
     first, last = 0, 0
     """Entries that are kept whatever their score: the tokens before this position, and the latest so many."""
 
@@ -59,8 +62,8 @@ class Text:
         before = len(entries) - n
         probs = np.zeros((n, self.group, len(entries)))
         for i, g in np.ndindex(n, self.group):
-            visible = before + i + 1
-            probs[i, g, :visible] = softmax(keys[:visible] @ queries[i, g] / np.sqrt(keys.shape[-1]))
+            visible = [place for place in range(before + i + 1) if entries[place] > entries[before + i] - self.sliding]
+            probs[i, g, visible] = softmax(keys[visible] @ queries[i, g] / np.sqrt(keys.shape[-1]))
         return probs
 
     def placed(self, head: int, entries: list[int], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +230,8 @@ class CateKV(Text):
         observers = list(range(n))[-self.window :]
         matrix = np.zeros((len(observers), len(middle)))
         for row, i in enumerate(observers):
-            visible = [j for j, place in enumerate(middle) if place <= len(entries) - n + i]
+            own = len(entries) - n + i
+            visible = [j for j, at in enumerate(middle) if at <= own and entries[at] > entries[own] - self.sliding]
             for g in range(self.group):
                 if visible:
                     logits = keys[[middle[j] for j in visible]] @ queries[i, g] / np.sqrt(keys.shape[-1])

@@ -290,12 +290,16 @@ def test_equals_the_definition(name, size):
     seed = len(name) + size
     lengths = np.random.default_rng(seed).integers(1, 61, size=ROWS)
     case = make_case(seed, lengths, 6, heads, kv_heads)
-    plan = counts(seed, lengths, size)
+    check(name, policy, make, case, spec_of(case, size, layer), counts(seed, lengths, size))
+
+
+def check(name: str, policy: Policy, make: Make, case: Case, spec: LayerSpec, plan: list[np.ndarray]) -> None:
+    """Read a case block by block, and each row of it literally."""
     literals = []
-    for row, length in enumerate(lengths.tolist()):
-        text = slice(0, length)
-        literals.append(make(case.q[row, text], case.k[row, text], case.v[row, text], length + 6, size))
-    states = read(policy, case, spec_of(case, size, layer), plan)
+    for row, length in enumerate(case.lengths.tolist()):
+        text = (x[row, :length] for x in (case.q, case.k, case.v))
+        literals.append(make(*text, length + case.steps, spec.block))
+    states = read(policy, case, spec, plan)
     _, before, _ = next(states)
     for count, (out, after, held) in zip(plan, states, strict=True):
         for old, new in zip(leaves_of(before, count == 0), leaves_of(after, count == 0), strict=True):
@@ -307,6 +311,21 @@ def test_equals_the_definition(name, size):
                 np.testing.assert_allclose(out[row, :n], literal.read(n), atol=3e-5, err_msg=f"row {row}")
                 assert held[row] == literal.kept(), row
                 check_state(name, after, row, literal)
+
+
+SLIDING = ("full", "quest", "streaming_llm", "snapkv", "adakv", "chunkkv", "h2o", "tova")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "snapkv" else [pytest.mark.slow]) for name in SLIDING]
+)
+def test_sliding_windows(name):
+    """In layers that have one, queries see no further, wherever what is kept stands."""
+    (policy, make), heads, kv_heads, _ = CASES[name]
+    lengths = np.random.default_rng(11).integers(1, 61, size=ROWS)
+    case = make_case(12, lengths, 6, heads, kv_heads)
+    spec = dataclasses.replace(spec_of(case, 6), window=11)
+    check(name, policy, partial(make, sliding=11), case, spec, counts(13, lengths, 6))
 
 
 def check_state(name: str, state: Any, row: int, literal: Any) -> None:
