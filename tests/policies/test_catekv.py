@@ -10,7 +10,7 @@ from policies.oracle_catekv import CateHead
 from policies.oracle_catekv import chunk_scores as plain_scores
 
 import kvjax
-from kvjax.cache import layer_specs
+from kvjax.cache import Prompt, layer_specs
 from kvjax.models import ModelConfig
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import CateKV, Full, HeadProfile, Policy, PolicyError, StreamingLLM
@@ -71,7 +71,8 @@ def test_order_of_max_and_sum():
     for order, scores in (("max_then_sum", [0.8, 0.6]), ("sum_then_max", [0.5, 0.6])):
         np.testing.assert_allclose(plain_scores(observed, 2, order), scores, rtol=1e-6)
         lengths, spec = jnp.asarray([6]), dataclasses.replace(make_case(0, [6], 1, 1, 1).spec, scale=1.0)
-        prompt = dataclasses.replace(Prompt.of(ROPE, q, k, k, lengths, lengths), q_rotated=q, k_rotated=k)
+        queries, keys, pos = jnp.asarray(q), jnp.asarray(k), jnp.arange(6)[None, None]
+        prompt = Prompt(queries, keys, keys, queries, keys, pos, lengths, lengths, lengths)
         found = chunk_scores(prompt, spec, Layout(6, 0, 0, chunk=2, window=2, order=order), middle)
         np.testing.assert_allclose(2 * found[0, 0, :2], scores, rtol=1e-6)
 

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import Case, compiled, kept, make_case, run
+from policies.driver import Case, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
 from kvjax.cache import TokenBlock
 from kvjax.pallas_kernels import Clusters
 from kvjax.policies import Chelsea, Full, PolicyError, chelsea
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import read_block
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.families import soft_matching
 
@@ -231,11 +230,12 @@ def test_clusters_of_hundreds_and_thousands_equal_the_literal_algorithm():
             out = oracle.step(case.q[row, pos], case.k[row, pos, 0], case.v[row, pos, 0], pos)
             np.testing.assert_allclose(outputs[i, row], out, atol=atol)
             compare(held[i + 1], row, 0, oracle, atol)
-    at = case.lengths[:, None] + np.arange(case.steps)
+    at = case.lengths[:, None] + np.arange(LARGE.every)  # until it is time to cluster again
     piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
-    block = TokenBlock(*piece, case.lengths, case.spec.rope)
+    count = jnp.full(2, LARGE.every, jnp.int32)
+    block = TokenBlock(*piece, case.lengths, count, case.lengths + case.steps, case.spec.rope)
     at_once, _, _ = jax.jit(LARGE.layer(case.spec).read_block)(states[0], block, {})
-    np.testing.assert_allclose(at_once, outputs.swapaxes(0, 1), atol=2e-5)
+    np.testing.assert_allclose(at_once, outputs.swapaxes(0, 1)[:, : LARGE.every], atol=2e-5)
     few, many = held[-1].cache.weight.max(axis=(1, 2))
     assert 64 < few < 300
     assert 1024 < many < 2200
@@ -266,24 +266,6 @@ def test_clusters_every_so_many_tokens_down_to_exactly_the_budget():
     counts = np.asarray([np.asarray(s.cache.count)[:, 0] for s in run(TIGHT, small_case(9))[2]])
     assert counts[:, 0].tolist() == [14, 15, 16] * 7
     assert counts[:, 1].tolist() == [9, 10, 11, 12, 13] + [14, 15, 16] * 5 + [14]  # rows keep their own time
-
-
-@pytest.mark.parametrize("window", [None, 12])
-def test_a_piece_is_read_as_tokens_one_by_one(window):
-    """In rows that cluster at different times, some of them several times."""
-    case = small_case(11)
-    spec = dataclasses.replace(case.spec, window=window)
-    prefill, _ = compiled(TIGHT, case.spec)  # what a prompt leaves behind is the same with a window
-    start = prefill(*(x[:, : spec.prompt_len] for x in (case.q, case.k, case.v)), case.lengths)
-    at = case.lengths[:, None] + np.arange(case.steps)
-    piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
-    block = TokenBlock(*piece, case.lengths, spec.rope)
-    layer = TIGHT.layer(spec)
-    one_by_one = dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reads_blocks=False))
-    got, want = (jax.jit(partial(read_block, each))(start, block, {}) for each in (layer, one_by_one))
-    np.testing.assert_allclose(got[0], want[0], atol=2e-5)
-    assert_same(got[1], want[1])
-    assert (np.asarray(got[1].steps) > np.asarray(start.steps)).all()
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

@@ -23,7 +23,6 @@ POLICIES = [
 
 METHODS = {
     "looks_ahead": "look_ahead",
-    "reads_blocks": "read_block",
     "has_own_store": "as_cache",
     "sparse": "select",
 }
@@ -50,6 +49,7 @@ def test_capabilities_are_declared(policy):
     for layer in layers(policy):
         for trait, method in METHODS.items():
             assert not getattr(layer.traits, trait) or callable(getattr(layer, method)), (trait, layer)
+        assert layer.traits.reading != "blocks" or callable(layer.read_block)
         assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
         own = type(layer).append, type(layer).attend
         assert layer.traits.plain == (own == (Layer.append, Layer.attend)), layer
