@@ -150,7 +150,10 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     @property
     def always_kept(self) -> tuple[int, int]:
         policy, longest = self.policy, self.policy.longest_tail(self.spec)
-        return policy.sinks, min(policy.window, longest) if policy.cluster_decode else longest
+        waiting = (
+            policy.tokens_per_cluster if self.spec.block else 0
+        )  # what the last block left, and a token before it is clustered
+        return policy.sinks, min(max(policy.window, waiting), longest) if policy.cluster_decode else longest
 
     def tail_start(self, state: ClusteredCache) -> Int[Array, " B"]:
         return state.clustered
@@ -340,6 +343,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         policy, spec = self.policy, self.spec
         fixed = policy.n_clusters
         wanted = max(spec.prompt_len // policy.tokens_per_cluster, 1) if fixed is None else fixed
+        wanted += 1 if spec.block else 0  # a first block has a cluster, however short it is
         prompt = min(wanted, max(spec.prompt_len - policy.sinks, 0))
         windows = policy.longest_tail(spec) // policy.window if policy.cluster_decode else 0
         return max(prompt + windows * min(policy.new_clusters, policy.window), 1)

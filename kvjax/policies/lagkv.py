@@ -70,16 +70,20 @@ class LagKV(PromptScorer):
         return self._tokens(relative(prompt.k_rotated) + relative(prompt.v), prompt.size)
 
     def keep_mask(
-        self, scores: Float[Array, "B K T"], lengths: Int[Array, " B"], budget: Int[Array, " B"]
+        self,
+        scores: Float[Array, "B K T"],
+        lengths: Int[Array, " B"],
+        budget: Int[Array, " B"],
+        pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        """Which tokens are kept: as many of each segment that has a whole one after it, and all before and after these."""
+        """Which tokens of a whole prompt are kept: as many of each segment that has a whole one after it, and all before and after these."""
         scored = jnp.maximum((lengths - self.sinks) // self.lag - 1, 0)  # segments
         share = (budget - (lengths - scored * self.lag)) // jnp.maximum(scored, 1)
         best = self._tokens(top_k(self._segments(scores), share[:, None, None]), scores.shape[-1])
-        pos, end = jnp.arange(scores.shape[-1], dtype=jnp.int32), self.sinks + scored * self.lag
+        place, end = jnp.arange(scores.shape[-1], dtype=jnp.int32), self.sinks + scored * self.lag
         latest = jnp.maximum(end, lengths - budget + self.sinks)
-        kept = (pos < self.sinks) | (pos >= latest[:, None])
-        return best & (pos < end[:, None])[:, None] | kept[:, None]
+        kept = (place < self.sinks) | (place >= latest[:, None])
+        return best & (place < end[:, None])[:, None] | kept[:, None]
 
     def _segments(self, x: Float[Array, "*B T"]) -> Float[Array, "*B M L"]:
         """What comes after the sinks, in segments, of which the last is filled up."""

@@ -49,6 +49,7 @@ def test_capabilities_are_declared(policy):
     for layer in layers(policy):
         for trait, method in METHODS.items():
             assert not getattr(layer.traits, trait) or callable(getattr(layer, method)), (trait, layer)
+        assert layer.traits.reading != "blocks" or callable(layer.read_block)
         assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
         assert (layer.traits.reading == "blocks") <= hasattr(layer, "read_block")
         own = type(layer).append, type(layer).attend
