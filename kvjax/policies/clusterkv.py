@@ -150,9 +150,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     @property
     def always_kept(self) -> tuple[int, int]:
         policy, longest = self.policy, self.policy.longest_tail(self.spec)
-        waiting = (
-            policy.tokens_per_cluster if self.spec.block else 0
-        )  # what the last block left, and a token before it is clustered
+        waiting = policy.tokens_per_cluster if self.spec.block else 0  # at most, with the newest token
         return policy.sinks, min(max(policy.window, waiting), longest) if policy.cluster_decode else longest
 
     def tail_start(self, state: ClusteredCache) -> Int[Array, " B"]:

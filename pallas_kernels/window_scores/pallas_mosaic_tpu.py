@@ -61,7 +61,7 @@ def window_scores(
     k, first = from_first(k, first), jnp.zeros_like(stop) if first is None else first
     batch, length, kv_heads, dim = k.shape
     group = observers.q.shape[3]
-    q, pos = _rows(observers, max(LANES // dim, 1))
+    q, q_pos = _rows(observers, max(LANES // dim, 1))
     rows, lanes = q.shape[2:]
     case = {"rows": rows, "tokens": length, "head_dim": dim, "dtype": k.dtype.name}
     block = tuned("window_scores", case, {"block": 512 if rows <= 256 else 256})["block"]
@@ -75,7 +75,7 @@ def window_scores(
         low, high = bounds[2 * b], bounds[2 * b + 1]
         return b, jnp.minimum(jnp.maximum(j, low), jnp.maximum(high - 1, low)), h * dim // lanes
 
-    inputs = [q, pos[..., None], (stop - first)[:, None, None], first[:, None, None], k.reshape(batch, length, -1)]
+    inputs = [q, q_pos[..., None], (stop - first)[:, None, None], first[:, None, None], k.reshape(batch, length, -1)]
     specs = [
         pl.BlockSpec((None, None, rows, lanes), lambda b, h, j, bounds: (b, h, 0, 0)),
         pl.BlockSpec((None, rows, 1), lambda b, h, j, bounds: (b, 0, 0)),

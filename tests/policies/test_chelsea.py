@@ -10,6 +10,7 @@ import pytest
 from policies.driver import Case, kept, make_case, run
 from policies.oracle_chelsea import ChelseaHead, count_edges, ratio
 
+from kvjax.cache import TokenBlock
 from kvjax.pallas_kernels import Clusters
 from kvjax.policies import Chelsea, Full, PolicyError, chelsea
 from kvjax.policies.budget import budget_tokens
@@ -229,6 +230,12 @@ def test_clusters_of_hundreds_and_thousands_equal_the_literal_algorithm():
             out = oracle.step(case.q[row, pos], case.k[row, pos, 0], case.v[row, pos, 0], pos)
             np.testing.assert_allclose(outputs[i, row], out, atol=atol)
             compare(held[i + 1], row, 0, oracle, atol)
+    at = case.lengths[:, None] + np.arange(LARGE.every)  # until it is time to cluster again
+    piece = [np.take_along_axis(x, at[..., None, None], axis=1) for x in (case.q, case.k, case.v)]
+    count = jnp.full(2, LARGE.every, jnp.int32)
+    block = TokenBlock(*piece, case.lengths, count, case.lengths + case.steps, case.spec.rope)
+    at_once, _, _ = jax.jit(LARGE.layer(case.spec).read_block)(states[0], block, {})
+    np.testing.assert_allclose(at_once, outputs.swapaxes(0, 1)[:, : LARGE.every], atol=2e-5)
     few, many = held[-1].cache.weight.max(axis=(1, 2))
     assert 64 < few < 300
     assert 1024 < many < 2200
