@@ -351,7 +351,7 @@ class Engine:
         return jnp.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, jnp.int32)
 
 
-def blocks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
+def blocks(prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int) -> Iterator[list[list[int]]]:
     """Prompts in blocks of `size` tokens, a list per row, which all end with the last; a row's first block is the one that is not full.
 
     So the tokens that a prompt ends with, by which many a method chooses, are together.
