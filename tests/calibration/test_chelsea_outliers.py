@@ -147,6 +147,7 @@ def test_generation_with_outlier_heads(tiny):
     assert [g.tokens for g in got] == [w.tokens for w in want]
 
 
+@pytest.mark.slow
 def test_outlier_heads_in_host_memory(tiny):
     """The same text; what the outlier heads hold is on the host, and only that."""
     heads = profile_of(tiny, [["clustered", "outlier"], ["clustered", "clustered"]])

@@ -173,7 +173,7 @@ def assert_same(got, expected, atol: float = 2e-5) -> None:
         )
 
 
-@pytest.mark.parametrize("budget", [50, 60])
+@pytest.mark.parametrize("budget", [50, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_gpus_bodies_cluster_alike(monkeypatch, budget):
     """Of a prompt an odd and an even number of steps, then while decoding; a row is shorter than what is never merged."""
     policy = Chelsea(budget=budget, sinks=2, recent=4, chunk=32, every=8)
@@ -317,6 +317,7 @@ def test_nothing_is_merged_within_the_budget():
     np.testing.assert_allclose(outputs, run(Full(), small_case(12))[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_error_falls_with_budget():
     case = small_case(12)
     full = run(Full(), case)[1]

@@ -88,6 +88,7 @@ def test_streaming_heads_hold_no_more():
     assert policy.nbytes(TINY, 1, 6000, 144) < 0.53 * Full().nbytes(TINY, 1, 6000, 144)
 
 
+@pytest.mark.slow
 def test_with_catekv_in_one(tiny):
     """DuoAttention × CateKV: heads that stream, heads with a fixed choice, and heads that keep everything, each as it would alone."""
     cate = CateKV(budget=24, sinks=2, recent=4, chunk=4, window=6, profile=(("consistent", "adaptive"),) * 2)

@@ -212,6 +212,7 @@ def test_compositions_look_ahead_for_their_parts(tiny):
     np.testing.assert_allclose(logits(split), alone, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_selects_by_what_it_foresaw(tiny):
     """With another carry the second layer reads other tokens; through generation as offloaded."""
     policy, case = InfiniGen(budget=4, alpha=50.0, share=0.5, dense_layers=0), inputs()

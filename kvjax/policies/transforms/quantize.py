@@ -179,38 +179,44 @@ class QuantizedLayer(Layer[Quantized]):
     def read_block(
         self, state: PackedCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], PackedCache, Carry]:
-        """The block attends to what is packed so far; then what is no longer residual is packed, as token by token."""
-        held = cache.insert_block(self.as_cache(state), block)
-        out = cache.attend_block(self.spec, held, block)
-        bits, dtype, residual = self.policy.bits, self.spec.dtype, state.k_recent.shape[2]
-        following = state.next + block.count[:, None]
+        """The block attends to what is packed when its first token comes, exactly to itself; then more is packed, as token by token."""
+        begun = self.as_cache(self._with_first(state, block, jnp.minimum(block.count, 1)))
+        held = cache.insert_block(dataclasses.replace(begun, next=state.next, seen=state.seen), block)
+        return cache.attend_block(self.spec, held, block), self._with_first(state, block, block.count), carry
+
+    def _with_first(self, state: PackedCache, block: TokenBlock, number: Int[Array, " B"]) -> PackedCache:
+        """The state with the first `number` tokens of a block appended."""
+        bits, dtype, residual, count = self.policy.bits, self.spec.dtype, state.k_recent.shape[2], 8 // self.policy.bits
         k, v = (jnp.swapaxes(x, 1, 2).astype(dtype) for x in (block.k_rotated, block.v))
+        places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
+        fresh = (places >= state.next[..., None]) & (places < (state.next + number[:, None])[..., None])
+        position = block.position[:, None, None] + places - state.next[..., None]
+        after = dataclasses.replace(
+            state,
+            pos=jnp.where(fresh, position, state.pos),
+            next=state.next + number[:, None],
+            seen=state.seen + number,
+        )
 
         def exact(recent: Array, new: Array, slot: Int[Array, "B K W"]) -> Float[Array, "B K W H"]:
             """Numbers of slots that are residual or the block's."""
             old = jnp.take_along_axis(recent, (slot % recent.shape[2])[..., None], axis=2)
-            fresh = slot - state.next[..., None]
-            given = jnp.take_along_axis(new, jnp.maximum(fresh, 0)[..., None], axis=2, mode="clip")
-            return jnp.where((fresh >= 0)[..., None], given, old)
+            ahead = slot - state.next[..., None]
+            given = jnp.take_along_axis(new, jnp.maximum(ahead, 0)[..., None], axis=2, mode="clip")
+            return jnp.where((ahead >= 0)[..., None], given, old)
 
         def run(start: Int[Array, "B K"], size: int, unit: int) -> Int[Array, "B K W"]:
             return start[..., None] + jnp.arange(-(-size // unit) * unit, dtype=jnp.int32)
 
-        updated = dataclasses.replace(state, pos=held.pos, next=following, seen=held.seen)
         keys = exact(state.k_recent, k, run(state.k_packed, residual + block.size, self._unit))
-        count = 8 // bits
-        start, stop = (jnp.maximum(n - residual - 1, 0) for n in (state.next, following))
+        start, stop = (jnp.maximum(n - residual - 1, 0) for n in (state.next, after.next))
         values = exact(state.v_recent, v, run(start // count * count, residual + 1 + block.size + count, count))
-        return (
-            out,
-            dataclasses.replace(
-                updated,
-                k=packing.put_run(state.k, keys, state.k_packed, updated.k_packed, bits, self.policy.group, dtype),
-                v=packing.put_run(state.v, values, start, stop, bits, self._channels, dtype),
-                k_recent=exact(state.k_recent, k, _latest(following, residual)),
-                v_recent=exact(state.v_recent, v, _latest(following, residual + 1)),
-            ),
-            carry,
+        return dataclasses.replace(
+            after,
+            k=packing.put_run(state.k, keys, state.k_packed, after.k_packed, bits, self.policy.group, dtype),
+            v=packing.put_run(state.v, values, start, stop, bits, self._channels, dtype),
+            k_recent=exact(state.k_recent, k, _latest(after.next, residual)),
+            v_recent=exact(state.v_recent, v, _latest(after.next, residual + 1)),
         )
 
     def as_cache(self, state: PackedCache) -> LayerCache:
