@@ -121,8 +121,7 @@ def evaluate(
         "query_aware": query_aware,
         "chat": form.chat,
         "batch": batch,
-        "prefill_block": prefill_block,
-    }
+    } | ({} if prefill_block is None else {"prefill_block": prefill_block})
     examples = task.examples(form)
     results = ResultFile(out, header(**settings), Row, _belongs(examples))
     done = {row["example"] for row in results.rows}
