@@ -12,7 +12,10 @@ from ..masking import MASKED
 from .types import Observers, from_first
 
 BLOCK = 512
-"""Tokens observed at a time; it divides the lengths that longer prompts are padded to."""
+"""Tokens of a whole prompt observed at a time; it divides the lengths that longer prompts are padded to."""
+
+LOGITS = 2**26
+"""Logits that are held at a time where a text is read in blocks, on devices that would else wait for many small products."""
 
 
 def window_scores(
@@ -33,7 +36,8 @@ def window_scores(
         pos: see the public function.
     """
     batch, length, kv_heads, _ = k.shape
-    block = -(-min(BLOCK, length) // chunk) * chunk
+    block = BLOCK if pos is None else max(LOGITS // observers.q[..., 0].size // BLOCK * BLOCK, BLOCK)
+    block = -(-min(block, length) // chunk) * chunk
     k = jnp.pad(from_first(k, first), ((0, 0), (0, -length % block), (0, 0), (0, 0)))
     if pos is not None:
         pos = jnp.swapaxes(from_first(jnp.swapaxes(pos, 1, 2), first), 1, 2)

@@ -23,7 +23,10 @@ from ..fields import check_fields
 from ..info import PolicyError
 
 BLOCK = 64
-"""Queries that `attention_mass` takes at a time: 64 × T probabilities per head exist at once."""
+"""Queries of a whole prompt that `attention_mass` takes at a time: 64 × T probabilities per head exist at once."""
+
+BLOCK_IN_BLOCKS = 1024
+"""The same where a text is read in blocks, and T is no more than is kept and a block."""
 
 P = TypeVar("P", bound="PromptScorer")
 E = TypeVar("E", bound="ScoreEviction")
@@ -239,7 +242,7 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
 def attention_mass(prompt: Prompt, *, scale: float, sliding_window: int | None = None) -> Float[Array, "B K T"]:
     """Attention that each token of a prompt gets from all queries together, averaged over the query group.
 
-    Causal softmax probabilities, summed. `BLOCK` queries are taken at a time, counted from each row's end, so that nothing of
+    Causal softmax probabilities, summed. A number of queries are taken at a time, counted from each row's end, so that nothing of
     size S × T exists.
 
     Args:
@@ -248,22 +251,23 @@ def attention_mass(prompt: Prompt, *, scale: float, sliding_window: int | None =
     """
 
     def add(i: Int[Array, ""], mass: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        left = jnp.maximum(queries - i * BLOCK, 0)
+        left = jnp.maximum(queries - i * size, 0)
         mean = window_scores(
             prompt.q_rotated,
             prompt.k_rotated,
             left + prompt.before,
-            window=BLOCK,
+            window=size,
             scale=scale,
             sliding_window=sliding_window,
             pos=prompt.places,
         )
-        return mass + mean * jnp.minimum(left, BLOCK).astype(jnp.float32)[:, None, None]
+        return mass + mean * jnp.minimum(left, size).astype(jnp.float32)[:, None, None]
 
     batch, length, kv_heads, _ = prompt.k_rotated.shape
-    queries = prompt.lengths - prompt.before
+    queries, count = prompt.lengths - prompt.before, prompt.q_rotated.shape[1]
+    size = BLOCK if prompt.places is None else min(BLOCK_IN_BLOCKS, count)
     start = jnp.zeros((batch, kv_heads, length), jnp.float32)
-    return jax.lax.fori_loop(0, -(-prompt.q_rotated.shape[1] // BLOCK), add, start)
+    return jax.lax.fori_loop(0, -(-count // size), add, start)
 
 
 def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
