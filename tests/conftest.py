@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import importlib.metadata
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -74,15 +75,18 @@ def strict_jax():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
 def room_for_programs():
-    """Compiled programs are let go of when they are very many.
+    """Compiled programs are let go of when they are very many, after some tests or others: to look takes as long as a short test.
 
     On a CPU each takes several memory mappings, of which Linux gives a process 65530; the compiler crashes when there are no more.
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if next(tests_run) % 16 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend):
             program.forget()
         jax.clear_caches()

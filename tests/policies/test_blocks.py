@@ -52,11 +52,8 @@ from kvjax.policies.clusterkv import ClusteredCache
 from kvjax.policies.families.noise import uniform
 from kvjax.policies.transforms.quantize import PackedCache
 
-ROWS = 56
+ROWS = 104
 """Rows of a batch of random texts."""
-
-SIZES = (2, 3, 7, 16)
-"""Tokens of a block."""
 
 
 # Reading.
@@ -278,9 +275,14 @@ FAST = {"full", "streaming_llm", "chunkkv", "catekv", "clusterkv", "treekv", "ch
 """One case of each kind, which is not among the slow ones; for one size of blocks."""
 
 NAMED = [
-    pytest.param(name, size, id=f"{name}, {size}", marks=[] if name in FAST and size == 7 else [pytest.mark.slow])
+    pytest.param(name, size, id=f"{name}, {size}", marks=marks)
     for name in CASES
-    for size in SIZES
+    for size, marks in {
+        2: pytest.mark.slow,
+        3: pytest.mark.long,
+        7: () if name in FAST else pytest.mark.slow,
+        16: pytest.mark.long,
+    }.items()
 ]
 
 
