@@ -130,7 +130,7 @@ def evaluate(
     for planned, rows in _batches(form, examples, batch):
         left = [i for i in planned if i not in done]
         if left:
-            results.append(_run(params, task, policy, form, query_aware, prefill_block, examples, left, rows))
+            results.append(_run(params, task, policy, form, query_aware, examples, left, rows, prefill_block))
             done |= set(left)
             if progress is not None:
                 progress(len(done), len(examples))
@@ -187,10 +187,10 @@ def _run(
     policy: Policy,
     form: Format,
     query_aware: bool,
-    prefill_block: int | None,
     examples: Sequence[Example],
     batch: Sequence[int],
     size: int,
+    prefill_block: int | None,
 ) -> list[dict[str, Any]]:
     """Answers of one batch, filled up to `size` rows so that all batches of like lengths share one compiled program."""
     padded = [*batch, *[batch[-1]] * (size - len(batch))]

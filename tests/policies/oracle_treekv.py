@@ -5,10 +5,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from policies.driver import ROPE, rotate, softmax
 
+from kvjax.pallas_kernels.ties import SHARE
+
 
 def next_scope(scope: int, capacity: int, cycle: str) -> int:
     """The scope after an eviction, counted from 1: as the text has it, or as line 16 is printed."""
     return scope % capacity + 1 if cycle == "text" else (scope + 1) % capacity + 1
+
+
+def above(a: float, b: float) -> bool:
+    """Whether a score is higher, and not merely by rounding (float32 sums are compared)."""
+    return a - SHARE * abs(a) > b
 
 
 def trace(
@@ -20,7 +27,7 @@ def trace(
         held.append(token)
         if len(held) > capacity:
             left, right = held[scope - 1], held[scope]
-            loser = right if keep == "left" or score(left) > score(right) else left
+            loser = right if keep == "left" or above(score(left), score(right)) else left
             held.remove(loser)
             evicted.append(loser)
             scope = next_scope(scope, capacity, cycle)
