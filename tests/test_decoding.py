@@ -23,7 +23,7 @@ CHELSEA = Chelsea(budget=12, sinks=2, recent=3, every=5, chunk=8, outliers=False
 CLUSTERKV = ClusterKV(budget=8, sinks=2, dense_layers=0, window=7, n_clusters=2, new_clusters=2, iterations=2)
 MIXED = by_head({"a": CHELSEA, "b": StreamingLLM(budget=8)}, [["a", "b"], ["b", "a"]])
 CASES = [
-    pytest.param(CHELSEA, id="chelsea"),
+    pytest.param(CHELSEA, id="chelsea", marks=pytest.mark.slow),
     pytest.param(CLUSTERKV, id="clusterkv"),
     pytest.param(
         by_head({"a": CHELSEA, "b": Full()}, [["a", "b"], ["b", "b"]]), id="beside full heads", marks=pytest.mark.slow

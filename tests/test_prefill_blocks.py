@@ -17,6 +17,7 @@ PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5 + [1, 5], [2, 7, 1, 8, 2, 8, 1,
 OPTIONS = {"max_new_tokens": 6, "ignore_eos": True}
 
 SLOW = [
+    compositions(16)[0],
     kvjax.TreeKV(budget=16, sinks=2, block=4),
     get_policy("h2o", budget=16),
     get_policy("expected_attention", budget=16),
@@ -26,7 +27,6 @@ SLOW = [
 ]
 POLICIES = [
     get_policy("snapkv", budget=16, window=4),
-    compositions(16)[0],
     *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW),
 ]
 

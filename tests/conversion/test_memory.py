@@ -60,7 +60,7 @@ peaks = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="n
 
 
 @peaks
-@pytest.mark.parametrize("form", ["orbax", "safetensors"])
+@pytest.mark.parametrize("form", [pytest.param("orbax", marks=pytest.mark.slow), "safetensors"])
 def test_writing_does_not_hold_the_model(tmp_path: Path, form: str) -> None:
     """Of 240 MB in 64 tensors, the largest 13 MB; Orbax takes some tens of MB besides, whatever the model's size."""
     fields = FIELDS | {"vocab_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5}

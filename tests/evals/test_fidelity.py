@@ -58,7 +58,7 @@ def test_against_masked_softmax(tiny, readings):
         assert found.means()["jaccard"] == pytest.approx(jaccard(mask)[0, 1])
 
 
-@pytest.mark.parametrize("name", ["chelsea", "clusterkv"])
+@pytest.mark.parametrize("name", [pytest.param("chelsea", marks=pytest.mark.slow), "clusterkv"])
 def test_named_values_tell_what_is_read(tiny, readings, name):
     """Merging, recalling and moving policies: weights sum to one, and the real values, weighted by them, are the output."""
     policy = next(policy for policy in every_policy(budget=32) if policy.info.name == name).bind(tiny.config)

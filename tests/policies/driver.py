@@ -130,6 +130,7 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 SLOW = {
     "adakv",
     "cam",
+    "chelsea",
     "duoattention",
     "expected_attention",
     "h2o",
@@ -144,7 +145,7 @@ SLOW = {
     "snapkv",
     "tova",
 }
-"""Policies built from the same parts as others: theirs are among the slow tests."""
+"""Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
 
 def each(policies: list[Policy]) -> pytest.MarkDecorator:

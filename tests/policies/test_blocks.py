@@ -271,14 +271,14 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "mixed": (mixed(), 4, 4, 0),
 }
 
-FAST = {"full", "streaming_llm", "chunkkv", "catekv", "clusterkv", "treekv", "chelsea", "mixed"}
+FAST = {"full", "streaming_llm", "chunkkv", "catekv", "clusterkv", "treekv"}
 """One case of each kind, which is not among the slow ones; for one size of blocks."""
 
 NAMED = [
     pytest.param(name, size, id=f"{name}, {size}", marks=marks)
     for name in CASES
     for size, marks in {
-        2: pytest.mark.slow,
+        2: pytest.mark.slow if name in FAST else pytest.mark.long,
         3: pytest.mark.long,
         7: () if name in FAST else pytest.mark.slow,
         16: pytest.mark.long,
@@ -400,7 +400,7 @@ def test_what_reads_in_blocks():
 
 
 @pytest.mark.parametrize(
-    "policy", quick([p for p in reading(16) if not isinstance(p, CaM)], {"snapkv", "treekv", "chelsea", "clusterkv"})
+    "policy", quick([p for p in reading(16) if not isinstance(p, CaM)], {"snapkv", "treekv", "clusterkv"})
 )
 def test_one_block_is_a_prompt(policy):
     """A block that holds whole prompts, of any length up to its own: the same state in all that it says."""
@@ -432,7 +432,7 @@ def said(layer: Any, state: Any) -> Any:
     "policy",
     quick(
         [p for p in reading(16) if p.info.stage in ("both", "none") and not isinstance(p, ClusterKV)],
-        {"chelsea", "tova", "by_head"},
+        {"tova", "by_head"},
     ),
 )
 def test_blocks_of_one_token_are_decoding(policy):
@@ -503,7 +503,7 @@ def kinds(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(kind, marks=marks[kind in names]) for kind in KINDS])
 
 
-@kinds("chunkkv", "mixed")
+@kinds("chunkkv")
 def test_rows_are_read_as_if_alone(name):
     (policy, _), heads, kv_heads, layer = CASES[name]
     case = make_case(2, [50, 3, 17, 33, 60], 6, heads, kv_heads)
@@ -522,7 +522,7 @@ def test_rows_are_read_as_if_alone(name):
                 np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
 
 
-@kinds("snapkv", "clusterkv", "chelsea", "mixed")
+@kinds("snapkv", "clusterkv")
 def test_decoding_goes_on_from_blocks(name):
     """A new token is held beside what was kept of the text, and attends to all of it, or to what a sparse method selects."""
     (policy, make), heads, kv_heads, index = CASES[name]
@@ -583,7 +583,7 @@ def decoder(policy: Policy, spec: LayerSpec) -> Any:
 # By hand.
 
 
-@pytest.mark.parametrize("keep", ["left", "score"])
+@pytest.mark.parametrize("keep", [pytest.param("left", marks=pytest.mark.slow), "score"])
 def test_a_tree_of_equal_scores_is_that_of_any_block(keep, monkeypatch):
     """Blocks of S and of 2 S tokens, S a multiple of section 4.2's, give the same tree."""
 

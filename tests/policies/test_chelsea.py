@@ -119,7 +119,12 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+FAST = {"gqa", "mqa, clustering after each token", "odd chunks"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CONFIGURATIONS]
+)
 def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts shorter and longer than the budget: slots after each step, and outputs."""
     options, heads, kv_heads = CONFIGURATIONS[name]
@@ -173,7 +178,8 @@ def assert_same(got, expected, atol: float = 2e-5) -> None:
         )
 
 
-@pytest.mark.parametrize("budget", [50, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [50, 60])
 def test_the_gpus_bodies_cluster_alike(monkeypatch, budget):
     """Of a prompt an odd and an even number of steps, then while decoding; a row is shorter than what is never merged."""
     policy = Chelsea(budget=budget, sinks=2, recent=4, chunk=32, every=8)
@@ -268,7 +274,7 @@ def test_clusters_every_so_many_tokens_down_to_exactly_the_budget():
     assert counts[:, 1].tolist() == [9, 10, 11, 12, 13] + [14, 15, 16] * 5 + [14]  # rows keep their own time
 
 
-@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("most", [0, *(pytest.param(most, marks=pytest.mark.slow) for most in (1, 2))])
 def test_steps_taken_for_granted_do_not_matter(most, monkeypatch):
     """Rows that need more steps than their prompt's length lets expect get them one by one."""
     expected = run(TIGHT, small_case(9))[2]

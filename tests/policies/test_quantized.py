@@ -288,7 +288,11 @@ def test_bad_hyperparameters(options, says):
 
 
 @pytest.mark.parametrize(
-    ("options", "size"), [({"bits": 2, "group": 4, "residual": 8}, 11), ({"bits": 4, "group": 6, "residual": 6}, 32)]
+    ("options", "size"),
+    [
+        ({"bits": 2, "group": 4, "residual": 8}, 11),
+        pytest.param({"bits": 4, "group": 6, "residual": 6}, 32, marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_are_packed_as_token_by_token(options, size):
     """200 rows of any lengths, in blocks of any length: the state to the bit, and attention over what had been packed before."""

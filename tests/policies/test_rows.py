@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from policies.random_cases import draw, read
 
-CASES, SLOW, FAST = 300, 90, 30
+CASES, SLOW, FAST = 300, 50, 20
 NOISE = 1e-7
 """Relative difference that a model's keys have in a batch and alone, of float32's 6e-8."""
 
