@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Prompt, Token, TokenBlock
+from kvjax.cache import Prompt, Shard, Token, TokenBlock
+from kvjax.cache.shard import ONE_DEVICE
 from kvjax.pallas_kernels import (
     BlockWeights,
     Norm,
@@ -36,6 +37,9 @@ from .rope import Rope
 
 HEAD_BLOCK = 256
 """Positions that go through the vocabulary head at a time when a whole text is scored."""
+
+SMALL_SUM = 16384
+"""Numbers that devices add up in float32, whatever the type of the model: 64 KiB take as long to send as 32."""
 
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
@@ -104,8 +108,8 @@ def prefill(
     Returns:
         Logits of each row's last token (only that position goes through the vocabulary head), and one state per layer.
     """
-    config = params.config
-    x = _embed(params, tokens)
+    config, shard = params.config, caches[0].spec.shard
+    x = _embed(params, tokens, shard)
     states: list[Any] = []
     carry: Carry = {}
     for layer, cache in zip(params.layers, caches, strict=True):
@@ -121,9 +125,9 @@ def prefill(
             states.append(state)
             return out
 
-        x = _block(config, layer, x, attend)
+        x = _block(config, layer, x, attend, shard)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return _logits(params, last), tuple(states)
+    return _logits(params, last, shard), tuple(states)
 
 
 def decode_step(
@@ -134,8 +138,8 @@ def decode_step(
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read one token per row, at original position `pos`; logits of the next, and the states with it appended."""
-    config, layers = params.config, params.layers
-    x = _embed(params, token)
+    config, layers, shard = params.config, params.layers, caches[0].spec.shard
+    x = _embed(params, token, shard)
     heads = _first_heads(config, layers[0], x)
     updated: list[Any] = []
     carry: Carry = {}
@@ -145,11 +149,11 @@ def decode_step(
         updated.append(state)
         before, out = x, out.reshape(*x.shape[:-1], -1)
         if i + 1 == len(layers):
-            x = _rest(config, layer, x, out)
+            x = _rest(config, layer, x, out, shard)
             break
-        x, heads = _next_heads(config, layer, layers[i + 1], x, out)
+        x, heads = _next_heads(config, layer, layers[i + 1], x, out, shard)
         carry = look_ahead(caches[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
-    return _logits(params, x), tuple(updated)
+    return _logits(params, x, shard), tuple(updated)
 
 
 def read_block(
@@ -171,7 +175,8 @@ def read_block(
     Returns:
         Logits of each row's last token, and the states.
     """
-    x = _embed(params, tokens)
+    shard = caches[0].spec.shard
+    x = _embed(params, tokens, shard)
     updated: list[Any] = []
     carry: Carry = {}
     for layer, cache, state in zip(params.layers, caches, states, strict=True):
@@ -184,19 +189,27 @@ def read_block(
             updated.append(state)
             return out
 
-        x = _block(params.config, layer, x, attend)
+        x = _block(params.config, layer, x, attend, shard)
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    return _logits(params, last), tuple(updated)
+    return _logits(params, last, shard), tuple(updated)
 
 
-def _embed(params: Params, tokens: Array) -> Array:
-    return jnp.take(params.embed, tokens, axis=0)
+def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
+    if shard.model == 1:
+        return jnp.take(params.embed, tokens, axis=0)
+    own = params.embed.shape[0]  # the vocabulary is dealt in order
+    row = tokens - shard.model_index() * own
+    mine = (row >= 0) & (row < own)
+    vectors = jnp.take(params.embed, jnp.where(mine, row, 0), axis=0)
+    return shard.sum_over_model(jnp.where(mine[..., None], vectors, jnp.zeros((), vectors.dtype)))
 
 
-def _block(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend) -> Float[Array, "... D"]:
+def _block(
+    config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
+) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
     out = attend(*_first_heads(config, layer, x))
-    return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1))
+    return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
 
 def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
@@ -211,12 +224,13 @@ def _next_heads(
     following: Layer,
     x: Float[Array, "B D"],
     out: Float[Array, "B A"],
+    shard: Shard,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """The residual stream after `layer`, whose attention is `out`, and the heads of the `following` layer."""
     p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
     between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
-    if any(a is not None for a in between):
-        x = _rest(config, layer, x, out)
+    if shard.model > 1 or any(a is not None for a in between):  # or devices add up what they have between two matrices
+        x = _rest(config, layer, x, out, shard)
         return x, _first_heads(config, following, x)
     norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
     weights = BlockWeights(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
@@ -230,19 +244,32 @@ def _shaped(config: ModelConfig, layer: Layer, products: Sequence[Array]) -> tup
     return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
 
 
-def _rest(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], out: Float[Array, "... A"]) -> Array:
+def _rest(
+    config: ModelConfig,
+    layer: Layer,
+    x: Float[Array, "... D"],
+    out: Float[Array, "... A"],
+    shard: Shard = ONE_DEVICE,
+) -> Array:
     """The residual stream after a layer whose attention is `out`."""
     p, mlp = layer.attn, layer.mlp
-    x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm)
+    x = _joined(config, x, shard.own_columns(out), p.o, p.o_bias, layer.attn_post_norm, shard)
     h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
-    return _joined(config, x, h, mlp.down, mlp.down_bias, layer.mlp_post_norm)
+    return _joined(config, x, h, mlp.down, mlp.down_bias, layer.mlp_post_norm, shard)
 
 
-def _joined(config: ModelConfig, x: Array, h: Array, w: Array, bias: Array | None, norm: Array | None) -> Array:
+def _joined(
+    config: ModelConfig, x: Array, h: Array, w: Array, bias: Array | None, norm: Array | None, shard: Shard
+) -> Array:
     """The residual stream `x` with what `w` makes of `h` added."""
-    if bias is None and norm is None:
+    if shard.model > 1:
+        exact = x.size <= SMALL_SUM  # each device's part is rounded before they are added up, unless that is no more to send
+        (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
+        y = shard.sum_over_model(y).astype(x.dtype)
+    elif bias is None and norm is None:
         return projection(h, w, residual=x)[0]
-    (y,) = projection(h, w)
+    else:
+        (y,) = projection(h, w)
     y = _biased(y, bias)
     return x + (y if norm is None else Norm(norm, config.norm_eps)(y))
 
@@ -276,7 +303,7 @@ def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Ar
     return prefill_attention(rope.rotate(q, pos), rope.rotate(k, pos), v, scale=scale, window=window)
 
 
-def _logits(params: Params, x: Array) -> Array:
+def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     head = params.embed if params.head is None else params.head
     (logits,) = projection(x, head, norm=Norm(params.norm, params.config.norm_eps), dtype=jnp.float32)
-    return logits
+    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # padded where devices do not divide it

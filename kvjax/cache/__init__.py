@@ -12,6 +12,7 @@ from .attention import attend_split as attend_split
 from .blocks import in_rows as in_rows
 from .blocks import kept_and_block as kept_and_block
 from .blocks import with_places as with_places
+from .shard import Shard as Shard
 from .spec import LayerSpec as LayerSpec
 from .spec import bucket as bucket
 from .spec import layer_specs as layer_specs

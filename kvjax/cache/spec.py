@@ -9,6 +9,8 @@ from jaxtyping import Array, Int
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
 
+from .shard import ONE_DEVICE, Shard
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -26,6 +28,7 @@ class LayerSpec:
         window: sliding attention window in tokens, None where attention is full.
         block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
+        shard: how devices share the layer; of one that runs over a mesh, `batch`, `num_heads` and `num_kv_heads` are one device's.
     """
 
     layer: int
@@ -42,6 +45,7 @@ class LayerSpec:
     window: int | None = None
     block: int = 0
     kv_heads: tuple[int, ...] | None = None
+    shard: Shard = ONE_DEVICE
 
     @property
     def max_tokens(self) -> int:
@@ -51,6 +55,16 @@ class LayerSpec:
     def totals(self, total: Int[Array, " B"] | None) -> Int[Array, " B"]:
         """Tokens that each row will reach: as given, by default all that it can hold."""
         return jnp.full((self.batch,), self.max_tokens, jnp.int32) if total is None else total
+
+    @property
+    def head_ids(self) -> Int[Array, " K"]:
+        """Numbers that tell KV heads apart, the same whatever device has them."""
+        return self.shard.head_ids(self.num_kv_heads)
+
+    def on(self, shard: Shard) -> "LayerSpec":
+        """What one of these devices has of the layer."""
+        batch, heads, kv_heads = self.batch // shard.data, self.num_heads // shard.heads, self.num_kv_heads // shard.heads
+        return dataclasses.replace(self, batch=batch, num_heads=heads, num_kv_heads=kv_heads, shard=shard)
 
 
 def layer_specs(

@@ -45,6 +45,7 @@ class AdaKV(SnapKV):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
+        joint_heads=True,
     )
 
     alpha: float = 0.2

@@ -98,6 +98,10 @@ class ChunkKV(PromptScorer):
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         return last_queries(prompt, self.window, spec, kind="softmax" if self.score == "softmax" else "logits")
 
+    @property
+    def info(self) -> PolicyInfo:
+        return dataclasses.replace(self.about, joint_heads=self.shared_heads or self.rule == "kvpress")
+
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
         return budget_rows(self.budget, lengths if self.rule == "kvpress" else total)
 

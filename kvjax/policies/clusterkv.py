@@ -255,7 +255,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         A token's rank depends on its position, head, layer and `seed` alone, hence not on padding or on other rows.
         """
         layer = jnp.asarray(self.spec.layer, jnp.int32)
-        return _shuffled(self.spec.num_kv_heads, self.spec.max_tokens, self.policy.seed, layer, pos, inside)
+        return _shuffled(self.spec.max_tokens, self.policy.seed, layer, self.spec.head_ids, pos, inside)
 
     def _cluster(
         self,
@@ -347,13 +347,18 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         return max(prompt + windows * min(policy.new_clusters, policy.window), 1)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1))
 def _shuffled(
-    heads: int, tokens: int, seed: int, layer: Int[Array, ""], pos: Int[Array, "B T"], inside: Bool[Array, "B T"]
+    tokens: int,
+    seed: int,
+    layer: Int[Array, ""],
+    heads: Int[Array, " K"],
+    pos: Int[Array, "B T"],
+    inside: Bool[Array, "B T"],
 ) -> Int[Array, "B K T"]:
     """`ClusterKV.shuffled`, traced once for all layers."""
     key = jax.random.fold_in(jax.random.key(seed), layer)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(heads, dtype=jnp.int32))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, heads)
     # JAX draws the nth number of a list from n alone, however long the list.
     draws = jax.vmap(lambda head: jax.random.uniform(head, (tokens,)))(keys)
     draws = jnp.moveaxis(jnp.take(draws, pos, axis=1, mode="clip"), 0, 1)

@@ -67,5 +67,7 @@ class H2O(ScoreEviction):
     def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return score + self.scores(spec, prompt)
 
-    def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+    def update_score(
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+    ) -> Float[Array, "B K C"]:
         return score + probs

@@ -132,7 +132,7 @@ class InfiniGen(Policy):
         if not isinstance(self.profile, SkewProfile):
             return None
         matrices = self.profile.layer(spec.layer, spec.head_dim)
-        return jnp.asarray(matrices if spec.kv_heads is None else matrices[list(spec.kv_heads)])
+        return jnp.asarray(matrices)[spec.head_ids if spec.kv_heads is None else list(spec.kv_heads)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,8 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         candidates = jnp.broadcast_to((pos < self.tail_start(state)[:, None])[:, None], scores.shape)
         scores = jnp.where(candidates, scores * spec.scale, -jnp.inf)
         near = candidates & (scores > jnp.max(scores, axis=-1, keepdims=True) - self.policy.alpha)
-        count = jnp.sum(near, axis=(1, 2), dtype=jnp.int32) // spec.num_kv_heads
+        near = spec.shard.sum_over_heads(jnp.sum(near, axis=(1, 2), dtype=jnp.int32))
+        count = near // (spec.num_kv_heads * spec.shard.heads)
         return best_pages(scores, candidates, jnp.clip(count, 1, state.budget - 1), self.selection_shape[1])
 
     def _skew(

@@ -35,6 +35,7 @@ class PolicyInfo:
         positions: "original" (a token stays where it stood in the text) or "cache_rank" (its place among the kept ones, which
             keeps any sequence inside the trained window).
         takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
+        joint_heads: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh.
         transform: what is done to the policy as a whole, such as "offloaded".
     """
 
@@ -48,6 +49,7 @@ class PolicyInfo:
     accumulates_values: bool = False
     positions: Positions = "original"
     takes_budget: bool = True
+    joint_heads: bool = False
     transform: str = ""
 
 
@@ -67,5 +69,6 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         merges=any(info.merges for info in infos),
         accumulates_values=any(info.accumulates_values for info in infos),
         takes_budget=any(info.takes_budget for info in infos),
+        joint_heads=any(info.joint_heads for info in infos),
         positions="cache_rank" if all(info.positions == "cache_rank" for info in infos) else "original",
     )

@@ -74,6 +74,7 @@ class ShadowKV(Policy):
         summary="the prompt's keys at low rank, all values, and exactly the chunks that stand out and new tokens",
         memory="sparse",
         stage="prompt",
+        joint_heads=True,
     )
 
     budget: int | float = 1024

@@ -41,10 +41,13 @@ class TOVA(ScoreEviction):
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         latest = last_queries(prompt, 1, spec)
-        return self.update_score(latest, latest)
+        return self.update_score(spec, latest, latest)
 
     def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
-    def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
-        return jnp.broadcast_to(jnp.mean(probs, axis=1, keepdims=True), score.shape)
+    def update_score(
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+    ) -> Float[Array, "B K C"]:
+        total = spec.shard.sum_over_heads(jnp.sum(probs, axis=1, keepdims=True))
+        return jnp.broadcast_to(total / (spec.num_kv_heads * spec.shard.heads), score.shape)

@@ -13,14 +13,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.cache import LayerSpec, bucket
+from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
+from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
-from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Program
+from kvjax.runtime.mesh import ALL, ROWS, over_mesh, state_partitions
+from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Partition, Program
 from kvjax.runtime.sampling import Sampler
 
 CHUNK = 256
@@ -55,16 +58,23 @@ class Decoding:
 
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
     """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
-    nothing = jnp.zeros(seed.shape, jnp.int32)
-    return Decoding(
-        # Copied, since arrays of a state may be one and the same, and the programs take them over.
-        caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
-        token=nothing,
-        pos=jnp.zeros_like(nothing),
-        steps=jnp.zeros((), jnp.int32),
-        done=jnp.zeros(seed.shape, bool),
-        seed=jnp.copy(seed),
-    )
+    shard = specs[0].shard
+
+    def begun(seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:
+        nothing = jnp.zeros(seed.shape, jnp.int32)
+        return Decoding(
+            # Copied, since arrays of a state may be one and the same, and the programs take them over.
+            caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
+            token=nothing,
+            pos=jnp.zeros_like(nothing),
+            steps=jnp.zeros((), jnp.int32),
+            done=jnp.zeros(seed.shape, bool),
+            seed=jnp.copy(seed),
+        )
+
+    if shard.mesh is None:
+        return begun(seed, total)
+    return jax.jit(over_mesh(begun, shard, (ROWS, ROWS), _state_partitions(policy, specs)))(seed, total)
 
 
 def layers_of(policy: Policy, specs: Specs) -> tuple[Layer[Any], ...]:
@@ -89,8 +99,7 @@ def started(executable: Any, *args: Any) -> Decoding:
         executable: `prefill.compiled(*args)`.
         args: what it was compiled for; shapes are enough.
     """
-    policy, specs, *arrays = args
-    state, _ = jax.eval_shape(partial(_prefill, policy, specs), *arrays)
+    state, _ = prefill.shapes(*args)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, executable.output_shardings[0]
     )
@@ -204,10 +213,8 @@ def _decode(
         return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, state, tokens, logprobs = _loop(
-        layers_of(policy, specs), params, should_continue, lambda loop: loop[1].token, sample, start
-    )
-    return state, tokens, logprobs
+    _, *ended = _loop(layers_of(policy, specs), params, should_continue, lambda loop: loop[1].token, sample, start)
+    return _gathered(specs[0].shard, *ended)
 
 
 def _answer(
@@ -225,10 +232,11 @@ def _answer(
     buffers = jnp.zeros((rows, size + CHUNK), jnp.int32), jnp.zeros((rows, size + CHUNK), jnp.float32)
     row = jnp.arange(rows, dtype=jnp.int32)
     state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
+    longest = specs[0].shard.max_over_data(jnp.max(lengths))
 
     def should_continue(loop: Loop) -> Array:
         i, state, _, _ = loop
-        return (i < jnp.max(lengths) + count - 1) & ~jnp.all(state.done)
+        return (i < longest + count - 1) & ~jnp.all(state.done)
 
     def read(loop: Loop) -> Array:
         i, state, _, _ = loop
@@ -249,8 +257,42 @@ def _answer(
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, state, tokens, logprobs = _loop(layers_of(policy, specs), params, should_continue, read, sample, start)
-    return state, tokens, logprobs
+    _, *ended = _loop(layers_of(policy, specs), params, should_continue, read, sample, start)
+    return _gathered(specs[0].shard, *ended)
+
+
+def _gathered(
+    shard: Shard, state: Decoding, tokens: Int[Array, "B M"], logprobs: Float[Array, "B M"]
+) -> tuple[Decoding, Int[Array, "_ M"], Float[Array, "_ M"]]:
+    """What a loop ends with. Devices with other rows may have ended sooner, as those rows were done."""
+    state = dataclasses.replace(state, steps=shard.max_over_data(state.steps))
+    return state, shard.gather_over_data(tokens), shard.gather_over_data(logprobs)
+
+
+def _state_partitions(policy: Policy, specs: Specs) -> Decoding:
+    """How a state is dealt to a mesh's devices."""
+    caches = state_partitions(policy, specs)
+    return Decoding(caches=caches, token=ROWS, pos=ROWS, steps=ALL, done=ROWS, seed=ROWS)  # pyright: ignore[reportArgumentType]
+
+
+def _reading(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
+    """How `prefill` is dealt."""
+    if specs[0].shard.mesh is None:
+        return None
+    state = _state_partitions(policy, specs)
+    return specs[0].shard, (partitions(params), ROWS, ROWS, ROWS, ROWS, ALL, ALL), (state, ROWS)
+
+
+def _going_on(rest: tuple[PartitionSpec, ...], results: tuple[PartitionSpec, ...]) -> Callable[..., Partition | None]:
+    """How a program is dealt that goes on from a state, with these other arguments and results."""
+
+    def dealt(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
+        if specs[0].shard.mesh is None:
+            return None
+        state = _state_partitions(policy, specs)
+        return specs[0].shard, (partitions(params), state, *rest), (state, *results)
+
+    return dealt
 
 
 def _extend(
@@ -281,20 +323,28 @@ def _sample(
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-prefill = Program(_prefill, static=2)
+prefill = Program(_prefill, static=2, partition=_reading)
 """`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: read right-padded prompts and sample the first token.
 
 `total` is how many tokens each row will reach with its new ones. Returns the `Decoding` state and the first tokens' log-probabilities.
 """
 
-decode = Program(_decode, static=2, donate=(3,), gpu_options=_gpu_options)
+decode = Program(
+    _decode, static=2, donate=(3,), gpu_options=_gpu_options, partition=_going_on((ALL, ALL, ALL), (ALL, ALL))
+)
 """`decode(policy, specs, params, state, count, sampler, ends)`: sample up to `count` <= `CHUNK` more tokens per row.
 
 Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
 tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
 """
 
-answer = Program(_answer, static=2, donate=(3,), gpu_options=_gpu_options)
+answer = Program(
+    _answer,
+    static=2,
+    donate=(3,),
+    gpu_options=_gpu_options,
+    partition=_going_on((ROWS, ROWS, ALL, ALL, ALL), (ALL, ALL)),
+)
 """`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then sample.
 
 Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's sampled token;
@@ -304,7 +354,9 @@ are reused), and tokens and log-probabilities, each row's samples from column 0;
 less `lengths[b] - 1`.
 """
 
-extend = Program(_extend, static=2, donate=(3,))
+extend = Program(
+    _extend, static=2, donate=(3,), partition=_going_on((ROWS, ROWS, ROWS, ALL, ALL), (ROWS,))
+)
 """`extend(policy, specs, params, state, tokens, count, total, sampler, ends)`: read a block of a text [B, S], right-padded, into the caches.
 
 Row b reads `count[b]` tokens at the state's positions, in place of its sampled token, and samples the one that follows; a row that

@@ -15,23 +15,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.arguments import shown, whole
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
+from kvjax.models.sharding import device_bytes, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
+from kvjax.runtime.mesh import get_shard
 from kvjax.runtime.program import Program
 from kvjax.runtime.sampling import Greedy, Sampler
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Device memory in bytes, as the compiler tells it.
+    """Device memory in bytes, of each device of a mesh, as the compiler tells it.
 
     Attributes:
         weights, cache: what stays: parameters, and the policy's cache.
@@ -68,12 +71,17 @@ class Engine:
             depend on it.
         block: read prompts so many tokens at a time (see `begin` and `extend`), so that no memory is needed for the whole of one.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
+        mesh: devices to run over: a `jax.sharding.Mesh` with the axes "data", along which rows are dealt, and "model", along which KV
+            heads, matrices and the vocabulary are; or text such as "data=2,model=4". Where there are fewer KV heads than devices to share
+            them, or the policy's caches are not alike in all heads (`PolicyInfo.joint_heads`), several devices hold the same heads.
+            By default weights that lie on a mesh run there.
 
     Attributes:
         config: the model's shape.
         policy: bound to it.
-        specs: what is static about each layer's cache.
-        weights: without their tokenizer, which is no part of a program; of a shape, shapes.
+        specs: what is static about each layer's cache, on each device.
+        shard: how devices share the model and its rows.
+        weights: without their tokenizer, which is no part of a program; of a shape, shapes. They are where the mesh wants them.
 
     Raises:
         ValueError: a number is out of range.
@@ -92,6 +100,7 @@ class Engine:
         max_total_tokens: int | None = None,
         block: int | None = None,
         dtype: Any = None,
+        mesh: Mesh | str | None = None,
     ) -> None:
         if not isinstance(model, ModelConfig | Params):
             raise ValueError(
@@ -110,7 +119,16 @@ class Engine:
         self.policy = get_policy(policy, budget=budget).bind(self.config)
         self.policy.validate(total)
         block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
-        self.specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
+        mesh = mesh_of(self.weights) if mesh is None else mesh
+        self.shard = get_shard(mesh, self.config, self.policy)
+        if batch % self.shard.data:
+            raise ValueError(
+                f"batch={batch}, but the mesh deals rows to {self.shard.data} devices; give a multiple of {self.shard.data}"
+            )
+        specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
+        self.specs = tuple(spec.on(self.shard) for spec in specs)
+        if self.shard.mesh is not None:
+            self.weights = place_all(self.shard, self.weights)
         if block:
             for layer in self.layers:
                 check_reads_blocks(layer)
@@ -120,7 +138,7 @@ class Engine:
     @property
     def batch(self) -> int:
         """Rows that run together."""
-        return self.specs[0].batch
+        return self.specs[0].batch * self.shard.data
 
     @property
     def block(self) -> int:
@@ -134,12 +152,12 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache holds on the device."""
+        """Bytes that the cache holds on the device; on each of a mesh."""
         return sum(held_bytes(layer)[0] for layer in self.layers)
 
     @property
     def full_cache_bytes(self) -> int:
-        """Bytes that a full cache of these sizes would hold."""
+        """Bytes that a full cache of these sizes would hold, in all."""
         return Full().nbytes(*self._shape)
 
     @property
@@ -163,8 +181,11 @@ class Engine:
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"
             )
+        weights = dataclasses.replace(params, tokenizer=None)
         other = object.__new__(Engine)
-        other.__dict__.update(self.__dict__, weights=dataclasses.replace(params, tokenizer=None))
+        other.__dict__.update(
+            self.__dict__, weights=weights if self.shard.mesh is None else place_all(self.shard, weights)
+        )
         return other
 
     def compile(self, sampler: Sampler | None = None) -> Memory:
@@ -175,7 +196,7 @@ class Engine:
         """
         prefill, decode = self.executables(sampler=sampler)
         return Memory(
-            weights=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.weights)),
+            weights=device_bytes(self.weights),
             cache=self.cache_bytes,
             host_cache=self.host_cache_bytes,
             prefill=program_bytes(prefill),

@@ -1,5 +1,6 @@
 """Compiled programs that know what they cost: `jax.jit` with compilation apart from execution."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -8,8 +9,13 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from kvjax.cache import Shard
 from kvjax.pallas_kernels.device import target
 from kvjax.runtime.compilation_cache import keep_unless_refused
+from kvjax.runtime.mesh import over_mesh, placed
+
+Partition = tuple[Shard, tuple[Any, ...], Any]
+"""Devices, and how arguments and results are dealt to them."""
 
 CUDA_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
@@ -36,6 +42,7 @@ class Program:
         static: how many leading arguments are static (hashable, part of the program).
         donate: indices, among all arguments, of arrays whose buffers the program may reuse for its results.
         gpu_options: called with the static arguments, the XLA options for a GPU. `XLA_FLAGS` that name one have the last word.
+        partition: called with all arguments, how the arrays among them and the results are dealt to a mesh's devices; None for one device.
     """
 
     def __init__(
@@ -44,10 +51,13 @@ class Program:
         static: int,
         donate: tuple[int, ...] = (),
         gpu_options: Callable[..., Mapping[str, str]] | None = None,
+        partition: Callable[..., Partition | None] | None = None,
     ) -> None:
-        self._jitted = jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=donate)
+        self._function = function
         self._static = static
+        self._donate = donate
         self._gpu_options = gpu_options
+        self._partition = partition
         self._compiled: dict[Hashable, Any] = {}
         self.compile_seconds = 0.0
 
@@ -61,14 +71,15 @@ class Program:
 
         `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
         """
+        args = self._placed(args)
         leaves, tree = jax.tree.flatten(args[self._static :])
         key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x)) for x in leaves))
         if key not in self._compiled:
             keep_unless_refused()
             start = time.perf_counter()
-            self._compiled[key] = self._jitted.lower(*args).compile(
-                compiler_options=self._options(args[: self._static])
-            )
+            arrays, donate = args[self._static :], tuple(i - self._static for i in self._donate)
+            jitted = jax.jit(self._whole(*args), donate_argnums=donate)
+            self._compiled[key] = jitted.lower(*arrays).compile(compiler_options=self._options(args[: self._static]))
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 
@@ -84,7 +95,26 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""
+        args = self._placed(args)
         return self.compiled(*args)(*args[self._static :])
+
+    def shapes(self, *args: Any) -> Any:
+        """Shapes of the results; of a program over a mesh, those of all devices' parts together."""
+        return jax.eval_shape(self._whole(*args), *args[self._static :])
+
+    def _whole(self, *args: Any) -> Callable[..., Any]:
+        """The function of all arrays, on all devices."""
+        function = functools.partial(self._function, *args[: self._static])
+        dealt = None if self._partition is None else self._partition(*args)
+        return function if dealt is None else over_mesh(function, *dealt)
+
+    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, with arrays where the program wants them."""
+        dealt = None if self._partition is None else self._partition(*args)
+        if dealt is None:
+            return args
+        shard, inputs, _ = dealt
+        return *args[: self._static], *placed(shard, inputs, args[self._static :])
 
 
 def _place(x: Any) -> Any:

@@ -14,6 +14,5 @@ def uniform(spec: LayerSpec, seed: int, pos: Int[Array, "*P"]) -> Float[Array, "
     def draw(head: Int[Array, ""], at: Int[Array, ""]) -> Float[Array, ""]:
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(layer, head), at))
 
-    heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)
-    drawn = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(heads, pos.reshape(-1))
+    drawn = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(spec.head_ids, pos.reshape(-1))
     return drawn.reshape(-1, *pos.shape)

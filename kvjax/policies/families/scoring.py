@@ -164,7 +164,9 @@ class ScoreEviction(PromptScorer):
         """Score of a new token."""
         return jnp.zeros(token.k.shape[:2], jnp.float32)
 
-    def update_score(self, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+    def update_score(
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+    ) -> Float[Array, "B K C"]:
         """Scores after a query has given the slots these probabilities."""
         return score
 
@@ -219,7 +221,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     ) -> tuple[Float[Array, "B N H"], ScoredCache, Carry]:
         out, probs = cache.attend(self.spec, state.cache, token, probs=True)
         assert probs is not None
-        return out, dataclasses.replace(state, score=self.policy.update_score(state.score, probs)), carry
+        return out, dataclasses.replace(state, score=self.policy.update_score(self.spec, state.score, probs)), carry
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         kept = state.cache

@@ -36,7 +36,7 @@ class ByHead(Policy):
 
     @property
     def info(self) -> PolicyInfo:
-        return combined("by_head", (policy.info for policy in self.groups))
+        return dataclasses.replace(combined("by_head", (policy.info for policy in self.groups)), joint_heads=True)
 
     def __str__(self) -> str:
         names = [chr(ord("a") + i) for i in range(len(self.groups))]
