@@ -30,6 +30,9 @@ FLOATS: Mapping[str, Any] = {
 }
 """Floating-point types that parameters may have."""
 
+Put = Callable[[str, np.ndarray], jax.Array]
+"""Puts the parameter of a name where it belongs."""
+
 _SCANNED = 1 << 16
 """Numbers looked at together: they stay in a core's cache."""
 
@@ -192,7 +195,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name_of(path): leaf.shape for path, leaf in leaves}
 
 
-def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: bool | None = None) -> Params:
+def assemble(checkpoint: Checkpoint, dtype: str, put: Put | None = None, progress: bool | None = None) -> Params:
     """Fill the parameters from a checkpoint, one tensor after another.
 
     Host memory never holds more than one tensor beside what is already on the device.
@@ -200,7 +203,7 @@ def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: b
     Args:
         checkpoint: headers read by one of the formats.
         dtype: type of the parameters, one of `FLOATS`.
-        device: a jax device or sharding; None is the default device.
+        put: what puts a parameter of a name on its device; by default on JAX's own.
         progress: see `kvjax.conversion.load`.
 
     Raises:
@@ -213,7 +216,7 @@ def assemble(checkpoint: Checkpoint, dtype: str, device: Any = None, progress: b
     with Meter(f"Loading {checkpoint.source.name}", checkpoint.size(wanted), progress) as meter:
         for name, array in checkpoint.read_all(wanted):
             # Waiting keeps one tensor in flight.
-            arrays[name] = jax.device_put(array, device).block_until_ready()
+            arrays[name] = (jax.device_put(array) if put is None else put(name, array)).block_until_ready()
             meter.advance(array.nbytes)
             del array
     return unflatten(checkpoint.config, arrays, tokenizer)

@@ -1,14 +1,17 @@
 """`load`: one function for every kind of checkpoint."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax import files
 from kvjax.models.params import Params
+from kvjax.models.sharding import get_mesh, get_shard, place
 
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble
@@ -29,6 +32,7 @@ def load(
     revision: str | None = None,
     token: str | bool | None = None,
     progress: bool | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Params:
     """Load a model, its tensors streaming from the file to the device one at a time.
 
@@ -42,18 +46,24 @@ def load(
         token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
             False none.
         progress: draw progress bars; None draws them if the error stream is a terminal.
+        mesh: devices to share the parameters, as for `kvjax.Engine`, in place of `device`; whatever they are given to runs there.
 
     Warns of weights that are NaN or infinite, and of tokens that the model does not know.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
-        ValueError: a dtype that parameters cannot have, or a revision of what is not on the hub.
+        ValueError: a dtype that parameters cannot have, a revision of what is not on the hub, or a mesh that cannot share the model.
     """
+    if mesh is not None and device is not None:
+        raise ValueError(f"device={device} and a mesh; give one of the two")
     wanted = None if dtype is None else float_name(dtype)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
     if wanted is None:
-        wanted = "float32" if _platform(device) == "cpu" else checkpoint.own_dtype
-    return assemble(checkpoint, wanted, device, progress)
+        where = device if mesh is None else get_mesh(mesh).devices.flat[0]
+        wanted = "float32" if _platform(where) == "cpu" else checkpoint.own_dtype
+    if mesh is None:
+        return assemble(checkpoint, wanted, lambda _, array: jax.device_put(array, device), progress)
+    return assemble(checkpoint, wanted, partial(place, get_shard(mesh, checkpoint.config)), progress)
 
 
 def open_checkpoint(

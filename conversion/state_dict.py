@@ -1,5 +1,6 @@
 """Arrays already in memory as a checkpoint: those of a Hugging Face model to load, or parameters to write."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, name_of
+from kvjax.models.sharding import mesh_of
 
 from .checkpoint import Checkpoint, StoredTensor, assemble, parameter_shapes
 from .huggingface import ignored
@@ -58,6 +60,7 @@ def checkpoint_of(params: Params) -> Checkpoint:
             f"the tokenizer is of type {type(params.tokenizer).__name__}; give a kvjax.conversion.Tokenizer, or None"
         )
     leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    shapes, mesh = parameter_shapes(params.config), mesh_of(params)
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise TypeError(
@@ -67,15 +70,18 @@ def checkpoint_of(params: Params) -> Checkpoint:
         source=Path("parameters"),
         format="parameters",
         config=params.config,
-        tensors={name: _held(leaf) for name, leaf in leaves.items()},
+        tensors={name: _held(leaf, None if mesh is None else shapes[name]) for name, leaf in leaves.items()},
         layout_of=lambda config: {name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
         tokenizer=lambda: params.tokenizer,
     )
 
 
-def _held(array: np.ndarray | jax.Array) -> StoredTensor:
-    def read(start: int, out: np.ndarray) -> None:
-        out[...] = np.asarray(array)[start : start + len(out)]
+def _held(array: np.ndarray | jax.Array, shape: tuple[int, ...] | None = None) -> StoredTensor:
+    """An array in memory, without what a mesh may have padded it with."""
+    shape = array.shape if shape is None else shape
 
-    return StoredTensor(array.shape, array.dtype.name, array.nbytes, Path("state dict"), read)
+    def read(start: int, out: np.ndarray) -> None:
+        out[...] = np.asarray(array)[tuple(map(slice, shape))][start : start + len(out)]
+
+    return StoredTensor(shape, array.dtype.name, math.prod(shape) * array.dtype.itemsize, Path("state dict"), read)

@@ -1,6 +1,7 @@
-"""Where a model's weights lie on a mesh: which axis of each is dealt to which devices.
+"""Where a model's weights lie on a mesh: what a user asks for, and which axis of each is dealt to which devices.
 
-KV heads, with the query heads that read them, are dealt among `heads` devices; the columns of the two matrices that end a layer's halves,
+A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
+them hold the same heads and divide only the matrices. KV heads, with the query heads that read them, are dealt among `heads` devices; the columns of the two matrices that end a layer's halves,
 the MLP's width and the vocabulary among all that share the model (`kvjax.cache.shard`). What does not divide is padded with zeros,
 which change no result: silu(0) · 0 is 0, and logits beyond the vocabulary are cut off.
 """
@@ -10,13 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax.arguments import shown
 from kvjax.cache import Shard
-from kvjax.cache.shard import DATA, HEADS, MODEL
+from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE
 
 from .config import ModelConfig
 from .params import Params, tree_map_named
+
+AXES = "data", "model"
+"""Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary."""
 
 _DEALT: dict[str, tuple[Any, ...]] = {
     "q": (HEADS,),
@@ -35,6 +41,52 @@ _DEALT: dict[str, tuple[Any, ...]] = {
     "head": (MODEL,),
 }
 """By the last part of a parameter's name: the mesh axes of its axes. All others are on every device."""
+
+
+_ALLOWED = 'give a jax.sharding.Mesh with the axes "data" (rows) and "model" (KV heads and matrices), or text such as "data=2,model=4"'
+
+
+def get_mesh(mesh: Mesh | str) -> Mesh:
+    """A mesh of the axes `data` and `model`, from one that has some of them, or from text such as "data=2,model=4".
+
+    Raises:
+        ValueError: it has other axes, or there are fewer devices than it asks for.
+    """
+    if isinstance(mesh, str):
+        sizes = _sizes(mesh)
+        axes, count, there = tuple(sizes), math.prod(sizes.values()), jax.devices()
+        if count > len(there):
+            raise ValueError(f"mesh={mesh!r} asks for {count} devices, but there are {len(there)}; give a smaller mesh")
+        return get_mesh(Mesh(np.asarray(there[:count]).reshape(tuple(sizes.values())), axes))
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
+    if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
+        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
+    devices = mesh.devices.T if mesh.axis_names == AXES[::-1] else mesh.devices
+    return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
+
+
+def get_shard(mesh: Mesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
+    """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
+
+    Args:
+        joint_heads: whether each device is to have all KV heads.
+
+    Raises:
+        ValueError: see `get_mesh`; or the model's query heads cannot be dealt among devices that hold the same KV heads.
+    """
+    if mesh is None:
+        return ONE_DEVICE
+    given = get_mesh(mesh)
+    data, model = (given.shape[axis] for axis in AXES)
+    heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
+    copies, width = model // heads, config.num_heads // heads * config.head_dim
+    if width % copies:
+        raise ValueError(
+            f"model={model}: {heads} times {copies} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
+            f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
+        )
+    return Shard(Mesh(given.devices.reshape(data, heads, copies), (DATA, HEADS, COPIES)))
 
 
 def partition(name: str) -> PartitionSpec:
@@ -57,6 +109,9 @@ def place(shard: Shard, name: str, array: Any) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+    if isinstance(array, np.ndarray):  # from a file: each device is sent its part alone
+        whole = np.pad(array, padding)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
     return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
 
 
@@ -65,32 +120,16 @@ def place_all(shard: Shard, params: Params) -> Params:
     return tree_map_named(lambda name, leaf: place(shard, name, leaf), params)
 
 
-def mesh_of(params: Params) -> jax.sharding.Mesh | None:
+def mesh_of(params: Params) -> Mesh | None:
     """The mesh that weights lie on, with the axes `data` and `model`; None if that is one device."""
     sharding = getattr(params.embed, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
-    devices = sharding.mesh.devices
-    return jax.sharding.Mesh(devices.reshape(len(devices), -1), (DATA, "model"))
+    devices = np.asarray(sharding.mesh.devices)
+    return Mesh(devices.reshape(len(devices), -1), AXES)
 
 
-def split(config: ModelConfig, devices: int) -> tuple[int, int]:
-    """Among how many devices a model's KV heads are dealt, of so many that share it, and how many hold the same ones.
-
-    Raises:
-        ValueError: the query heads' numbers cannot be dealt among those that hold the same ones.
-    """
-    heads = math.gcd(config.num_kv_heads, devices)
-    copies, width = devices // heads, config.num_heads // heads * config.head_dim
-    if width % copies:
-        raise ValueError(
-            f"model={devices}: this model's {config.num_heads} query heads of {config.head_dim} cannot be dealt among {heads} groups of "
-            f"{copies} devices; give a number of devices that divides {config.num_heads * config.head_dim}"
-        )
-    return heads, copies
-
-
-def device_bytes(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """Bytes that arrays, or shapes with places, take on each device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape) * x.dtype.itemsize
@@ -105,6 +144,17 @@ def _pieces(shard: Shard, name: str, ndim: int) -> list[int]:
     return [sizes[axes[i] if i < len(axes) else None] for i in range(ndim)]
 
 
-def _mesh(shard: Shard) -> jax.sharding.Mesh:
+def _mesh(shard: Shard) -> Mesh:
     assert shard.mesh is not None
     return shard.mesh
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """From "data=2,model=4"."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (x.strip() for x in part.partition("="))
+        if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
+            raise ValueError(f"mesh={text!r}; {_ALLOWED}")
+        sizes[axis] = int(size)
+    return sizes

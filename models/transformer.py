@@ -263,7 +263,9 @@ def _joined(
 ) -> Array:
     """The residual stream `x` with what `w` makes of `h` added."""
     if shard.model > 1:
-        exact = x.size <= SMALL_SUM  # each device's part is rounded before they are added up, unless that is no more to send
+        exact = (
+            x.size <= SMALL_SUM
+        )  # each device's part is rounded before they are added up, unless that is no more to send
         (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
         y = shard.sum_over_model(y).astype(x.dtype)
     elif bias is None and norm is None:

@@ -57,8 +57,14 @@ class Case:
         Raises:
             PolicyError: the policy does not take these settings.
         """
-        sizes = {"batch": batch, "prompt_len": self.context, "max_new_tokens": self.new_tokens}
-        return Engine(model, self.bound_policy(), **sizes, dtype=self.dtype)
+        return Engine(
+            model,
+            self.bound_policy(),
+            batch=batch,
+            prompt_len=self.context,
+            max_new_tokens=self.new_tokens,
+            dtype=self.dtype,
+        )
 
     def bound_policy(self) -> Policy:
         """The policy, for this model.

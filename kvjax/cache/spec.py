@@ -63,7 +63,11 @@ class LayerSpec:
 
     def on(self, shard: Shard) -> "LayerSpec":
         """What one of these devices has of the layer."""
-        batch, heads, kv_heads = self.batch // shard.data, self.num_heads // shard.heads, self.num_kv_heads // shard.heads
+        batch, heads, kv_heads = (
+            self.batch // shard.data,
+            self.num_heads // shard.heads,
+            self.num_kv_heads // shard.heads,
+        )
         return dataclasses.replace(self, batch=batch, num_heads=heads, num_kv_heads=kv_heads, shard=shard)
 
 

@@ -13,6 +13,7 @@ from .options import (
     CompilationCacheOption,
     DTypeOption,
     JsonOption,
+    MeshOption,
     ModelOption,
     PrefillBlockOption,
     SetOption,
@@ -94,6 +95,7 @@ def evaluate(
     ] = None,
     batch: BatchOption = 4,
     prefill_block: PrefillBlockOption = None,
+    mesh: MeshOption = None,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
@@ -123,7 +125,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, mesh)
     outcomes = []
     with bar() as begin:
         for each in chosen:

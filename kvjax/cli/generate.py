@@ -15,6 +15,7 @@ from .options import (
     CompilationCacheOption,
     DTypeOption,
     JsonOption,
+    MeshOption,
     ModelOption,
     PolicyOption,
     PrefillBlockOption,
@@ -69,6 +70,7 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
     prefill_block: PrefillBlockOption = None,
+    mesh: MeshOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
@@ -91,7 +93,7 @@ def generate(
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, mesh)
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]
@@ -178,7 +180,10 @@ def _summary(result: "Generation") -> str:
     if stats.decode_seconds > 0:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tokens/s")
     on_host = f" and {console.size(stats.host_cache_bytes)} on the host" if stats.host_cache_bytes else ""
-    parts.append(f"cache {console.size(stats.cache_bytes)}{on_host}, full {console.size(stats.full_cache_bytes)}")
+    on_each = f" on each of {stats.devices} devices" if stats.devices > 1 else ""
+    parts.append(
+        f"cache {console.size(stats.cache_bytes)}{on_host}, full {console.size(stats.full_cache_bytes)}{on_each}"
+    )
     parts.append(f"reads {console.size(stats.step_bytes_read)} per step")
     if stats.hit_rate is not None:
         parts.append(f"{100 * stats.hit_rate:.0f} % of selected tokens on the device")

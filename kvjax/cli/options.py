@@ -67,6 +67,14 @@ PrefillBlockOption = Annotated[
         show_default=False,
     ),
 ]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help="Devices to run over, such as model=4 or data=2,model=4: rows are dealt along data, the model along model.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 CompilationCacheOption = Annotated[
     bool,
@@ -78,16 +86,19 @@ CompilationCacheOption = Annotated[
 ]
 
 
-def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -> "Params":
+def read_model(source: str | None, dtype: str | None, compilation_cache: bool, mesh: str | None = None) -> "Params":
     """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
     from kvjax.conversion import load
+    from kvjax.models.sharding import get_mesh
     from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
 
     start_jax(devices=True)
     os.environ[VARIABLE] = str(int(compilation_cache))
     keep_unless_refused()
+    if mesh is not None:
+        get_mesh(mesh)  # before anything is downloaded
     with unwatched("Loading the model"):
-        return load(source, dtype=dtype)
+        return load(source, dtype=dtype, mesh=mesh)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

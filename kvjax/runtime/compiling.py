@@ -9,11 +9,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kvjax.arguments import short, whole
 from kvjax.models import ModelConfig, Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine, Memory
-from kvjax.runtime.generation import Generation, Row, Run
+from kvjax.runtime.generation import Row, Run
 from kvjax.runtime.request import Request, check_request, flag
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
 
@@ -75,7 +77,7 @@ class CompiledGenerator:
         return (
             f"CompiledGenerator({engine.config.family}, {spec.dtype.name}, {self.sampler}, eos_ids={self.eos_ids},\n"
             f"  policy={short(engine.policy, 300)},\n"
-            f"  batch={spec.batch}, prompt_len={spec.prompt_len}, max_new_tokens={engine.max_new_tokens},\n"
+            f"  batch={engine.batch}, prompt_len={spec.prompt_len}, max_new_tokens={engine.max_new_tokens},\n"
             f"  memory={self.memory}, compile_seconds={self.compile_seconds:.1f})"
         )
 
@@ -94,6 +96,7 @@ def aot_compile(
     top_p: float | None = None,
     min_p: float | None = None,
     ignore_eos: bool = False,
+    mesh: Mesh | str | None = None,
 ) -> CompiledGenerator:
     """Compile what generation needs, ahead of time. Shapes are enough: no weights need be loaded, and none are touched.
 
@@ -105,6 +108,7 @@ def aot_compile(
         max_new_tokens: most tokens to sample in a row.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
         temperature, top_k, top_p, min_p, ignore_eos: as for `generate`.
+        mesh: devices to run over, as for `kvjax.Engine`.
 
     Raises:
         ValueError: a number is out of range.
@@ -113,7 +117,7 @@ def aot_compile(
     prompt_len, max_new_tokens = whole("prompt_len", prompt_len, 1), whole("max_new_tokens", max_new_tokens, 1)
     sampler, ignored = make_sampler(temperature, top_k, top_p, min_p), flag("ignore_eos", ignore_eos)
     engine = Engine(
-        model, policy, budget, batch=batch, prompt_len=prompt_len, max_new_tokens=max_new_tokens, dtype=dtype
+        model, policy, budget, batch=batch, prompt_len=prompt_len, max_new_tokens=max_new_tokens, dtype=dtype, mesh=mesh
     )
     memory = engine.compile(sampler)
     return CompiledGenerator(engine, sampler, () if ignored else engine.config.eos, memory, engine.compile_seconds)
@@ -124,21 +128,14 @@ class _Served(Run):
 
     def __init__(self, engine: Engine, params: Params, prompt: Any, request: Request) -> None:
         self.engine = engine
-        super().__init__(params, prompt, engine.policy, None, request)
+        super().__init__(params, prompt, engine.policy, None, request, mesh=engine.mesh)
         longest, most = max(len(row.prompt) for row in self.rows), engine.specs[0].prompt_len
         if longest > most:
             raise ValueError(f"a prompt has {longest} tokens, but the programs take {most}; compile for longer ones")
-        self.asked = len(self.rows)
-        idle = -self.asked % engine.batch
-        self.rows += [Row(self.rows[-1].prompt[:1], [], None, stop_reason="length") for _ in range(idle)]
-
-    def generations(self) -> list[Generation]:
-        del self.rows[self.asked :]
-        return super().generations()
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine
 
     def groups(self) -> list[list[int]]:
-        batch = self.engine.batch
-        return [list(range(at, at + batch)) for at in range(0, len(self.rows), batch)]
+        batch, rows = self.engine.batch, range(len(self.rows))
+        return [list(rows[at : at + batch]) for at in range(0, len(rows), batch)]

@@ -6,7 +6,7 @@ its memory does not depend on how many tokens are decoded in all.
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import flax.struct
@@ -354,9 +354,7 @@ are reused), and tokens and log-probabilities, each row's samples from column 0;
 less `lengths[b] - 1`.
 """
 
-extend = Program(
-    _extend, static=2, donate=(3,), partition=_going_on((ROWS, ROWS, ROWS, ALL, ALL), (ROWS,))
-)
+extend = Program(_extend, static=2, donate=(3,), partition=_going_on((ROWS, ROWS, ROWS, ALL, ALL), (ROWS,)))
 """`extend(policy, specs, params, state, tokens, count, total, sampler, ends)`: read a block of a text [B, S], right-padded, into the caches.
 
 Row b reads `count[b]` tokens at the state's positions, in place of its sampled token, and samples the one that follows; a row that

@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, Int
 from kvjax.arguments import shown, whole
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
-from kvjax.models.sharding import device_bytes, mesh_of, place_all
+from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
-from kvjax.runtime.mesh import get_shard
+from kvjax.runtime.mesh import policy_shard
 from kvjax.runtime.program import Program
 from kvjax.runtime.sampling import Greedy, Sampler
 
@@ -80,7 +80,8 @@ class Engine:
         config: the model's shape.
         policy: bound to it.
         specs: what is static about each layer's cache, on each device.
-        shard: how devices share the model and its rows.
+        mesh: the devices, by the axes "data" and "model"; None for one.
+        shard: how they share the model with this policy's cache.
         weights: without their tokenizer, which is no part of a program; of a shape, shapes. They are where the mesh wants them.
 
     Raises:
@@ -119,8 +120,8 @@ class Engine:
         self.policy = get_policy(policy, budget=budget).bind(self.config)
         self.policy.validate(total)
         block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
-        mesh = mesh_of(self.weights) if mesh is None else mesh
-        self.shard = get_shard(mesh, self.config, self.policy)
+        self.mesh = mesh_of(self.weights) if mesh is None else get_mesh(mesh)
+        self.shard = policy_shard(self.mesh, self.config, self.policy)
         if batch % self.shard.data:
             raise ValueError(
                 f"batch={batch}, but the mesh deals rows to {self.shard.data} devices; give a multiple of {self.shard.data}"
@@ -157,8 +158,9 @@ class Engine:
 
     @property
     def full_cache_bytes(self) -> int:
-        """Bytes that a full cache of these sizes would hold, in all."""
-        return Full().nbytes(*self._shape)
+        """Bytes that a full cache of these sizes would hold on the device; on each of a mesh."""
+        shard = get_shard(self.mesh, self.config)
+        return Full().nbytes(*self._shape) // (shard.data * shard.heads)
 
     @property
     def host_cache_bytes(self) -> int:
@@ -196,7 +198,7 @@ class Engine:
         """
         prefill, decode = self.executables(sampler=sampler)
         return Memory(
-            weights=device_bytes(self.weights),
+            weights=bytes_per_device(self.weights),
             cache=self.cache_bytes,
             host_cache=self.host_cache_bytes,
             prefill=program_bytes(prefill),

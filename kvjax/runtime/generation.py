@@ -10,11 +10,13 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.arguments import short, whole
 from kvjax.cache import host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
+from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.policies.transforms.offload import hits
@@ -22,6 +24,7 @@ from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
+from kvjax.runtime.mesh import policy_shard
 from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
@@ -43,8 +46,8 @@ class GenerationStats:
         prompt_tokens, new_tokens: tokens read and sampled.
         prefill_seconds, decode_seconds: time to run the two programs, compilation not included.
         compile_seconds: time to compile them, 0 when they were compiled before.
-        cache_bytes: bytes the policy's cache holds on the device.
-        full_cache_bytes: bytes a full cache would hold for the same prompts and new tokens.
+        cache_bytes: bytes the policy's cache holds on the device; on each device of a mesh.
+        full_cache_bytes: bytes a full cache would hold there for the same prompts and new tokens.
         host_cache_bytes: bytes the policy's cache holds in the host's memory, if it is `offloaded`.
         step_bytes_read: bytes of it that attention reads in a decoding step; see `Policy.bytes_read`.
         hit_rate: share of the tokens that queries selected which were on the device already; None if none was looked for on
@@ -52,6 +55,8 @@ class GenerationStats:
         question_tokens: tokens read one by one after the prompts had been compressed.
         budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
         prefill_block: tokens of the blocks that the prompts were read in; None if they were read whole.
+        devices: over how many devices it ran.
+        head_copies: how many of these held the same KV heads, as there are fewer heads, or the policy's caches differ from head to head.
     """
 
     rows: int
@@ -68,6 +73,8 @@ class GenerationStats:
     question_tokens: int = 0
     budget_applies: bool = True
     prefill_block: int | None = None
+    devices: int = 1
+    head_copies: int = 1
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -166,6 +173,7 @@ def generate(
     ignore_eos: bool = False,
     question: Question | Sequence[Question] | None = None,
     prefill_block: int | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
@@ -192,6 +200,7 @@ def generate(
             The first block of a prompt is the one that is not full. By default prompts are read whole, or in blocks of `BLOCK` where
             their keys and values would not fit beside the weights, as `GenerationStats.prefill_block` tells. Not for policies that
             choose from a prompt as a whole.
+        mesh: devices to run over, as for `kvjax.Engine`. Load the weights there (`kvjax.load(..., mesh=...)`), or each call deals them anew.
 
     Returns:
         A `Generation`; for a list of prompts a list of them.
@@ -201,7 +210,7 @@ def generate(
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
-    return Run(params, prompt, policy, budget, request, question, prefill_block).finish()
+    return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh).finish()
 
 
 def stream(
@@ -213,6 +222,7 @@ def stream(
     *,
     question: Question | None = None,
     prefill_block: int | None = None,
+    mesh: Mesh | str | None = None,
     **options: Unpack[RequestOptions],
 ) -> Iterator[str]:
     """Continue one prompt and yield its text as it comes.
@@ -226,7 +236,7 @@ def stream(
     request = check_request(params, max_new_tokens, **options)
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
-    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, streamed=True))
+    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, streamed=True, mesh=mesh))
 
 
 def _pieces(run: "Run") -> Iterator[str]:
@@ -297,9 +307,12 @@ class Run:
         question: Any = None,
         prefill_block: int | None = None,
         streamed: bool = False,
+        mesh: Mesh | str | None = None,
     ) -> None:
         self.params, self.request = params, request
         self.policy = get_policy(policy, budget=budget).bind(params.config)
+        self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
+        self.shard = policy_shard(self.mesh, params.config, self.policy)
         self.prefill_block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
         if self.prefill_block is not None:  # as far as it can be told before prompts are read
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
@@ -351,6 +364,8 @@ class Run:
             question_tokens=sum(len(row.question) for row in self.rows),
             budget_applies=self.policy.info.takes_budget,
             prefill_block=self.prefill_block,
+            devices=self.shard.devices,
+            head_copies=self.shard.copies,
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
@@ -379,9 +394,10 @@ class Run:
         longest = max(len(row.prompt) for row in self.rows)
         if limit is None or longest <= BLOCK:
             return None
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        weights = bytes_per_device(self.params)
         new = max(map(self._new_tokens, self.rows))
-        if weights + Full().nbytes(self.params.config, len(self.rows), longest, new, self.params.dtype) <= limit:
+        held = Full().nbytes(self.params.config, len(self.rows), longest, new, self.params.dtype)
+        if weights + held // (self.shard.data * self.shard.heads) <= limit:
             return None
         specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
         readable = all(self.policy.layer(spec).traits.reading == "blocks" for spec in specs)
@@ -402,21 +418,24 @@ class Run:
         return list(groups.values())
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
-        """What runs a group of rows."""
+        """What runs a group of rows, and others that idle where a mesh deals more."""
         return Engine(
             self.params,
             self.policy,
-            batch=len(rows),
+            batch=-(-len(rows) // self.shard.data) * self.shard.data,
             prompt_len=max(len(row.prompt) for row in rows),
             max_new_tokens=max(map(self._new_tokens, rows)),
             max_total_tokens=max(map(self._total, rows)),
             block=self.prefill_block,
+            mesh=self.mesh,
         )
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[None]:
         rows = [self.rows[i] for i in group]
         engine = self.engine_for(rows)
-        prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, group)
+        idle = engine.batch - len(rows)
+        rows += [Row(rows[-1].prompt[:1], rows[-1].question[:1], None, stop_reason="length") for _ in range(idle)]
+        prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, [*group, *[0] * idle])
         how = self.request.sampler, self.request.ends
         rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
@@ -450,9 +469,9 @@ class Run:
 
     def _count_bytes(self, engine: Engine, state: decoding.Decoding) -> None:
         leaves = jax.tree.leaves(state.caches)
-        on_host = sum(leaf.nbytes for leaf in leaves if host_memory.on_host(leaf))
+        on_host = bytes_per_device([leaf for leaf in leaves if host_memory.on_host(leaf)])
         self.host_cache_bytes += on_host
-        self.cache_bytes += sum(leaf.nbytes for leaf in leaves) - on_host
+        self.cache_bytes += bytes_per_device(leaves) - on_host
         self.full_cache_bytes += engine.full_cache_bytes
         self.step_bytes_read += engine.step_bytes_read
 

@@ -1,82 +1,39 @@
-"""Programs over a mesh of devices: what a user asks for, and how a program is run on all of them at once.
+"""Programs over a mesh of devices: how one is run on all of them at once, and how its arrays are dealt.
 
-A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
-them hold the same heads and divide only the matrices. Each device runs the whole program on its part (`jax.shard_map`), loops
+Each device runs the whole program on its part (`jax.shard_map`), loops
 included; XLA's partitioner decides nothing.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.arguments import shown
 from kvjax.cache import LayerSpec, Shard
-from kvjax.cache.shard import COPIES, DATA, HEADS, ONE_DEVICE
+from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE
 from kvjax.models import ModelConfig
-from kvjax.models.sharding import split
+from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy, PolicyError
-
-AXES = "data", "model"
-"""Axes of a mesh that a user gives."""
 
 ALL, ROWS = PartitionSpec(), PartitionSpec(DATA)
 """On every device; dealt by rows."""
 
 
-def get_mesh(mesh: Mesh | str) -> Mesh:
-    """A mesh of the axes `data` and `model`, from one that has some of them, or from text such as "data=2,model=4".
-
-    Raises:
-        ValueError: it has other axes, or there are fewer devices than it asks for.
-    """
-    if isinstance(mesh, Mesh):
-        sizes, devices = dict(mesh.shape), mesh.devices
-    elif isinstance(mesh, str):
-        sizes, devices = _sizes(mesh), None
-    else:
-        raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
-    if not sizes or set(sizes) - set(AXES):
-        raise ValueError(f"mesh has the axes {list(sizes)}; {_ALLOWED}")
-    shape = [sizes.get(axis, 1) for axis in AXES]
-    if devices is None:
-        there, count = jax.devices(), math.prod(shape)
-        if count > len(there):
-            raise ValueError(f"mesh={mesh!r} asks for {count} devices, but there are {len(there)}; give a smaller mesh")
-        devices = np.asarray(there[:count])
-    elif [axis for axis in mesh.axis_names if axis in AXES] == ["model", "data"]:
-        devices = devices.T
-    return Mesh(devices.reshape(shape), AXES)
-
-
-_ALLOWED = 'give a jax.sharding.Mesh with the axes "data" (rows) and "model" (KV heads and matrices), or text such as "data=2,model=4"'
-
-
-def get_shard(mesh: Mesh | str | None, config: ModelConfig, policy: Policy | None = None) -> Shard:
+def policy_shard(mesh: Mesh | str | None, config: ModelConfig, policy: Policy) -> Shard:
     """How the devices of a mesh share a model with this bound policy's cache.
 
     Raises:
-        ValueError: see `get_mesh`, and the model cannot be shared by so many devices.
-        PolicyError: the policy keeps its cache in the host's memory.
+        ValueError: as `kvjax.models.sharding.get_shard`.
+        PolicyError: the policy keeps a cache in the host's memory.
     """
-    if mesh is None:
-        return ONE_DEVICE
-    given = get_mesh(mesh)
-    data, model = (given.shape[axis] for axis in AXES)
-    heads, copies = split(config, model)
-    if policy is not None:
-        if policy.info.transform == "offloaded":
-            raise PolicyError(f"{policy.info.name} keeps a cache in the host's memory, which a mesh does not do yet; leave one of them out")
-        if policy.info.joint_heads:
-            heads, copies = 1, model
-            if config.num_heads * config.head_dim % copies:
-                split(dataclasses.replace(config, num_kv_heads=1), model)
-    return Shard(Mesh(given.devices.reshape(data, heads, copies), (DATA, HEADS, COPIES)))
+    if mesh is not None and "offloaded" in policy.info.name:
+        raise PolicyError(
+            f"{policy.info.name} keeps a cache in the host's memory, which programs over a mesh do not; leave one of the two out"
+        )
+    return get_shard(mesh, config, joint_heads=policy.info.joint_heads)
 
 
 def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, ...]:
@@ -134,17 +91,6 @@ def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
         return PartitionSpec(*(dealt.get(i) for i in range(max(dealt, default=-1) + 1)))
 
     return jax.tree.map(partition, one, rows, heads)
-
-
-def _sizes(text: str) -> dict[str, int]:
-    """From "data=2,model=4"."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = (x.strip() for x in part.partition("="))
-        if not size.isdecimal() or int(size) < 1 or axis in sizes:
-            raise ValueError(f"mesh={text!r}; {_ALLOWED}")
-        sizes[axis] = int(size)
-    return sizes
 
 
 def _mesh(shard: Shard) -> Mesh:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax
+from jax.sharding import Mesh
 
 from kvjax.arguments import plain, short, shown, whole
 from kvjax.models import Params
@@ -32,6 +33,7 @@ class GenerateOptions(RequestOptions, total=False):
     """What else `kvjax.generate` takes."""
 
     prefill_block: int | None
+    mesh: Mesh | str | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,11 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.arguments import short, shown, whole
 from kvjax.models import Params
+from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
@@ -64,6 +66,7 @@ class Session:
         max_new_tokens: most tokens that may follow the prompt, read and sampled together.
         prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
         max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
+        mesh: devices to share the model, as for `kvjax.Engine`; there is one row, so none along "data".
 
     Raises:
         ValueError: the prompt is not one prompt of two tokens or more, or a number is no whole number in its range.
@@ -80,6 +83,7 @@ class Session:
         *,
         prefill_block: int | None = None,
         max_prompt_tokens: int | None = None,
+        mesh: Mesh | str | None = None,
     ) -> None:
         check_params(params)
         most = whole("max_new_tokens", max_new_tokens, 1)
@@ -103,7 +107,7 @@ class Session:
         longest = len(ids) if longest is None else longest
         self._params, self._max_new_tokens, self._max_prompt_tokens = params, most, longest
         # One more for the token that is held back.
-        self._engine = Engine(params, policy, prompt_len=longest - 1, max_new_tokens=most + 1, block=block)
+        self._engine = Engine(params, policy, prompt_len=longest - 1, max_new_tokens=most + 1, block=block, mesh=mesh)
         state, _ = self._engine.prefill([ids[:-1]], [longest + most - len(ids) + 1])
         asked = bool(messages) and messages[-1]["role"] == "user"
         self._at = _Point(state, ids, len(ids) - 1, len(ids), len(ids) - 1, messages, len(ids) if asked else None)
@@ -129,8 +133,8 @@ class Session:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache holds."""
-        return 0 if self._over else sum(leaf.nbytes for leaf in jax.tree.leaves(self._at.state.caches))
+        """Bytes that the cache holds; on each device of a mesh."""
+        return 0 if self._over else bytes_per_device(self._at.state.caches)
 
     def __repr__(self) -> str:
         """Model, policy, and how far it got, in a few lines."""

@@ -1,7 +1,6 @@
 """Random numbers that depend on seed, layer, head and position alone: the same in any batch, padded or not."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec
