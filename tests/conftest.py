@@ -50,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
-    if "not slow" in config.option.markexpr and importlib.metadata.version("jaxlib").startswith("0.10."):
+    if config.option.markexpr == "mesh":
+        jax.config.update("jax_num_cpu_devices", 8)
+    if config.option.markexpr not in ("slow", "long") and importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 

@@ -24,7 +24,7 @@ from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
-from kvjax.runtime.mesh import policy_shard
+from kvjax.runtime.mesh import check_same, on_host, policy_shard
 from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
@@ -321,6 +321,7 @@ class Run:
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
+        check_same(self.mesh, "prompts", [*prompts, *questions])
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         for row in self.rows:
             self.policy.validate(self._total(row))
@@ -440,11 +441,11 @@ class Run:
         rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
             state, first = engine.prefill(prompts, new, seeds, *how)
-            np.asarray(state.token)
+            tokens = on_host(state.token)
         self._count_bytes(engine, state)
         given = rest if rest[0] else None
         if given is None:
-            self._collect(rows, np.asarray(state.token)[:, None], np.asarray(first)[:, None], [1] * len(rows))
+            self._collect(rows, tokens[:, None], on_host(first)[:, None], [1] * len(rows))
 
         steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first sample comes after so many steps
         while (sampled := steps - max(before)) < self.request.max_new_tokens and any(

@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
 
 def device_bytes() -> int | None:
     """Memory that programs may have on the device; None where it does not tell, such as on a CPU."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 

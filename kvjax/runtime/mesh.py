@@ -5,11 +5,15 @@ included; XLA's partitioner decides nothing.
 """
 
 import dataclasses
+import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import LayerSpec, Shard
@@ -63,32 +67,53 @@ def placed(shard: Shard, partitions: Any, arrays: Any) -> Any:
 def _put(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+    there = getattr(x, "sharding", None)
+    if there is not None and there.is_equivalent_to(sharding, x.ndim):
+        return x
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    whole = np.asarray(x)  # which every process has, and gives its devices their part of
+    return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+
+
+def on_host(x: Any) -> np.ndarray:
+    """The numbers of an array; where processes have parts of it, all of them in each."""
+    whole = x.is_fully_addressable or x.is_fully_replicated
+    return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
+
+
+def check_same(mesh: Mesh | None, what: str, tokens: Sequence[Sequence[int]]) -> None:
+    """Raise `ValueError` unless all processes of a mesh were given the same tokens; one process knows that it was."""
+    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
+        return
+    digest = hashlib.sha256(repr([list(map(int, row)) for row in tokens]).encode()).digest()
+    others = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    if (others != others[0]).any():
+        raise ValueError(f"{what} are not the same in all {len(others)} processes; give each process the same")
 
 
 @lru_cache(maxsize=1024)
 def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
-    def shapes(**sizes: int) -> Any:
-        return jax.eval_shape(policy.layer(dataclasses.replace(spec, **sizes)).init)
+    alone = dataclasses.replace(spec, shard=ONE_DEVICE)
+    of_rows = dataclasses.replace(alone, batch=2 * spec.batch)
+    of_heads = dataclasses.replace(alone, num_heads=2 * spec.num_heads, num_kv_heads=2 * spec.num_kv_heads)
+    one, rows, heads = (
+        jax.eval_shape(policy.layer(each).init)
+        for each in (alone, of_rows, of_heads if spec.shard.heads > 1 else alone)
+    )
 
-    def axis(one: Sequence[int], more: Sequence[int], name: str) -> dict[int, str]:
-        return {i: name for i, (a, b) in enumerate(zip(one, more, strict=True)) if a != b}
-
-    lone = dataclasses.replace(spec, shard=ONE_DEVICE)
-    with_rows = {"batch": 2 * spec.batch, "shard": ONE_DEVICE}
-    with_heads = {"num_heads": 2 * spec.num_heads, "num_kv_heads": 2 * spec.num_kv_heads, "shard": ONE_DEVICE}
-    one = jax.eval_shape(policy.layer(lone).init)
-    rows = shapes(**with_rows)
-    heads = one if spec.shard.heads == 1 else shapes(**with_heads)
-
-    def partition(a: Any, b: Any, c: Any) -> PartitionSpec:
-        dealt = axis(a.shape, b.shape, DATA) | axis(a.shape, c.shape, HEADS)
-        if len(dealt) > 2:
+    def partition(one: Any, rows: Any, heads: Any) -> PartitionSpec:
+        names = [
+            [axis for axis, size in ((DATA, row), (HEADS, head)) if size != alone]
+            for alone, row, head in zip(one.shape, rows.shape, heads.shape, strict=True)
+        ]
+        dealt = list(itertools.chain(*names))
+        if max(map(len, names), default=0) > 1 or len(dealt) != len(set(dealt)):
             raise PolicyError(
-                f"{policy.info.name}: an array of its cache of shape {list(a.shape)} grows with rows or KV heads along more than one axis "
-                "each, so that it cannot be dealt to the devices of a mesh"
+                f"{policy.info.name}: an array of its cache, {list(one.shape)}, does not have an axis of rows and at most one of KV "
+                "heads, so that it cannot be dealt to devices"
             )
-        return PartitionSpec(*(dealt.get(i) for i in range(max(dealt, default=-1) + 1)))
+        return PartitionSpec(*(each[0] if each else None for each in names))
 
     return jax.tree.map(partition, one, rows, heads)
 

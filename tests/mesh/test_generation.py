@@ -1,0 +1,158 @@
+"""What users call, over a mesh: weights that are loaded into their places, text, sessions, compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models import abstract
+from kvjax.models.params import tree_map_named
+from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, place_all
+
+from .conftest import model
+
+BITES = {"policy": "snapkv:window=4", "budget": 16, "max_new_tokens": 12, "ignore_eos": True}
+
+
+def tokens(results):
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_any_number_of_rows(rows, uneven, prompts):
+    expected = kvjax.generate(uneven, prompts[:rows], **BITES)
+    results = kvjax.generate(uneven, prompts[:rows], mesh="data=2,model=4", **BITES)
+    assert tokens(results) == tokens(expected)
+    stats = results[0].stats
+    assert (stats.rows, stats.devices, stats.head_copies) == (rows, 8, 2)
+    assert expected[0].stats.devices == 1
+
+
+def test_questions_and_sampling(uneven, prompts):
+    options = {**BITES, "question": [[1, 2], [3], [4, 5, 6]], "temperature": 0.8, "top_p": 0.9, "seed": 3}
+    results = kvjax.generate(uneven, prompts[:3], mesh="data=2,model=2", **options)
+    assert tokens(results) == tokens(kvjax.generate(uneven, prompts[:3], **options))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [{"num_heads": 4, "num_kv_heads": 1}, {"num_heads": 12, "num_kv_heads": 2}, {"num_heads": 3, "num_kv_heads": 3}],
+)
+def test_heads_that_devices_do_not_divide(heads, prompts):
+    params = model(**heads, head_dim=16)
+    results = kvjax.generate(params, prompts, mesh="model=8", **BITES)
+    assert tokens(results) == tokens(kvjax.generate(params, prompts, **BITES))
+
+
+@pytest.mark.parametrize(
+    "traits",
+    [
+        {"tied": True},
+        {"qkv_bias": True, "qk_norm": True},
+        {"output_bias": True, "mlp_bias": True},
+        {"sandwich_norms": True},
+    ],
+)
+def test_families(traits, prompts):
+    params = model(4, 2, 16, **traits)
+    random = np.random.default_rng(2)
+    noisy = jax.tree.map(lambda x: x + np.float32(0.1) * random.standard_normal(x.shape).astype(np.float32), params)
+    one, many = (kvjax.generate(noisy, prompts, mesh=mesh, **BITES) for mesh in (None, "model=4"))
+    assert tokens(many) == tokens(one)
+    np.testing.assert_allclose([r.logprobs for r in many], [r.logprobs for r in one], atol=2e-5)
+
+
+def test_loaded_and_saved(tmp_path, uneven, prompts):
+    """A model that was saved is loaded into places, runs there, is saved from there, and is the same to the bit."""
+    kvjax.save(uneven, tmp_path / "saved")
+    params = kvjax.load(tmp_path / "saved", mesh="data=2,model=4", progress=False)
+    assert len(params.embed.sharding.device_set) == 8
+    assert params.embed.shape == (64, 48)  # 61 rows and zeros
+    assert bytes_per_device(params) < 0.5 * bytes_per_device(uneven)
+    assert tokens(kvjax.generate(params, prompts, **BITES)) == tokens(kvjax.generate(uneven, prompts, **BITES))
+    kvjax.save(params, tmp_path / "again")
+    again = kvjax.load(tmp_path / "again", mesh="model=2", progress=False)
+    assert again.config == uneven.config
+    back = kvjax.load(tmp_path / "again", progress=False)
+    jax.tree.map(np.testing.assert_array_equal, back, uneven)
+
+
+def test_weights_stay_where_they_are(uneven):
+    shard = get_shard("data=2,model=4", uneven.config)
+    placed = place_all(shard, uneven)
+    again = place_all(shard, placed)
+    assert all(
+        a is b or a.unsafe_buffer_pointer is not None
+        for a, b in zip(*map(jax.tree.leaves, (placed, again)), strict=True)
+    )
+    for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(again), strict=True):
+        ours, theirs = ([s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (a, b))
+        assert ours == theirs
+    # Whole parameters are only on devices where the table says so.
+    whole = abstract(uneven.config)
+    parts = tree_map_named(lambda name, x: x.sharding.shard_shape(x.shape), placed)
+    assert parts.layers[0].attn.q == (whole.layers[0].attn.q.shape[0] // 2, 48)
+    assert parts.layers[0].attn.o == (48, whole.layers[0].attn.o.shape[1] // 4)
+    assert parts.layers[0].mlp.down == (48, 25)
+    assert parts.norm == (48,)
+
+
+def test_session(uneven, prompts):
+    sessions = [
+        kvjax.Session(uneven, prompts[0], "treekv:sinks=2,block=4", 16, 64, mesh=mesh) for mesh in (None, "model=4")
+    ]
+    for text in ([1, 2, 3], [7]):
+        one, many = (session.generate(text, 6, ignore_eos=True) for session in sessions)
+        assert many.tokens == one.tokens
+    forks = [session.ask([[5], [6, 7]], 4, ignore_eos=True) for session in sessions]
+    assert tokens(forks[0]) == tokens(forks[1])
+    assert sessions[1].cache_bytes < sessions[0].cache_bytes
+    with pytest.raises(ValueError, match="batch=1, but the mesh deals rows to 2"):
+        kvjax.Session(uneven, prompts[0], mesh="data=2,model=2")
+
+
+def test_compiled_ahead_of_time(uneven, prompts):
+    from kvjax.models import ModelConfig
+
+    shape: ModelConfig = uneven.config
+    server = kvjax.aot_compile(
+        shape,
+        "snapkv:window=4",
+        16,
+        batch=2,
+        prompt_len=50,
+        max_new_tokens=12,
+        dtype="float32",
+        mesh="data=2,model=2",
+        ignore_eos=True,
+    )
+    assert tokens(server.generate(uneven, prompts[:3])) == tokens(kvjax.generate(uneven, prompts[:3], **BITES))
+    assert "batch=2" in repr(server)
+    alone = kvjax.aot_compile(shape, "snapkv:window=4", 16, batch=2, prompt_len=50, max_new_tokens=12, dtype="float32")
+    assert server.memory.weights < alone.memory.weights
+    assert server.memory.cache < alone.memory.cache
+
+
+def test_a_mesh_of_the_users_own(uneven, prompts):
+    devices = np.asarray(jax.devices())
+    meshes = [
+        jax.sharding.Mesh(devices[:2], ("model",)),
+        jax.sharding.Mesh(devices[::-1].reshape(4, 2), ("model", "data")),
+        jax.make_mesh((2, 2), ("data", "model")),
+    ]
+    expected = tokens(kvjax.generate(uneven, prompts, **BITES))
+    for mesh in meshes:
+        assert tokens(kvjax.generate(uneven, prompts, mesh=mesh, **BITES)) == expected
+    assert get_mesh(meshes[1]).shape == {"data": 2, "model": 4}
+    assert get_mesh(meshes[1]).devices[1, 0] == meshes[1].devices[0, 1]
+
+
+def test_evaluation_of_a_model_on_a_mesh(uneven):
+    from kvjax.models import transformer
+
+    text = jnp.asarray(np.random.default_rng(4).integers(0, 61, (2, 40)), jnp.int32)
+    one, many = (
+        transformer.token_logprobs(p, text) for p in (uneven, place_all(get_shard("model=4", uneven.config), uneven))
+    )
+    np.testing.assert_allclose(many, one, atol=1e-5)
