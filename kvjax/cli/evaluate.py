@@ -11,6 +11,7 @@ from . import checks, console
 from .hyperparameters import read_policies
 from .options import (
     CompilationCacheOption,
+    DistributedOption,
     DTypeOption,
     JsonOption,
     MeshOption,
@@ -96,6 +97,7 @@ def evaluate(
     batch: BatchOption = 4,
     prefill_block: PrefillBlockOption = None,
     mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
@@ -125,7 +127,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, mesh)
+    params = read_model(model, dtype, compilation_cache, mesh, distributed)
     outcomes = []
     with bar() as begin:
         for each in chosen:

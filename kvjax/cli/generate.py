@@ -13,6 +13,7 @@ from .hyperparameters import read_policy
 from .options import (
     BudgetOption,
     CompilationCacheOption,
+    DistributedOption,
     DTypeOption,
     JsonOption,
     MeshOption,
@@ -71,6 +72,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
     prefill_block: PrefillBlockOption = None,
     mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
@@ -93,7 +95,7 @@ def generate(
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache, mesh)
+    params = read_model(model, dtype, compilation_cache, mesh, distributed)
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]

@@ -11,6 +11,7 @@ from kvjax.texts import read_text
 
 from . import checks
 from .interruption import start_jax
+from .processes import join_processes
 from .progress import unwatched
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ MeshOption = Annotated[
         show_default=False,
     ),
 ]
+DistributedOption = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="This is one of several processes that share the mesh, of a launcher that JAX knows (Slurm, MPI, Kubernetes, TPU pods) or "
+        "by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; only the first prints.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 CompilationCacheOption = Annotated[
     bool,
@@ -86,12 +95,20 @@ CompilationCacheOption = Annotated[
 ]
 
 
-def read_model(source: str | None, dtype: str | None, compilation_cache: bool, mesh: str | None = None) -> "Params":
+def read_model(
+    source: str | None,
+    dtype: str | None,
+    compilation_cache: bool,
+    mesh: str | None = None,
+    distributed: bool = False,
+) -> "Params":
     """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
     from kvjax.conversion import load
     from kvjax.models.sharding import get_mesh
     from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
 
+    if distributed:
+        join_processes()
     start_jax(devices=True)
     os.environ[VARIABLE] = str(int(compilation_cache))
     keep_unless_refused()

@@ -24,7 +24,7 @@ from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
-from kvjax.runtime.mesh import check_same, on_host, policy_shard
+from kvjax.runtime.mesh import check_same, lost_processes, on_host, policy_shard
 from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
@@ -346,7 +346,8 @@ class Run:
         if self.request.stop:
             size = min(size, STREAM_STEPS)
         for group in self.groups():
-            yield from self._group_chunks(group, size)
+            with lost_processes(self.mesh):
+                yield from self._group_chunks(group, size)
 
     def generations(self) -> list[Generation]:
         """The results, once all chunks have run."""

@@ -4,10 +4,11 @@ Each device runs the whole program on its part (`jax.shard_map`), loops
 included; XLA's partitioner decides nothing.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -84,12 +85,31 @@ def on_host(x: Any) -> np.ndarray:
 
 def check_same(mesh: Mesh | None, what: str, tokens: Sequence[Sequence[int]]) -> None:
     """Raise `ValueError` unless all processes of a mesh were given the same tokens; one process knows that it was."""
-    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
+    if not _several(mesh):
         return
     digest = hashlib.sha256(repr([list(map(int, row)) for row in tokens]).encode()).digest()
-    others = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    with lost_processes(mesh):
+        others = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
     if (others != others[0]).any():
         raise ValueError(f"{what} are not the same in all {len(others)} processes; give each process the same")
+
+
+@contextlib.contextmanager
+def lost_processes(mesh: Mesh | None) -> Iterator[None]:
+    """Say what it most likely means where devices of several processes fail to reach each other."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not _several(mesh):
+            raise
+        raise RuntimeError(
+            f"another process of the mesh has most likely ended, look at what it printed; start all of them anew ({error})"
+        ) from error
+
+
+def _several(mesh: Mesh | None) -> bool:
+    """Whether the devices are those of more than one process."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 @lru_cache(maxsize=1024)
