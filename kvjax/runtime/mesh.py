@@ -51,23 +51,24 @@ def over_mesh(function: Callable[..., Any], shard: Shard, inputs: Any, outputs: 
     return jax.shard_map(function, mesh=shard.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
-def placed(shard: Shard, partitions: Any, arrays: Any) -> Any:
-    """Arrays, or shapes, where a mesh wants them; what is there already is not copied.
+def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) -> Any:
+    """Arrays where a mesh wants them; what is there already is not copied.
 
     Args:
         partitions: a tree that the arrays' tree begins with.
+        shapes: give shapes with these places, and leave arrays where they are.
     """
 
     def put(partition: PartitionSpec, tree: Any) -> Any:
         sharding = NamedSharding(_mesh(shard), partition)
+        if shapes:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
         return jax.tree.map(lambda x: _put(x, sharding), tree)
 
     return jax.tree.map(put, partitions, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     there = getattr(x, "sharding", None)
     if there is not None and there.is_equivalent_to(sharding, x.ndim):
         return x

@@ -71,7 +71,7 @@ class Program:
 
         `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
         """
-        args = self._placed(args)
+        args = self._placed(args, shapes=True)
         leaves, tree = jax.tree.flatten(args[self._static :])
         key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x)) for x in leaves))
         if key not in self._compiled:
@@ -108,13 +108,13 @@ class Program:
         dealt = None if self._partition is None else self._partition(*args)
         return function if dealt is None else over_mesh(function, *dealt)
 
-    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, with arrays where the program wants them."""
+    def _placed(self, args: tuple[Any, ...], *, shapes: bool = False) -> tuple[Any, ...]:
+        """The arguments, with arrays, or their shapes, where a program over a mesh wants them."""
         dealt = None if self._partition is None else self._partition(*args)
         if dealt is None:
             return args
         shard, inputs, _ = dealt
-        return *args[: self._static], *placed(shard, inputs, args[self._static :])
+        return *args[: self._static], *placed(shard, inputs, args[self._static :], shapes=shapes)
 
 
 def _place(x: Any) -> Any:
