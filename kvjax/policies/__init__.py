@@ -32,6 +32,7 @@ from .random_eviction import Random as Random
 from .registry import policies as policies
 from .registry import policy_class as policy_class
 from .registry import register as register
+from .rkv import RKV as RKV
 from .shadowkv import ShadowKV as ShadowKV
 from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM
@@ -46,4 +47,6 @@ from .transforms.offload import offloaded as offloaded
 from .transforms.pyramid import pyramid as pyramid
 from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized
+from .transforms.recompress import Recompress as Recompress
+from .transforms.recompress import recompress as recompress
 from .treekv import TreeKV as TreeKV

@@ -19,8 +19,10 @@ from kvjax.policies import (
     ByHead,
     ByLayer,
     ClusterKV,
+    KNorm,
     Offloaded,
     Policy,
+    SnapKV,
     StreamingLLM,
     TreeKV,
     by_head,
@@ -28,6 +30,7 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    recompress,
 )
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.families.scoring import PromptScorer
@@ -141,6 +144,9 @@ SLOW = {
     "pyramidkv",
     "quest",
     "random",
+    "recompress(knorm)",
+    "recompress(snapkv)",
+    "rkv",
     "shadowkv",
     "snapkv",
     "tova",
@@ -193,7 +199,11 @@ def compositions(budget: int | float) -> list[Policy]:
     """Combinators of policies with this budget, nested ones too, for models of 2 layers and 2 KV heads."""
     tree, stream = TreeKV(budget=budget, sinks=2, block=4), StreamingLLM(budget=budget, sinks=2)
     heads = by_head({"tree": tree, "stream": stream}, [["stream", "tree"], ["tree", "tree"]])
-    return [heads, by_layer([stream, heads])]
+    rounds = [
+        recompress(SnapKV(budget=budget, window=4), every=4),
+        recompress(KNorm(budget=budget, dense_layers=0), every=4),
+    ]
+    return [heads, by_layer([stream, heads]), *rounds]
 
 
 def offloads(budget: int) -> list[Policy]:

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_blocks as oracle
+from policies import oracle_recompress, oracle_rkv
 from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax
 from policies.oracle_quest import QuestHead
 
 from kvjax.cache import LayerSpec, Token, TokenBlock, in_rows
 from kvjax.policies import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     ByLayer,
@@ -44,6 +46,7 @@ from kvjax.policies import (
     by_head,
     offloaded,
     quantized,
+    recompress,
     treekv,
 )
 from kvjax.policies.capabilities import as_cache, read_block
@@ -148,6 +151,11 @@ def duo(heads: int, **options: int):
     policy = DuoAttention(**options, profile=(("retrieval", "streaming"),) * 2).bind(config)
     kinds = {(0,): oracle.Text, (1,): partial(oracle.Streaming, **options, by_place=False)}
     return policy, partial(oracle.ByHead, parts=kinds)
+
+
+def rounds(cls: Any, definition: Any, every: int, **options: Any) -> tuple[Policy, Make]:
+    """A scorer of prompts that goes on in rounds."""
+    return recompress(cls(**options), every=every), partial(definition, **options, every=every)
 
 
 def mixed():
@@ -268,6 +276,10 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "chelsea": (chelsea("llama-3", budget=24, sinks=2, recent=5, chunk=4, every=5), 4, 2, 0),
     "chelsea, after each block": (chelsea("llama-2", budget=17, sinks=1, recent=4, chunk=6, every=1), 2, 2, 0),
     "chelsea, fraction, no chunks": (chelsea("qwen", budget=0.3, sinks=0, recent=3, chunk=None, every=2), 2, 1, 0),
+    "rkv": (same(RKV, oracle_rkv.RKV, budget=16, every=5, window=4, kernel=3), 4, 2, 0),
+    "rkv, each block": (same(RKV, oracle_rkv.RKV, budget=0.3, every=1, window=3, weight=0.5), 2, 2, 0),
+    "recompress(snapkv)": (rounds(SnapKV, oracle_recompress.SnapKV, 9, budget=16, window=4), 4, 2, 0),
+    "recompress(tova)": (rounds(TOVA, oracle_recompress.TOVA, 4, budget=12), 4, 2, 0),
     "mixed": (mixed(), 4, 4, 0),
 }
 
@@ -316,7 +328,7 @@ def check(name: str, policy: Policy, make: Make, case: Case, spec: LayerSpec, pl
                 check_state(name, after, row, literal)
 
 
-SLIDING = ("full", "quest", "streaming_llm", "snapkv", "adakv", "chunkkv", "h2o", "tova")
+SLIDING = ("full", "quest", "streaming_llm", "snapkv", "adakv", "chunkkv", "h2o", "tova", "rkv")
 
 
 @pytest.mark.parametrize(
@@ -492,6 +504,7 @@ KINDS = (
     "treekv",
     "chelsea",
     "cam",
+    "rkv",
     "mixed",
 )
 """One case of each kind of state."""
