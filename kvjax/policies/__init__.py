@@ -10,6 +10,7 @@ from .chelsea import Chelsea as Chelsea
 from .chunkkv import ChunkKV as ChunkKV
 from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
 from .clusterkv import ClusterKV as ClusterKV
+from .compactor import Compactor as Compactor
 from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .families.scoring import PromptScorer as PromptScorer

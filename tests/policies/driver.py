@@ -134,6 +134,7 @@ SLOW = {
     "adakv",
     "cam",
     "chelsea",
+    "compactor",
     "duoattention",
     "expected_attention",
     "h2o",
@@ -180,6 +181,7 @@ def every_policy(budget: int | float) -> list[Policy]:
         "page": 4,
         "outlier_chunks": 2,
         "local_chunks": 1,
+        "sketch": 6,
     }
     made = []
     for name, cls in policies().items():
