@@ -17,6 +17,7 @@ from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
 from .families.skewing import SkewProfile as SkewProfile
 from .families.sparse import SparseLayer as SparseLayer
+from .families.trigonometry import MeanQueries as MeanQueries
 from .full import Full as Full
 from .h2o import H2O as H2O
 from .infinigen import InfiniGen as InfiniGen
@@ -51,3 +52,4 @@ from .transforms.quantize import quantized as quantized
 from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
 from .treekv import TreeKV as TreeKV
+from .triattention import TriAttention as TriAttention

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import compile_for, temporaries
+from policies.driver import mean_queries
 
 from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, abstract
@@ -35,6 +36,8 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
     if kinds := getattr(cls, "labels", ()):
         heads = range(config.num_kv_heads)
         options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in heads) for i in range(config.num_layers))
+    if name == "triattention":
+        options["profile"] = mean_queries(config)
     return get_policy(name, **options).bind(config)
 
 

@@ -45,6 +45,7 @@ PUBLISHED = {
     "snapkv": {"window": 32, "pool": "max", "kernel": 7},
     "streaming_llm": {"sinks": 4},
     "tova": {"keep_newest": False},
+    "triattention": {"budget": 2048, "every": 128, "window": 128, "offsets": 17, "agg": "mean", "gqa": "max"},
     "treekv": {"sinks": 4, "keep": "score"},
 }
 
@@ -92,6 +93,7 @@ LEAST = {
     "shadowkv": {"rank": 1, "chunk": 1, "outlier_chunks": 0, "local_chunks": 0},
     "snapkv": {"window": 1, "kernel": 1},
     "streaming_llm": {"sinks": 0},
+    "triattention": {"every": 1, "window": 0, "offsets": 1},
     "treekv": {"sinks": 0, "recent": 0, "block": 1},
 }
 
@@ -120,6 +122,7 @@ BUDGETS = [
     ("shadowkv", {"chunk": 8}, 8),
     ("snapkv", {"window": 32}, 32),
     ("streaming_llm", {"sinks": 4}, 5),
+    ("triattention", {"window": 128}, 128),
     ("treekv", {"sinks": 4, "recent": 3}, 8),
     ("treekv", {"sinks": 4}, 5),
 ]
