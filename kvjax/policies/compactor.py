@@ -107,7 +107,7 @@ class Compactor(PromptScorer):
 
     def attention(self, spec: LayerSpec, prompt: Prompt, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
         """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
-        batch, size, kv_heads, _ = prompt.k.shape
+        _, size, kv_heads, _ = prompt.k.shape
         chunk = min(self.chunk, max(size - self.sinks, 1))
         padding = -max(size - self.sinks, 0) % chunk
 

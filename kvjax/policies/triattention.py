@@ -104,13 +104,13 @@ class TriAttention(PromptScorer):
         """What each query head's average query will make of rotated keys, after so many tokens; of "mean_stats" one for each group."""
         omega, factor = frequencies(spec.rope, spec.head_dim)
         real, imaginary, size = self._statistics(spec)
-        ahead = np.exp(
-            1j * omega.astype(np.float64) * 2.0 ** np.arange(self.offsets)[:, None]
-        )  # exact for distant ones
-        ahead = ahead.mean(axis=0, keepdims=True) if self.agg == "mean" else ahead
+        ahead = omega.astype(np.float64) * 2.0 ** np.arange(self.offsets)[:, None]  # in float64 for distant ones
+        a, b = np.cos(ahead), np.sin(ahead)
+        if self.agg == "mean":  # of scores is the score by the mean
+            a, b = a.mean(axis=0, keepdims=True), b.mean(axis=0, keepdims=True)
         now = seen.astype(jnp.float32)[:, None, None] * omega
         c, s = jnp.cos(now), jnp.sin(now)
-        a, b = jnp.asarray(ahead.real, jnp.float32), jnp.asarray(ahead.imag, jnp.float32)
+        a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
         c, s = (x[:, :, None, None] for x in (c * a - s * b, s * a + c * b))  # [B, D, 1, 1, F]
 
         k_real, k_imaginary = pairs(spec.rope, k)  # a factor of rotation is in them once, and once in a query
