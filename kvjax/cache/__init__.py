@@ -10,7 +10,9 @@ from .attention import attend_block as attend_block
 from .attention import attend_prompt as attend_prompt
 from .attention import attend_split as attend_split
 from .blocks import in_rows as in_rows
+from .blocks import keep_places as keep_places
 from .blocks import kept_and_block as kept_and_block
+from .blocks import kept_as_prompt as kept_as_prompt
 from .blocks import with_places as with_places
 from .shard import Shard as Shard
 from .spec import LayerSpec as LayerSpec

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .state import LayerCache
+from .state import LayerCache, compact_indices
 from .tokens import Prompt, TokenBlock
 
 S = TypeVar("S")
@@ -55,12 +55,72 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
     )
 
 
+def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> Prompt:
+    """A prompt of what is kept alone, in order and up against the end, with rotated keys.
+
+    Args:
+        kept: its tokens fill slots from the first one on, in order of position.
+        q: rotated queries of the last S tokens seen, which are all kept, S less than there are slots; what a row of fewer tokens has in
+            the first places does not matter.
+        total: tokens that each row will reach.
+    """
+    order = _up_against_the_end(kept)
+    pos = jnp.take_along_axis(jnp.where(kept.live, kept.pos, -1), order, axis=-1)
+
+    def ordered(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B C K H"]:
+        x = jnp.take_along_axis(x, order[..., None], axis=2)
+        return jnp.swapaxes(jnp.where(pos[..., None] >= 0, x, jnp.zeros((), x.dtype)), 1, 2)
+
+    k, lengths = ordered(kept.k), jnp.full_like(kept.seen, pos.shape[-1])
+    return Prompt(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
+
+
+def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> LayerCache:
+    """What is kept of `kept_as_prompt`, in order, in the first `capacity` slots; tokens stand there in order.
+
+    Args:
+        kept: its tokens fill slots from the first one on, in order of position.
+        keep: by places of `kept_as_prompt`.
+    """
+    order = _up_against_the_end(kept)
+    index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
+    slot = jnp.take_along_axis(order, index, axis=-1)
+    part = max(capacity // 8, 16)  # capacities are multiples of 32
+
+    def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
+        def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:
+            source, there = (jax.lax.dynamic_slice_in_dim(y, i * part, part, axis=2) for y in (slot, live))
+            x_part = jnp.take_along_axis(x, source[..., None], axis=2)
+            x_part = jnp.where(there[..., None], x_part, jnp.zeros((), x.dtype))
+            return jax.lax.dynamic_update_slice_in_dim(x, x_part, i * part, axis=2)
+
+        k, v = stores
+        return moved(k), moved(v)
+
+    # Within the cache, a part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
+    k, v = jax.lax.fori_loop(0, capacity // part, move, (kept.k, kept.v))
+    return LayerCache(
+        k=k[:, :, :capacity],
+        v=v[:, :, :capacity],
+        pos=jnp.where(live, jnp.take_along_axis(kept.pos, slot, axis=-1), -1),
+        weight=live.astype(jnp.float32),
+        next=jnp.sum(live, axis=-1, dtype=jnp.int32),
+        seen=kept.seen,
+    )
+
+
 def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
     """What else is known of slots, by the places of `kept_and_block`; zero for the block's."""
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
     free = kept.pos.shape[-1] - kept.count
     live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
     return jnp.pad(jnp.where(live, ordered, jnp.zeros((), values.dtype)), ((0, 0), (0, 0), (0, block.size)))
+
+
+def _up_against_the_end(kept: LayerCache) -> Int[Array, "B K C"]:
+    """`in_order` where tokens fill slots from the first one on in that order."""
+    size = kept.pos.shape[-1]
+    return (jnp.arange(size, dtype=jnp.int32) + kept.next[..., None]) % size
 
 
 def in_order(kept: LayerCache) -> Int[Array, "B K C"]:

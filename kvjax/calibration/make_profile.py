@@ -10,9 +10,10 @@ from jaxtyping import Int
 
 from kvjax.models import Params
 from kvjax.policies.families.skewing import SkewProfile
+from kvjax.policies.families.trigonometry import MeanQueries
 from kvjax.policies.profile import HeadProfile, Profile, fingerprint
 
-from . import catekv, chelsea, duoattention, infinigen, razorattention
+from . import catekv, chelsea, duoattention, infinigen, razorattention, triattention
 from .recording import cut
 
 
@@ -51,6 +52,7 @@ METHODS: Mapping[str, Method] = {
         tokens=razorattention.random_tokens,
         samples=1,
     ),
+    "triattention": Method(triattention.Settings, triattention.mean_queries, MeanQueries),
 }
 """What calibrates for a policy, or in another's way (razorattention, for duoattention)."""
 

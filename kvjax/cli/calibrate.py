@@ -16,7 +16,7 @@ from .progress import bar
 
 def calibrate(
     method: Annotated[
-        Literal["catekv", "chelsea", "duoattention", "infinigen", "razorattention"],
+        Literal["catekv", "chelsea", "duoattention", "infinigen", "razorattention", "triattention"],
         typer.Argument(help="The policy to calibrate for; razorattention is another way for duoattention."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Profile to write, as JSON.")],
@@ -61,7 +61,7 @@ def calibrate(
     """Look at a model's attention heads as they read, once, for the policies that treat them differently.
 
     The profile that is written holds a score and a label for every KV head; for infinigen, the directions in which its queries are
-    largest. Give it to the policy with `--set profile=FILE`. The default model needs none: its profiles come with kvjax.
+    largest; for triattention, means of what its queries are before rotation. Give it to the policy with `--set profile=FILE`. The default model needs none: its profiles come with kvjax.
     """
     from kvjax.calibration.make_profile import METHODS, make_profile
     from kvjax.policies import HeadProfile

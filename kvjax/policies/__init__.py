@@ -10,12 +10,14 @@ from .chelsea import Chelsea as Chelsea
 from .chunkkv import ChunkKV as ChunkKV
 from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
 from .clusterkv import ClusterKV as ClusterKV
+from .compactor import Compactor as Compactor
 from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
 from .families.skewing import SkewProfile as SkewProfile
 from .families.sparse import SparseLayer as SparseLayer
+from .families.trigonometry import MeanQueries as MeanQueries
 from .full import Full as Full
 from .h2o import H2O as H2O
 from .infinigen import InfiniGen as InfiniGen
@@ -32,6 +34,7 @@ from .random_eviction import Random as Random
 from .registry import policies as policies
 from .registry import policy_class as policy_class
 from .registry import register as register
+from .rkv import RKV as RKV
 from .shadowkv import ShadowKV as ShadowKV
 from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM
@@ -46,4 +49,7 @@ from .transforms.offload import offloaded as offloaded
 from .transforms.pyramid import pyramid as pyramid
 from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized
+from .transforms.recompress import Recompress as Recompress
+from .transforms.recompress import recompress as recompress
 from .treekv import TreeKV as TreeKV
+from .triattention import TriAttention as TriAttention

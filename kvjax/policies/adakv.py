@@ -56,6 +56,10 @@ class AdaKV(SnapKV):
             raise PolicyError(f"{self.info.name}: alpha={self.alpha}; give a share, 0 to 1")
         super().__post_init__()
 
+    @property
+    def query_window(self) -> None:
+        return None  # its heads have stores of their own sizes
+
     def keep_mask(
         self,
         scores: Float[Array, "B K T"],

@@ -91,6 +91,11 @@ class ChunkKV(PromptScorer):
                 "window, which are always kept; raise budget or lower window"
             )
 
+    @property
+    def query_window(self) -> int | None:
+        whole = self.strict or self.rule == "kvpress" or self.reuse > 1  # or by what another layer chose at the time
+        return None if whole else self.window
+
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         whole = self.strict or self.rule == "kvpress"
         return ChunkKVLayer(self, spec, Traits(plain=True, reading="whole" if whole else "blocks"))

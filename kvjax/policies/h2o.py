@@ -55,6 +55,10 @@ class H2O(ScoreEviction):
                 f"one heavy hitter need {(self.recent or 0) + 1}; raise budget or lower recent"
             )
 
+    @property
+    def query_window(self) -> int | None:
+        return self.window if self.observers == "last" else None
+
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget // 2 if self.recent is None else budget * 0 + self.recent
 

@@ -41,6 +41,10 @@ class KeyDiff(ScoreEviction):
     def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
+    @property
+    def query_window(self) -> int:
+        return 0
+
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return KeyDiffLayer(self, spec)
 

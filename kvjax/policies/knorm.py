@@ -39,6 +39,10 @@ class KNorm(ScoreEviction):
     def __post_init__(self) -> None:
         check_fields(self, dense_layers=0)
 
+    @property
+    def query_window(self) -> int:
+        return 0
+
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return DenseLayer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
 

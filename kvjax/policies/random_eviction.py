@@ -33,6 +33,10 @@ class Random(ScoreEviction):
 
     seed: int = 0
 
+    @property
+    def query_window(self) -> int:
+        return 0
+
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         drawn = uniform(spec, self.seed, jnp.maximum(prompt.pos[:, 0], 0))
         return jnp.swapaxes(drawn, 0, 1)

@@ -51,6 +51,10 @@ class SnapKV(PromptScorer):
         if self.kernel % 2 == 0:
             raise PolicyError(f"{self.info.name}: kernel={self.kernel}; give an odd width, such as 7")
 
+    @property
+    def query_window(self) -> int | None:
+        return self.window
+
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + self.window
 

@@ -4,6 +4,7 @@
     treekv:0.2                                     with a budget
     chunkkv:budget=0.2,chunk=20                    with hyperparameters
     offloaded(clusterkv:1024; steps=2)             a transform of a policy, and its own settings
+    recompress(snapkv:512; every=128)
     by_layer(full; treekv:0.2)                     a policy for each layer
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
@@ -25,8 +26,14 @@ from .transforms.by_layer import by_layer
 from .transforms.offload import Offloaded
 from .transforms.pyramid import Pyramid
 from .transforms.quantize import Quantized
+from .transforms.recompress import Recompress
 
-_WRAPPERS: dict[str, type[Any]] = {"offloaded": Offloaded, "quantized": Quantized, "pyramid": Pyramid}
+_WRAPPERS: dict[str, type[Any]] = {
+    "offloaded": Offloaded,
+    "quantized": Quantized,
+    "pyramid": Pyramid,
+    "recompress": Recompress,
+}
 
 
 def parse_policy(text: str) -> Policy:

@@ -36,6 +36,10 @@ class TOVA(ScoreEviction):
 
     keep_newest: bool = False
 
+    @property
+    def query_window(self) -> int:
+        return 1
+
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + int(self.keep_newest)
 

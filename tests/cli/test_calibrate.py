@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.models import Params
-from kvjax.policies import HeadProfile, SkewProfile
+from kvjax.policies import HeadProfile, MeanQueries, SkewProfile
 from kvjax.policies.profile import fingerprint, load
 
 SMALL = ["--samples", 2, "--length", 64]
@@ -65,6 +65,7 @@ def test_profile_and_picture(
     ("method", "policy", "reads", "kind"),
     [
         ("infinigen", "infinigen", ["--data"], SkewProfile),
+        ("triattention", "triattention", ["--data"], MeanQueries),
         ("razorattention", "duoattention", [], HeadProfile),
     ],
 )
@@ -79,7 +80,7 @@ def test_profiles_of_another_kind(
     profile = load(out, kind)
     assert (profile.method, profile.model) == (method, fingerprint(params.config))
     options = ["--policy", policy, "--budget", 0.6, "--set", f"profile={out}", "-n", 4, "--json", "--ignore-eos"]
-    options += ["--set", "sinks=4"] if policy == "duoattention" else ["--set", "dense_layers=0"]
+    options += ["--set", {"duoattention": "sinks=4", "infinigen": "dense_layers=0", "triattention": "window=4"}[policy]]
     used = json.loads(kvjax_command("generate", "--model", checkpoint, *options, "hello there, " * 4).stdout)
     assert used["policy"]["profile"] == str(out)
     assert len(used["tokens"]) == 4
@@ -92,6 +93,7 @@ def test_profiles_of_another_kind(
         (["razorattention", "--data", "book.txt"], "random tokens are read; leave it out"),
         (["infinigen", "--data", "book.txt", "--plot", "heads.png"], "no scores of heads to draw"),
         (["infinigen", "--data", "book.txt", "--set", "x=1"], "no setting 'x'; there are none"),
+        (["triattention"], "triattention: give text to read"),
     ],
 )
 def test_what_does_not_go_with_the_method(kvjax_command, tmp_path: Path, arguments, says) -> None:

@@ -19,18 +19,24 @@ from kvjax.policies import (
     ByHead,
     ByLayer,
     ClusterKV,
+    KNorm,
+    MeanQueries,
     Offloaded,
     Policy,
+    SnapKV,
     StreamingLLM,
     TreeKV,
+    TriAttention,
     by_head,
     by_layer,
     get_policy,
     offloaded,
     policies,
+    recompress,
 )
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.families.scoring import PromptScorer
+from kvjax.policies.profile import fingerprint
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
@@ -131,6 +137,7 @@ SLOW = {
     "adakv",
     "cam",
     "chelsea",
+    "compactor",
     "duoattention",
     "expected_attention",
     "h2o",
@@ -141,9 +148,13 @@ SLOW = {
     "pyramidkv",
     "quest",
     "random",
+    "recompress(knorm)",
+    "recompress(snapkv)",
+    "rkv",
     "shadowkv",
     "snapkv",
     "tova",
+    "triattention",
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
@@ -174,6 +185,7 @@ def every_policy(budget: int | float) -> list[Policy]:
         "page": 4,
         "outlier_chunks": 2,
         "local_chunks": 1,
+        "sketch": 6,
     }
     made = []
     for name, cls in policies().items():
@@ -185,15 +197,37 @@ def every_policy(budget: int | float) -> list[Policy]:
             options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
         if kinds := getattr(cls, "labels", ()):
             options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
+        if cls is TriAttention:
+            options["profile"] = Cut(**vars(mean_queries(TINY)))
         made.append(get_policy(name, **options).bind(TINY))
     return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(MeanQueries):
+    """Statistics of `TINY`, of which smaller ones take the first pairs: cases of one layer have other heads than `TINY`."""
+
+    def layer(self, layer: int, head_dim: int) -> np.ndarray:
+        return super().layer(layer, TINY.head_dim)[..., : head_dim // 2]
+
+
+def mean_queries(config: ModelConfig) -> MeanQueries:
+    """Random statistics of a model's queries, for TriAttention: means, and sizes that are no smaller."""
+    random = np.random.default_rng(7)
+    real, imaginary, more = random.normal(size=(3, config.num_layers, config.num_heads, config.head_dim // 2))
+    found = np.stack([real, imaginary, np.hypot(real, imaginary) + np.abs(more)], axis=2)
+    return MeanQueries.of(found, method="triattention", model=fingerprint(config), data="random", settings=())
 
 
 def compositions(budget: int | float) -> list[Policy]:
     """Combinators of policies with this budget, nested ones too, for models of 2 layers and 2 KV heads."""
     tree, stream = TreeKV(budget=budget, sinks=2, block=4), StreamingLLM(budget=budget, sinks=2)
     heads = by_head({"tree": tree, "stream": stream}, [["stream", "tree"], ["tree", "tree"]])
-    return [heads, by_layer([stream, heads])]
+    rounds = [
+        recompress(SnapKV(budget=budget, window=4), every=4),
+        recompress(KNorm(budget=budget, dense_layers=0), every=4),
+    ]
+    return [heads, by_layer([stream, heads]), *rounds]
 
 
 def offloads(budget: int) -> list[Policy]:

@@ -21,6 +21,7 @@ from kvjax.policies import (
     policies,
     pyramid,
     quantized,
+    recompress,
 )
 from kvjax.policies.capabilities import as_cache, look_ahead
 
@@ -57,6 +58,11 @@ NUMBERS: dict[str, list[Any]] = {
     "group": [2, 4],
     "residual": [4, 8, 16],
     "future": [4, 32],
+    "sketch": [None, 3, 40],
+    "ridge": [0.01, 1.0],
+    "blend": [None, 0.0, 1.0],
+    "weight": [0.0, 0.1, 1.0],
+    "threshold": [-1.0, 0.5],
     "seed": [0, 1],
     "sparsity": [None],
 }
@@ -155,6 +161,8 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
         return quantized(inner(), bits=8, group=4, residual=int(random.choice([4, 8])))
     if made < 0.4:
         return pyramid(inner(), beta=int(random.integers(2, 6)))
+    if made < 0.45:
+        return recompress(inner(), every=int(random.integers(1, 6)))
 
     names = sorted(policies())
     cls = policies()[names[int(random.integers(len(names)))]]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import compile_for, temporaries
+from policies.driver import mean_queries
 
 from kvjax.cache import layer_specs
 from kvjax.models import ModelConfig, abstract
@@ -19,8 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 LAYERS = {"chelsea": 8}
 """Layers, where not three: enough for policies that treat the first two differently, and more than may be copied."""
 
-WORKSPACE = {"chelsea": 5}
-"""Layers' caches that a step may need room for, where not one: Chelsea cuts a layer's keys into chunks, and merges into room beside."""
+WORKSPACE = {"chelsea": 5, "rkv": 2, "triattention": 2}
+"""Layers' caches that a step may need room for, where not one: Chelsea cuts a layer's keys into chunks, and merges into room beside; R-KV
+has 16 MiB of keys' cosines with one another at a time, and TriAttention keys in float32."""
 
 CONFIG = PRESETS["llama-3.1-8b"]
 
@@ -34,6 +36,8 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
     if kinds := getattr(cls, "labels", ()):
         heads = range(config.num_kv_heads)
         options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in heads) for i in range(config.num_layers))
+    if name == "triattention":
+        options["profile"] = mean_queries(config)
     return get_policy(name, **options).bind(config)
 
 

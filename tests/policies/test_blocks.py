@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_blocks as oracle
+from policies import oracle_recompress, oracle_rkv
 from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax
 from policies.oracle_quest import QuestHead
 
 from kvjax.cache import LayerSpec, Token, TokenBlock, in_rows
 from kvjax.policies import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     ByLayer,
@@ -25,6 +27,7 @@ from kvjax.policies import (
     Chelsea,
     ChunkKV,
     ClusterKV,
+    Compactor,
     DuoAttention,
     ExpectedAttention,
     Full,
@@ -44,6 +47,7 @@ from kvjax.policies import (
     by_head,
     offloaded,
     quantized,
+    recompress,
     treekv,
 )
 from kvjax.policies.capabilities import as_cache, read_block
@@ -148,6 +152,11 @@ def duo(heads: int, **options: int):
     policy = DuoAttention(**options, profile=(("retrieval", "streaming"),) * 2).bind(config)
     kinds = {(0,): oracle.Text, (1,): partial(oracle.Streaming, **options, by_place=False)}
     return policy, partial(oracle.ByHead, parts=kinds)
+
+
+def rounds(cls: Any, definition: Any, every: int, **options: Any) -> tuple[Policy, Make]:
+    """A scorer of prompts that goes on in rounds."""
+    return recompress(cls(**options), every=every), partial(definition, **options, every=every)
 
 
 def mixed():
@@ -268,6 +277,10 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "chelsea": (chelsea("llama-3", budget=24, sinks=2, recent=5, chunk=4, every=5), 4, 2, 0),
     "chelsea, after each block": (chelsea("llama-2", budget=17, sinks=1, recent=4, chunk=6, every=1), 2, 2, 0),
     "chelsea, fraction, no chunks": (chelsea("qwen", budget=0.3, sinks=0, recent=3, chunk=None, every=2), 2, 1, 0),
+    "rkv": (same(RKV, oracle_rkv.RKV, budget=16, every=5, window=4, kernel=3), 4, 2, 0),
+    "rkv, each block": (same(RKV, oracle_rkv.RKV, budget=0.3, every=1, window=3, weight=0.5), 2, 2, 0),
+    "recompress(snapkv)": (rounds(SnapKV, oracle_recompress.SnapKV, 9, budget=16, window=4), 4, 2, 0),
+    "recompress(tova)": (rounds(TOVA, oracle_recompress.TOVA, 4, budget=12), 4, 2, 0),
     "mixed": (mixed(), 4, 4, 0),
 }
 
@@ -316,7 +329,7 @@ def check(name: str, policy: Policy, make: Make, case: Case, spec: LayerSpec, pl
                 check_state(name, after, row, literal)
 
 
-SLIDING = ("full", "quest", "streaming_llm", "snapkv", "adakv", "chunkkv", "h2o", "tova")
+SLIDING = ("full", "quest", "streaming_llm", "snapkv", "adakv", "chunkkv", "h2o", "tova", "rkv")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +408,7 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {"infinigen", "lagkv", "shadowkv"}
+    assert names == {"compactor", "infinigen", "lagkv", "shadowkv"}
     assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
 
 
@@ -492,6 +505,7 @@ KINDS = (
     "treekv",
     "chelsea",
     "cam",
+    "rkv",
     "mixed",
 )
 """One case of each kind of state."""
@@ -609,6 +623,7 @@ WHOLE = [
     InfiniGen(budget=16, dense_layers=0),
     ShadowKV(budget=24, chunk=4, outlier_chunks=2, local_chunks=1),
     LagKV(budget=16, sinks=2, lag=6),
+    Compactor(budget=16, sinks=2, recent=2),
     ChunkKV(budget=16, chunk=4, window=4, rule="kvpress"),
     ChunkKV(budget=16, chunk=4, window=4, strict=True),
     ClusterKV(budget=16, sinks=2, dense_layers=0, n_clusters=5),

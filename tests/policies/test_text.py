@@ -4,12 +4,14 @@ import pytest
 from policies.random_cases import draw_policy
 
 from kvjax.policies import (
+    H2O,
     CateKV,
     ChunkKV,
     ClusterKV,
     Full,
     PolicyError,
     Quest,
+    SnapKV,
     TreeKV,
     by_head,
     by_layer,
@@ -17,6 +19,7 @@ from kvjax.policies import (
     offloaded,
     policies,
     quantized,
+    recompress,
 )
 from kvjax.policies.text import parse_policy, split_policies
 
@@ -31,6 +34,8 @@ WRITTEN = {
     "h2o:recent=none": get_policy("h2o"),
     "offloaded(clusterkv:1024; steps=2)": offloaded(ClusterKV(budget=1024), steps=2),
     "quantized( chunkkv:0.5 ; bits=4 )": quantized(ChunkKV(budget=0.5), bits=4),
+    "recompress(snapkv:64; every=8)": recompress(SnapKV(budget=64), every=8),
+    "recompress(h2o:observers=last; 64; prompt=keep)": recompress(H2O(budget=64, observers="last"), prompt="keep"),
     "by_layer(full; treekv:64,sinks=2)": by_layer([Full(), TreeKV(budget=64, sinks=2)]),
     "catekv:eta=1.0,adaptive=(quest:64)": CateKV(adaptive=Quest(budget=64)),
     "by_head(a=full; b=quantized(full; bits=8); profile=(('a', 'b'), ('b', 'b')))": by_head(
@@ -81,7 +86,10 @@ def test_a_list_of_policies():
         ("treekv:snks=2", r"policy 'treekv' has no hyperparameter 'snks'.*Did you mean 'sinks'"),
         ("offloaded(treekv", r"close the bracket"),
         ("offloaded()", r"has no policy; write one, as in offloaded\(full\)"),
-        ("offload(treekv)", r"unknown transform 'offload'.*known: offloaded, quantized, pyramid, by_layer, by_head"),
+        (
+            "offload(treekv)",
+            r"unknown transform 'offload'.*known: offloaded, quantized, pyramid, recompress, by_layer, by_head",
+        ),
         ("by_head(a=full)", r"by_head needs profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),
     ],

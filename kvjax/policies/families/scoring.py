@@ -51,6 +51,14 @@ class PromptScorer(Policy):
         """How much each token of a prompt is worth keeping; what is said of the padding does not matter."""
         raise NotImplementedError
 
+    @property
+    def query_window(self) -> int | None:
+        """How many of the last queries `scores` looks at, if with the keys and values that are held it needs no more: 0 if it needs none.
+
+        None, which it is unless a policy says so, is for all other ways; see `recompress`.
+        """
+        return None
+
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         """How many tokens at the beginning and at the end are kept whatever their score, by a budget or an array of them."""
         return budget * 0, budget * 0

@@ -1,7 +1,7 @@
 """Policies around another one, whose cache they keep in another place or form."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from kvjax.models.config import ModelConfig
@@ -49,6 +49,7 @@ class Wrapper(Policy):
         self.policy.validate(tokens)
 
 
-def transform_text(transform: str, policy: Policy, settings: Policy) -> str:
-    """A transform of a policy as `get_policy` reads it; the settings are all fields but the first."""
-    return f"{transform}({'; '.join([str(policy), *changed_fields(settings, dataclasses.fields(settings)[1:])])})"
+def transform_text(transform: str, policy: Policy, settings: Policy, without: Iterable[str] = ()) -> str:
+    """A transform of a policy as `get_policy` reads it; the settings are all fields but the first, and those `without` which it is."""
+    fields = [field for field in dataclasses.fields(settings)[1:] if field.name not in without]
+    return f"{transform}({'; '.join([str(policy), *changed_fields(settings, fields)])})"

@@ -1,0 +1,165 @@
+"""Compactor: the tokens of a prompt whose keys stand out, and those that their neighbourhood attends to; no question is needed."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import einops
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.cache import LayerSpec, Prompt
+from kvjax.pallas_kernels.masking import MASKED
+
+from .base import Layer, Traits
+from .families.scoring import PromptScorer, PromptScorerLayer, pool
+from .fields import check_fields
+from .info import PolicyInfo
+from .registry import register
+
+NEIGHBOURS = 3
+"""Tokens over which attention is averaged."""
+
+RIDGES = 5
+"""How many ridges are tried, each ten times the one before it, until a matrix is positive definite in float32."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Compactor(PromptScorer):
+    """Keep what no other keys stand for, and what is attended to from both sides (Chari and Van Durme 2025, sections 3 and 4).
+
+    Of the tokens between the first `sinks` and the last `recent` ones, which are kept, two things are scored. Leverage: X being a head's
+    keys before rotation, less their mean, and Y = X Φ a random sketch of them in `sketch` dimensions, diag(Y (Yᵀ Y + ridge I)⁻¹ Yᵀ).
+    Attention: within chunks of `chunk` tokens, what all queries together give to a token, later ones to earlier ones and the other way
+    round, averaged over the query group, times the norm of its value, averaged with its two neighbours. Both are divided by
+    their standard deviations over a layer's tokens, and λ leverage + attention is the score. Only the prompt is compressed.
+
+    As in the authors' code in kvpress, λ is the share of the prompt that goes unless it is given, logits are not scaled by 1/√d, the
+    standard deviation is that of all heads of a layer together, and the ridge, which becomes larger where a matrix is not
+    positive definite, is 0.01. Unlike there the sketch is the same for all rows of a batch, and rows have statistics of their own.
+    The paper's calibration of a budget to a text is left out.
+
+    Attributes:
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
+        sinks, recent: first and last tokens, which are kept and not scored.
+        chunk: tokens that attend to one another.
+        sketch: k, dimensions that keys are sketched in; None for the keys themselves.
+        ridge: added to the diagonal of Yᵀ Y.
+        blend: λ, of leverage against attention; None for 1 - budget / tokens of the prompt.
+        scaled: whether logits are scaled by 1/√d.
+        per_head: whether the standard deviations are each head's own.
+        seed: of the sketch.
+    """
+
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="compactor",
+        paper="Chari and Van Durme 2025, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores",
+        summary="the prompt's tokens whose keys stand out or that their neighbourhood attends to, its two ends, and all new ones",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+    )
+
+    sinks: int = 8
+    recent: int = 4
+    chunk: int = 256
+    sketch: int | None = 48
+    ridge: float = 0.01
+    blend: float | None = None
+    scaled: bool = False
+    per_head: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, sinks=0, recent=0, chunk=1, sketch=1, ridge=0, blend=0)
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return PromptScorerLayer(self, spec, Traits(plain=True))  # keys before rotation are a whole prompt's
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        return budget * 0 + self.sinks, budget * 0 + self.recent
+
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        place = jnp.arange(prompt.size, dtype=jnp.int32)
+        inside = (place >= self.sinks) & (place < (prompt.lengths - self.recent)[:, None])
+        prompt = jax.lax.stop_gradient(prompt)
+        standing = leverage(jnp.swapaxes(prompt.k, 1, 2), inside, self.sketch_of(spec), self.ridge)
+        attended = self.attention(spec, prompt, inside) * jnp.linalg.norm(
+            prompt.v.astype(jnp.float32), axis=-1
+        ).swapaxes(1, 2)
+        inside = inside[:, None]
+        attended = jnp.where(inside, pool(jnp.where(inside, attended, 0.0), NEIGHBOURS, "avg"), 0.0)
+        if self.blend is None:
+            budget = self.row_budgets(spec, prompt.seen, prompt.total).astype(jnp.float32)
+            blend = jnp.maximum(1 - budget / jnp.maximum(prompt.seen, 1).astype(jnp.float32), 0.0)[:, None, None]
+        else:
+            blend = self.blend
+        # Not less their means, which are the same for all that compete: so rounding is a small share of every score.
+        return blend * self._in_deviations(standing, inside) + self._in_deviations(attended, inside)
+
+    def sketch_of(self, spec: LayerSpec) -> Float[Array, "K H k"] | None:
+        """Φ of each head of a layer: normal numbers of variance 1/k; the same in all rows."""
+        if self.sketch is None:
+            return None
+        key = jax.random.fold_in(jax.random.key(self.seed), spec.layer)
+        return jax.random.normal(key, (spec.num_kv_heads, spec.head_dim, self.sketch)) * self.sketch**-0.5
+
+    def attention(self, spec: LayerSpec, prompt: Prompt, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
+        """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
+        _, size, kv_heads, _ = prompt.k.shape
+        chunk = min(self.chunk, max(size - self.sinks, 1))
+        padding = -max(size - self.sinks, 0) % chunk
+
+        def chunks(x: Array) -> Array:
+            """[M, B, C, ...] of [B, T, ...]."""
+            x = jnp.pad(x[:, self.sinks :], [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+            return einops.rearrange(x, "b (m c) ... -> m b c ...", c=chunk)
+
+        def given(part: tuple[Array, Array, Array]) -> Float[Array, "B K C"]:
+            q, k, there = part
+            q, k = (jnp.where(there[..., None, None], x, jnp.zeros((), x.dtype)) for x in (q, k))
+            q = einops.rearrange(q, "b s (k g) h -> b s k g h", k=kv_heads)
+            logits = jnp.einsum("bskgh,btkh->bkgst", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+            seen, asks = there[:, None, None, None], there[:, None, None, :, None]
+            shares = jax.nn.softmax(jnp.where(seen, logits * spec.scale if self.scaled else logits, MASKED), axis=-1)
+            return jnp.mean(jnp.sum(jnp.where(seen & asks, shares, 0.0), axis=3), axis=2)
+
+        found = jax.lax.map(given, (chunks(prompt.q_rotated), chunks(prompt.k_rotated), chunks(inside)))
+        found = einops.rearrange(found, "m b k c -> b k (m c)")
+        return jnp.pad(found, ((0, 0), (0, 0), (self.sinks, 0)))[..., :size]
+
+    def _in_deviations(self, x: Float[Array, "B K T"], inside: Bool[Array, "B 1 T"]) -> Float[Array, "B K T"]:
+        """Scores in standard deviations of those inside."""
+        axes = (-1,) if self.per_head else (-2, -1)
+        inside = jnp.broadcast_to(inside, x.shape)
+        count = jnp.sum(inside, axis=axes, keepdims=True, dtype=jnp.float32)
+        mean = jnp.sum(jnp.where(inside, x, 0.0), axis=axes, keepdims=True) / jnp.maximum(count, 1.0)
+        variance = jnp.sum(jnp.where(inside, (x - mean) ** 2, 0.0), axis=axes, keepdims=True)
+        return x / jnp.maximum(jnp.sqrt(variance / jnp.maximum(count - 1, 1.0)), 1e-6)
+
+
+def leverage(
+    k: Float[Array, "B K T H"], inside: Bool[Array, "B T"], sketch: Float[Array, "K H k"] | None, ridge: float
+) -> Float[Array, "B K T"]:
+    """Statistical leverage of keys among those inside, less their mean, in a sketch; 0 of the others.
+
+    Args:
+        sketch, ridge: see `Compactor`; without a sketch keys are taken as they are.
+    """
+    there = inside[:, None, :, None]
+    k = jnp.where(there, k.astype(jnp.float32), 0.0)
+    mean = jnp.sum(k, axis=2, keepdims=True) / jnp.maximum(
+        jnp.sum(there, axis=2, keepdims=True, dtype=jnp.float32), 1.0
+    )
+    rows = jnp.where(there, k - mean, 0.0)
+    if sketch is not None:
+        rows = jnp.einsum("bkth,khd->bktd", rows, sketch)
+    gram = jnp.einsum("bktd,bkte->bkde", rows, rows)
+    first = ridge if ridge > 0 else 0.001  # a ridge of 0 is followed by 0.01
+    ridges = jnp.asarray([ridge, *(first * 10**i for i in range(1, RIDGES))], jnp.float32)
+    factors = jnp.linalg.cholesky(gram + ridges[:, None, None, None, None] * jnp.eye(gram.shape[-1]))
+    definite = jnp.all(jnp.isfinite(factors), axis=(-2, -1))
+    factor = jnp.take_along_axis(factors, jnp.argmax(definite, axis=0)[None, :, :, None, None], axis=0)[0]
+    half = jax.scipy.linalg.solve_triangular(factor, jnp.swapaxes(rows, 2, 3), lower=True)
+    return jnp.sum(half**2, axis=2)

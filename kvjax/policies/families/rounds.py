@@ -1,0 +1,146 @@
+"""What methods share that compress by a prompt's scores again and again while decoding: rounds, and the queries they observe with.
+
+A cache grows by `every` tokens, and then a round scores all that it holds as a prompt is scored, and leaves the budget of it. The last
+queries, which scores need and no cache has, are kept in a ring.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerCache, Prompt, Token, TokenBlock
+
+from ..base import Carry, Layer, Traits
+from .scoring import PromptScorerLayer
+
+
+@flax.struct.dataclass
+class ObservedCache:
+    """A cache and the latest queries. B rows, W queries, N query heads, H head dim.
+
+    Attributes:
+        cache: rotated keys, and values, in order of position from the first slot on.
+        queries: rotated queries of the last W tokens; that of the p-th token, counted from 0, in place p mod W.
+        rounded: tokens that each row had seen at its last round; 0 before the first.
+        total: tokens that each row will reach, which a fractional budget is a fraction of.
+    """
+
+    cache: LayerCache
+    queries: Float[Array, "B W N H"]
+    rounded: Int[Array, " B"]
+    total: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundsLayer(Layer[Any]):
+    """One layer that leaves what its scorer keeps of it, once so many tokens have come since it did so last.
+
+    The prompt's tokens count, too: one of `every` tokens or more is compressed at once, and then each row has its rounds at the same
+    time as the others. So a head holds at most the budget and `every` tokens.
+
+    Attributes:
+        scorer: chooses what is kept; of its `policy`, `query_window` queries are kept for it.
+        every: tokens from round to round.
+        keeps_prompt: whether the first round waits for `every` new tokens, however long the prompt is.
+    """
+
+    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reading="blocks")
+    scorer: PromptScorerLayer[Any] = dataclasses.field(kw_only=True)
+    every: int = dataclasses.field(kw_only=True)
+    keeps_prompt: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def max_kept(self) -> int:
+        return max(self._budget, self.spec.prompt_len if self.keeps_prompt else 0) + self.every - 1
+
+    def init(self, total: Int[Array, " B"] | None = None) -> ObservedCache:
+        spec = self.spec
+        empty = cache.empty(spec, self.capacity)
+        queries = jnp.zeros((spec.batch, self._window, spec.num_heads, spec.head_dim), spec.dtype)
+        return ObservedCache(empty, queries, jnp.zeros_like(empty.seen), spec.totals(total))
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ObservedCache, Carry]:
+        lengths = prompt.lengths.astype(jnp.int32)
+        due = jnp.ones_like(lengths, bool) if self.keeps_prompt else lengths >= self.every
+        if self.keeps_prompt or prompt.size <= self._budget:
+            kept = cache.from_prompt(self.spec, self.capacity, prompt)
+        else:
+            keep, carry = self.scorer.chosen(prompt, carry)
+            kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
+        none = jnp.zeros((lengths.shape[0], self._window, *prompt.q_rotated.shape[2:]), self.spec.dtype)
+        queries = self._latest(none, prompt.q_rotated, jnp.zeros_like(lengths), lengths)
+        return ObservedCache(kept, queries, jnp.where(due, lengths, 0), prompt.total.astype(jnp.int32)), carry
+
+    def append(self, state: ObservedCache, token: Token) -> ObservedCache:
+        queries = state.queries
+        if self._window:
+            rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
+            queries = queries.at[rows, state.cache.seen % self._window].set(token.q_rotated.astype(queries.dtype))
+        return dataclasses.replace(state, cache=cache.insert(state.cache, token)[0], queries=queries)
+
+    def attend(
+        self, state: ObservedCache, token: Token, carry: Carry
+    ) -> tuple[Float[Array, "B N H"], ObservedCache, Carry]:
+        return cache.attend(self.spec, state.cache, token)[0], state, carry
+
+    def read_block(
+        self, state: ObservedCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], ObservedCache, Carry]:
+        held = cache.insert_block(cache.extended(state.cache, block.size), block)
+        out = cache.attend_block(self.spec, held, block)
+        queries = self._latest(state.queries, block.q_rotated, state.cache.seen, held.seen)
+        new = self._round(ObservedCache(held, queries, state.rounded, block.total))
+        return out, cache.in_rows(block.count > 0, new, state), carry
+
+    def compress(self, state: ObservedCache) -> ObservedCache:
+        over = jnp.any(
+            state.cache.count > self.scorer.policy.row_budgets(self.spec, state.cache.seen, state.total)[:, None],
+            axis=-1,
+        )
+        due = self.needs_compression(state)
+        kept = jax.lax.cond(
+            jnp.any(due & over), lambda state: self._round(state).cache, lambda state: state.cache, state
+        )
+        return dataclasses.replace(state, cache=kept, rounded=jnp.where(due, state.cache.seen, state.rounded))
+
+    def needs_compression(self, state: ObservedCache) -> Bool[Array, " B"]:
+        return state.cache.seen - state.rounded >= self.every
+
+    def _round(self, state: ObservedCache) -> ObservedCache:
+        """The state with what is kept in rows whose time it is, in the slots that a state has between two steps."""
+        held, due = state.cache, self.needs_compression(state)
+        place = held.seen[:, None] - self._window + jnp.arange(self._window, dtype=jnp.int32)
+        queries = jnp.take_along_axis(state.queries, (place % max(self._window, 1))[..., None, None], axis=1)
+        prompt = cache.kept_as_prompt(held, queries, state.total)
+        keep, _ = self.scorer.chosen(prompt, {})
+        kept = cache.keep_places(held, self.capacity, keep | ~due[:, None, None])
+        return dataclasses.replace(state, cache=kept, rounded=jnp.where(due, held.seen, state.rounded))
+
+    def _latest(
+        self, ring: Float[Array, "B W N H"], q: Float[Array, "B S N H"], start: Int[Array, " B"], stop: Int[Array, " B"]
+    ) -> Float[Array, "B W N H"]:
+        """The ring with the queries of tokens `start` to `stop`, which are the first of `q`."""
+        if not self._window:
+            return ring
+        last = stop[:, None] - 1
+        token = last - (last - jnp.arange(self._window, dtype=jnp.int32)) % self._window  # the latest of each place
+        ahead = (token - start[:, None])[..., None, None]
+        given = jnp.take_along_axis(q, jnp.clip(ahead, 0, q.shape[1] - 1), axis=1)
+        return jnp.where(ahead >= 0, given.astype(ring.dtype), ring)
+
+    @property
+    def _window(self) -> int:
+        """W, queries that are kept."""
+        return self.scorer.policy.query_window
+
+    @property
+    def _budget(self) -> int:
+        """The most that a round leaves; what a budget depends on a prompt's length for, is then all that has been read."""
+        spec = self.spec
+        whole = dataclasses.replace(spec, prompt_len=spec.max_tokens, new_tokens=0, block=max(spec.block, 1))
+        return self.scorer.policy.max_budget(whole)

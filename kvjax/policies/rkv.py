@@ -1,0 +1,145 @@
+"""R-KV: while a model reasons, the tokens that are attended to and do not repeat others."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerSpec, Prompt
+from kvjax.pallas_kernels.masking import MASKED
+from kvjax.pallas_kernels.window_scores.types import Observers
+
+from .base import Layer
+from .families.rounds import RoundsLayer
+from .families.scoring import PromptScorer, PromptScorerLayer, pool
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
+from .registry import register
+
+COSINES = 2**22
+"""Cosines of one row that are held at a time: 16 MiB."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class RKV(PromptScorer):
+    """Keep what the latest tokens attend to and what does not repeat other tokens, anew every so many tokens (Cai et al. 2025, section 3).
+
+    The last `window` tokens are kept and observe. A token j before them scores λ I_j - (1 - λ) R_j: I is the attention that it gets from
+    them, of which each takes the largest logit of the query group before the softmax, averaged over them and then the maximum over
+    neighbours; R is a softmax over the mean cosines of j's rotated key with all keys. Of the tokens that a key is nearly a duplicate
+    of, with a cosine above `threshold`, the newest is not charged, so that the older ones go first.
+
+    A prompt of `every` tokens or more is compressed to the budget; then, and before a shorter one is, a row is compressed whenever
+    `every` tokens have come since it was last. So between two rounds a head holds up to `every` tokens more. Read in blocks, a row is
+    compressed after the block that completes so many.
+
+    The published code counts rounds by all tokens of a sequence modulo 128 with a flag that outlives a sample; has λ = 0.07 and a
+    budget of 128 by default; reads duplicates of the first row alone; and in rows of keys without a duplicate leaves the first slot
+    uncharged, which `spare_first` does too.
+
+    Attributes:
+        budget: slots that a round leaves: a number of tokens, or a fraction of prompt + new tokens.
+        every: tokens from round to round.
+        window: α, last tokens, which observe and are kept.
+        kernel: tokens over which attention is pooled; odd.
+        weight: λ, of attention against redundancy, 0 to 1.
+        threshold: cosine above which two keys are nearly duplicates.
+        spare_first: whether a key without a near duplicate does not charge the first token that is held, as in the published code.
+    """
+
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="rkv",
+        paper="Cai et al. 2025, R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
+        summary="the latest tokens, and those that they attend to and whose keys repeat no other, chosen anew as a model reasons",
+        memory="freed",
+        stage="both",
+    )
+
+    every: int = 128
+    window: int = 8
+    kernel: int = 7
+    weight: float = 0.1
+    threshold: float = 0.5
+    spare_first: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, every=1, window=1, kernel=1, weight=0, threshold=-1)
+        if self.kernel % 2 == 0:
+            raise PolicyError(f"{self.info.name}: kernel={self.kernel}; give an odd width, such as 7")
+        if self.weight > 1:
+            raise PolicyError(f"{self.info.name}: weight={self.weight}; give 0 to 1")
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        return budget * 0, budget * 0 + self.window
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
+
+    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+        live = jnp.broadcast_to(prompt.live, (*prompt.live.shape[:1], spec.num_kv_heads, prompt.size))
+        k = jnp.swapaxes(jax.lax.stop_gradient(prompt.k_rotated), 1, 2)
+        k = jnp.where(live[..., None], k, jnp.zeros((), k.dtype))
+        before = jnp.arange(prompt.size, dtype=jnp.int32) < (prompt.lengths - self.window)[:, None, None]
+        observed = pool(self.attention(spec, prompt, k, live & before), self.kernel, "max")
+        charged = redundancy(k, live, threshold=self.threshold, spare_first=self.spare_first)
+        return self.weight * observed - (1 - self.weight) * charged
+
+    def attention(
+        self, spec: LayerSpec, prompt: Prompt, k: Float[Array, "B K T H"], scored: Bool[Array, "B K T"]
+    ) -> Float[Array, "B K T"]:
+        """What the last queries give to the tokens that are `scored`: the largest logits of each group, softmax, mean over queries."""
+        q = jax.lax.stop_gradient(prompt.q_rotated)
+        observers = Observers.of(q, prompt.lengths, self.window, spec.num_kv_heads, prompt.places)
+        logits = jnp.einsum("bkwgh,bkth->bkwgt", observers.q.astype(k.dtype), k, preferred_element_type=jnp.float32)
+        logits = jnp.max(logits * spec.scale, axis=3)
+        there = (observers.pos >= 0)[:, None, :, None]
+        visible = scored[:, :, None] & there
+        if spec.window is not None:
+            visible &= observers.pos[:, None, :, None] - prompt.pos[:, :, None] < spec.window
+        shares = jax.nn.softmax(jnp.where(visible, logits, MASKED), axis=-1)
+        count = jnp.maximum(jnp.sum(there, axis=2, dtype=jnp.float32), 1.0)
+        return jnp.sum(jnp.where(visible, shares, 0.0), axis=2) / count
+
+
+def redundancy(
+    k: Float[Array, "B K T H"], live: Bool[Array, "B K T"], *, threshold: float = 0.5, spare_first: bool = False
+) -> Float[Array, "B K T"]:
+    """How much each key repeats the others: a softmax over the mean cosines with all; what is not live has none.
+
+    Each key compares itself with all others, and does not charge the latest of those that are nearly its duplicates. Keys are compared
+    a number at a time, so that nothing of size T × T exists where T is large.
+
+    Args:
+        k: keys, in order, 0 where there is none.
+        live: where there are keys.
+        threshold, spare_first: see `RKV`.
+    """
+    size = k.shape[2]
+    norm = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
+    inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
+    block = min(size, max(COSINES // (k.shape[1] * size), 16))
+    padding = -size % block
+    rows, inverses = (jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (k, inverse))
+    place = jnp.arange(size, dtype=jnp.int32)
+    first = jnp.argmax(live, axis=-1)[..., None] if spare_first else jnp.full((1, 1, 1), -1)
+
+    def add(i: Int[Array, ""], total: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        own = i * block + jnp.arange(block, dtype=jnp.int32)
+        keys, scale = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=2) for x in (rows, inverses))
+        products = jnp.einsum("bkih,bkth->bkit", keys, k, preferred_element_type=jnp.float32)
+        cosines = jnp.where(own[:, None] == place, 0.0, products * scale[..., None] * inverse[:, :, None])
+        newest = jnp.max(jnp.where(cosines > threshold, place, -1), axis=-1)
+        newest = jnp.where(newest < 0, first, newest)[..., None]
+        return total + jnp.sum(jnp.where(place == newest, 0.0, cosines), axis=2)
+
+    total = jax.lax.fori_loop(0, (size + padding) // block, add, jnp.zeros(live.shape, jnp.float32))
+    count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
+    shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
+    return jnp.where(live, shares, 0.0)

@@ -1,0 +1,71 @@
+"""TriAttention, literally: distances and angles of unrotated keys, with complex numbers, float64. Written for reading."""
+
+import numpy as np
+from policies.driver import ROPE
+from policies.oracle_recompress import Rounds
+
+from kvjax.policies.triattention import ABOVE
+
+
+def halves(x: np.ndarray) -> np.ndarray:
+    """Complex numbers of channels i and i + half."""
+    return x[: len(x) // 2] + 1j * x[len(x) // 2 :]
+
+
+def score(
+    mean: np.ndarray,
+    size: np.ndarray,
+    key: np.ndarray,
+    omega: np.ndarray,
+    place: int,
+    seen: int,
+    offsets: int,
+    agg: str,
+) -> float:
+    """Of one query head, by μ and ρ of each pair, and an unrotated key, as complex numbers."""
+    by_distance = []
+    for delta in (2**i for i in range(offsets)):
+        angles = omega * (seen + delta - place) + np.angle(mean * key.conj())
+        by_distance.append(np.sum(np.abs(mean) * np.abs(key) * np.cos(angles)))
+    spread = np.sum((size - np.abs(mean)) * np.abs(key))
+    return (np.mean(by_distance) if agg == "mean" else np.max(by_distance)) + spread
+
+
+class TriAttention(Rounds):
+    """One row; `queries` [N, 3, F] are Re μ, Im μ and ρ of its query heads."""
+
+    window, offsets, agg, gqa = 128, 17, "mean", "max"
+    queries: np.ndarray
+
+    def begin(self) -> None:
+        super().begin()
+        self.last = self.window
+
+    def scored(self, head: int, entries: list[int]) -> np.ndarray:
+        scores = np.zeros(len(entries))
+        rivals = entries[: max(len(entries) - self.window, 0)]
+        if not rivals:
+            return scores
+        own = self.queries[self.queries_of(head)].astype(np.float64)
+        if self.gqa == "mean_stats":
+            own = own.mean(axis=0, keepdims=True)
+        normal = []
+        for real, imaginary, size in own:
+            found = np.asarray(
+                [
+                    score(
+                        real + 1j * imaginary,
+                        size,
+                        halves(self.k[pos, head]),
+                        np.asarray(ROPE.inv_freq),
+                        pos,
+                        self.seen,
+                        self.offsets,
+                        self.agg,
+                    )
+                    for pos in rivals
+                ]
+            )
+            normal.append((found - found.mean()) / max(found.std(), 1e-6))
+        scores[: len(rivals)] = np.mean(normal, axis=0) if self.gqa == "mean" else np.max(normal, axis=0)
+        return scores + ABOVE
