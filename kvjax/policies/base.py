@@ -130,6 +130,7 @@ class Traits:
             its "tokens" one after the other, or not, as the layer chooses from a "whole" prompt.
         has_own_store: it is a `capabilities.HasOwnStore`.
         sparse: it is a `sparse.SparseLayer`: queries read a selection of all that is kept.
+        dense: it keeps everything, whatever its policy does in other layers.
     """
 
     compression: Compression = "never"
@@ -139,6 +140,7 @@ class Traits:
     reading: Reading = "whole"
     has_own_store: bool = False
     sparse: bool = False
+    dense: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

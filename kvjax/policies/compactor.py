@@ -96,14 +96,15 @@ class Compactor(PromptScorer):
         else:
             blend = self.blend
         # Not less their means, which are the same for all that compete: so rounding is a small share of every score.
-        return blend * self._in_deviations(standing, inside) + self._in_deviations(attended, inside)
+        return blend * self._in_deviations(spec, standing, inside) + self._in_deviations(spec, attended, inside)
 
     def sketch_of(self, spec: LayerSpec) -> Float[Array, "K H k"] | None:
         """Φ of each head of a layer: normal numbers of variance 1/k; the same in all rows."""
         if self.sketch is None:
             return None
         key = jax.random.fold_in(jax.random.key(self.seed), spec.layer)
-        return jax.random.normal(key, (spec.num_kv_heads, spec.head_dim, self.sketch)) * self.sketch**-0.5
+        heads = spec.num_kv_heads * spec.shard.heads
+        return (jax.random.normal(key, (heads, spec.head_dim, self.sketch)) * self.sketch**-0.5)[spec.head_ids]
 
     def attention(self, spec: LayerSpec, prompt: Prompt, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
         """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
@@ -129,13 +130,20 @@ class Compactor(PromptScorer):
         found = einops.rearrange(found, "m b k c -> b k (m c)")
         return jnp.pad(found, ((0, 0), (0, 0), (self.sinks, 0)))[..., :size]
 
-    def _in_deviations(self, x: Float[Array, "B K T"], inside: Bool[Array, "B 1 T"]) -> Float[Array, "B K T"]:
+    def _in_deviations(
+        self, spec: LayerSpec, x: Float[Array, "B K T"], inside: Bool[Array, "B 1 T"]
+    ) -> Float[Array, "B K T"]:
         """Scores in standard deviations of those inside."""
-        axes = (-1,) if self.per_head else (-2, -1)
+
+        def total(x: Float[Array, "B K T"]) -> Float[Array, "B #K 1"]:
+            if self.per_head:
+                return jnp.sum(x, axis=-1, keepdims=True)
+            return spec.shard.sum_over_heads(jnp.sum(x, axis=(-2, -1), keepdims=True))
+
         inside = jnp.broadcast_to(inside, x.shape)
-        count = jnp.sum(inside, axis=axes, keepdims=True, dtype=jnp.float32)
-        mean = jnp.sum(jnp.where(inside, x, 0.0), axis=axes, keepdims=True) / jnp.maximum(count, 1.0)
-        variance = jnp.sum(jnp.where(inside, (x - mean) ** 2, 0.0), axis=axes, keepdims=True)
+        count = total(inside.astype(jnp.float32))
+        mean = total(jnp.where(inside, x, 0.0)) / jnp.maximum(count, 1.0)
+        variance = total(jnp.where(inside, (x - mean) ** 2, 0.0))
         return x / jnp.maximum(jnp.sqrt(variance / jnp.maximum(count - 1, 1.0)), 1e-6)
 
 

@@ -126,7 +126,7 @@ class TriAttention(PromptScorer):
         found, group = self.profile.layer(spec.layer, spec.head_dim), spec.num_heads // spec.num_kv_heads
         if spec.kv_heads is not None:
             found = found[query_heads(np.asarray(spec.kv_heads), group)]
-        grouped = found.reshape(spec.num_kv_heads, group, *found.shape[1:])
+        grouped = found.reshape(-1, group, *found.shape[1:])
         if self.gqa == "mean_stats":
             grouped = grouped.mean(axis=1, keepdims=True)
-        return [jnp.asarray(grouped[:, :, i]) for i in range(3)]
+        return [jnp.asarray(grouped[:, :, i])[spec.head_ids] for i in range(3)]

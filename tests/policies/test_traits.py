@@ -52,6 +52,7 @@ def test_capabilities_are_declared(policy):
         assert layer.traits.reading != "blocks" or callable(layer.read_block)
         assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
         assert (layer.traits.reading == "blocks") <= hasattr(layer, "read_block")
+        assert not layer.traits.dense or layer.max_kept == layer.spec.max_tokens
         own = type(layer).append, type(layer).attend
         assert layer.traits.plain == (own == (Layer.append, Layer.attend)), layer
 

@@ -14,7 +14,7 @@ from ..base import Carry, Layer, P, Traits
 class DenseLayer(Layer[P]):
     """A layer whose cache holds all tokens, one after the other."""
 
-    traits: Traits = Traits(plain=True, reading="blocks")
+    traits: Traits = Traits(plain=True, reading="blocks", dense=True)
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry

@@ -1,7 +1,7 @@
 """Any method that cuts a prompt by its scores, applied again and again while decoding."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from kvjax.cache import LayerSpec
 
@@ -31,17 +31,18 @@ class Recompress(Wrapper):
     prompt: Literal["compress", "keep"] = "compress"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, PromptScorer) or self.policy.query_window is None:
+        if getattr(self.policy, "query_window", None) is None:
             raise PolicyError(
                 f"recompress: {self.policy.info.name!r} does not score what is held by the latest queries alone, without which it cannot "
                 "be scored again while decoding; give a policy that does, such as snapkv, pyramidkv, chunkkv, knorm, keydiff, tova or "
                 "h2o:observers='last'"
             )
         if self.budget is not None:
-            object.__setattr__(self, "policy", dataclasses.replace(self.policy, budget=self.budget))
-        object.__setattr__(self, "budget", self.policy.budget)
+            object.__setattr__(self, "policy", dataclasses.replace(cast(PromptScorer, self.policy), budget=self.budget))
+        object.__setattr__(self, "budget", cast(PromptScorer, self.policy).budget)
         check_fields(self, every=1)
-        window, (_, last) = self.policy.query_window, self.policy.always_kept(0)
+        scorer = cast(PromptScorer, self.policy)
+        window, (_, last) = scorer.query_window or 0, scorer.always_kept(0)
         if window > self.every + last:
             raise PolicyError(
                 f"{self.info.name}: the last {window} queries score, but only the last {self.every + last} tokens are held in any case; "
@@ -62,9 +63,15 @@ class Recompress(Wrapper):
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         scorer = self.policy.layer(spec)
-        if not isinstance(scorer, PromptScorerLayer):  # one that keeps everything
+        if scorer.traits.dense:
             return scorer
-        layer = RoundsLayer(self, spec, scorer=scorer, every=self.every, keeps_prompt=self.prompt == "keep")
+        layer = RoundsLayer(
+            self,
+            spec,
+            scorer=cast(PromptScorerLayer[Any], scorer),
+            every=self.every,
+            keeps_prompt=self.prompt == "keep",
+        )
         if self.prompt == "keep":  # a prompt's first block and a new token would be the same
             return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reading="whole"))
         return layer
