@@ -1,5 +1,6 @@
 """Over a mesh every policy samples the same tokens, and keeps the same ones, as on one device."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import compositions, every_policy
+from policies.driver import compositions, every_policy, mean_queries
 from policies.random_cases import draw_policy
 
 from kvjax import Engine
 from kvjax.cache import layer_specs
 from kvjax.models import Params
-from kvjax.policies import Policy, PolicyError
+from kvjax.policies import Policy, PolicyError, TriAttention
 from kvjax.policies.capabilities import as_cache
 
 from .conftest import model
@@ -26,6 +27,8 @@ ALL_DATA = "data=4"
 
 def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **options: Any) -> tuple[Any, ...]:
     """Tokens, log-probabilities, and what is kept in each layer: positions, weights and tokens seen."""
+    if isinstance(policy, TriAttention):
+        policy = dataclasses.replace(policy, profile=mean_queries(params.config))
     engine = Engine(params, policy, batch=len(prompts), prompt_len=50, max_new_tokens=NEW, mesh=mesh, **options)
     state, first = engine.prefill(prompts, [NEW, NEW - 1, NEW - 5, NEW])
     begun = np.asarray(state.token)
