@@ -19,9 +19,11 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import (
     BlockWeights,
+    Matrix,
     Norm,
     fused_decode_block,
     gated_projection,
+    lookup,
     prefill_attention,
     projection,
 )
@@ -190,7 +192,7 @@ def read_block(
 
 
 def _embed(params: Params, tokens: Array) -> Array:
-    return jnp.take(params.embed, tokens, axis=0)
+    return lookup(params.embed, tokens, params.dtype)
 
 
 def _block(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend) -> Float[Array, "... D"]:
@@ -238,7 +240,7 @@ def _rest(config: ModelConfig, layer: Layer, x: Float[Array, "... D"], out: Floa
     return _joined(config, x, h, mlp.down, mlp.down_bias, layer.mlp_post_norm)
 
 
-def _joined(config: ModelConfig, x: Array, h: Array, w: Array, bias: Array | None, norm: Array | None) -> Array:
+def _joined(config: ModelConfig, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None) -> Array:
     """The residual stream `x` with what `w` makes of `h` added."""
     if bias is None and norm is None:
         return projection(h, w, residual=x)[0]
