@@ -11,7 +11,7 @@ from kvjax import files
 from kvjax.models.params import Params
 
 from . import default_model, hub
-from .checkpoint import FLOATS, Checkpoint, assemble
+from .checkpoint import FLOATS, KINDS, Checkpoint, Kinds, assemble
 from .errors import CheckpointError
 from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
@@ -25,6 +25,8 @@ def load(
     source: str | Path | None = None,
     *,
     dtype: Any = None,
+    weights: str | None = None,
+    embedding: str | None = None,
     device: Any = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -35,8 +37,12 @@ def load(
     Args:
         source: a Hugging Face directory or hub id (``owner/name``), a GGUF file, a directory that `convert` or `save` wrote, or
             None or "SmolLM2-135M-Instruct" (in any case) for the default model.
-        dtype: type of the parameters, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
+        dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
+        weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
+            scale and a minimum; or "as stored", which keeps a GGUF file's blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K) and what
+            `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
+        embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         device: a jax device or sharding to put the parameters on; None is jax's default device.
         revision: branch, tag or commit of a model on the hub; None is its main branch.
         token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
@@ -47,13 +53,14 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
-        ValueError: a dtype that parameters cannot have, or a revision of what is not on the hub.
+        ValueError: a dtype or a kind of weights that parameters cannot have, or a revision of what is not on the hub.
     """
+    check_kinds(weights, embedding)
     wanted = None if dtype is None else float_name(dtype)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
     if wanted is None:
         wanted = "float32" if _platform(device) == "cpu" else checkpoint.own_dtype
-    return assemble(checkpoint, wanted, device, progress)
+    return assemble(checkpoint, wanted, device, progress, kinds_of(checkpoint, weights, embedding))
 
 
 def open_checkpoint(
@@ -113,6 +120,22 @@ def float_name(dtype: Any) -> str:
     if name not in FLOATS:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(FLOATS)}")
     return name
+
+
+def check_kinds(weights: str | None, embedding: str | None) -> None:
+    """Raise `ValueError` unless these are kinds of matrices, or None."""
+    for name, kind in (("weights", weights), ("embedding", embedding)):
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}")
+
+
+def kinds_of(checkpoint: Checkpoint, weights: str | None, embedding: str | None) -> Kinds:
+    """How matrices are held, as `load` is asked."""
+    if weights is None:
+        weights = "float" if checkpoint.format == "gguf" else "as stored"
+    if embedding is None:
+        embedding = "as stored" if weights == "as stored" else "float"
+    return Kinds(weights, embedding)
 
 
 def _is_default(source: str | Path | None) -> bool:

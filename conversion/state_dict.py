@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, name_of
 
-from .checkpoint import Checkpoint, StoredTensor, assemble, parameter_shapes
+from .checkpoint import Checkpoint, StoredTensor, assemble, join, parameter_shapes
 from .huggingface import ignored
 from .layout import hf_layout
 from .tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def checkpoint_of(params: Params) -> Checkpoint:
         source=Path("parameters"),
         format="parameters",
         config=params.config,
-        tensors={name: _held(leaf) for name, leaf in leaves.items()},
+        tensors=join({name: _held(leaf) for name, leaf in leaves.items()}, Path("parameters")),
         layout_of=lambda config: {name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
         tokenizer=lambda: params.tokenizer,

@@ -112,14 +112,18 @@ class Params:
 
 
 def abstract(
-    config: ModelConfig, dtype: Any = jnp.float32, tokenizer: Any = None, weights: str = "float", tables: str = "float"
+    config: ModelConfig,
+    dtype: Any = jnp.float32,
+    tokenizer: Any = None,
+    weights: str = "float",
+    embedding: str = "float",
 ) -> Params:
     """The shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves; nothing is allocated.
 
     Args:
         dtype: type of what is not in 8 or 4 bits.
         weights: "float", "int8" or "int4": of the layers' matrices.
-        tables: of embedding and head.
+        embedding: the same, of embedding and head.
     """
     c = config
     array = functools.partial(_struct, dtype=dtype)
@@ -162,13 +166,13 @@ def abstract(
         config=config,
         tokenizer=tokenizer,
     )
-    return tree_map_named(lambda name, leaf: quantized_shape(leaf, kind_of(name, weights, tables)), shapes)
+    return tree_map_named(lambda name, leaf: quantized_shape(leaf, kind_of(name, weights, embedding)), shapes)
 
 
-def kind_of(name: str, weights: Any, tables: Any) -> Any:
+def kind_of(name: str, weights: Any, embedding: Any) -> Any:
     """Which of two kinds, of the layers' matrices and of embedding and head, a parameter has; "float" if it is neither."""
     last = name.rpartition(".")[-1]
-    return weights if last in PROJECTIONS else tables if last in TABLES else "float"
+    return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
 
 
 def quantized_shape(leaf: Any, kind: str) -> Any:
