@@ -36,6 +36,9 @@ class Program:
         static: how many leading arguments are static (hashable, part of the program).
         donate: indices, among all arguments, of arrays whose buffers the program may reuse for its results.
         gpu_options: called with the static arguments, the XLA options for a GPU. `XLA_FLAGS` that name one have the last word.
+
+    Attributes:
+        function: as it was given, for compiling it some other way.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Program:
         donate: tuple[int, ...] = (),
         gpu_options: Callable[..., Mapping[str, str]] | None = None,
     ) -> None:
+        self.function = function
         self._jitted = jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=donate)
         self._static = static
         self._gpu_options = gpu_options

@@ -31,7 +31,12 @@ def projection(
     """One product after the other, each rounded to the type of `x` before anything is added to it."""
     x = x if norm is None else norm(x)
     products = [product for together in _groups(x, weights) for product in _products(x, together, dtype)]
-    return products if residual is None else [residual + product for product in products]
+    if residual is None:
+        return products
+    sums = [residual + product for product in products]
+    # XLA's TPU compiler would add up again, wherever it is read, what products with such matrices made of the stream: all of them would stay
+    # in memory to the last layer (of Llama-3.1-8B's shape and blocks of 4096 tokens 120 MB per layer).
+    return jax.lax.optimization_barrier(sums) if any(isinstance(w, QuantizedMatrix) for w in weights) else sums
 
 
 def gated_projection(
