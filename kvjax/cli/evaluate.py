@@ -12,10 +12,12 @@ from .hyperparameters import read_policies
 from .options import (
     CompilationCacheOption,
     DTypeOption,
+    EmbeddingOption,
     JsonOption,
     ModelOption,
     PrefillBlockOption,
     SetOption,
+    WeightsOption,
     read_model,
 )
 from .progress import bar
@@ -96,6 +98,8 @@ def evaluate(
     prefill_block: PrefillBlockOption = None,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
+    weights: WeightsOption = None,
+    embedding: EmbeddingOption = None,
     compilation_cache: CompilationCacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -123,7 +127,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, weights, embedding)
     outcomes = []
     with bar() as begin:
         for each in chosen:

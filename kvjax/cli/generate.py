@@ -14,6 +14,7 @@ from .options import (
     BudgetOption,
     CompilationCacheOption,
     DTypeOption,
+    EmbeddingOption,
     JsonOption,
     ModelOption,
     PolicyOption,
@@ -21,6 +22,7 @@ from .options import (
     PromptArgument,
     PromptFileOption,
     SetOption,
+    WeightsOption,
     read_model,
     read_prompt,
 )
@@ -70,6 +72,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
     prefill_block: PrefillBlockOption = None,
     dtype: DTypeOption = None,
+    weights: WeightsOption = None,
+    embedding: EmbeddingOption = None,
     compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print the summary line even if nobody watches.")
@@ -91,7 +95,7 @@ def generate(
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, weights, embedding)
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]

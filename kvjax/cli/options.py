@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvjax.models import Params
 
 DType = Literal["float32", "bfloat16", "float16"]
+Weights = Literal["float", "int8", "int4", "as-stored"]
 
 PromptArgument = Annotated[
     str | None,
@@ -58,6 +59,23 @@ DTypeOption = Annotated[
         "--dtype", help="Type of the weights. [default: float32 on CPU, else the checkpoint's own]", show_default=False
     ),
 ]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(
+        "--weights",
+        help="How matrices of the layers are held in memory; as-stored keeps a GGUF file's blocks. [default: floats from a GGUF file, "
+        "else as stored]",
+        show_default=False,
+    ),
+]
+EmbeddingOption = Annotated[
+    Weights | None,
+    typer.Option(
+        "--embedding",
+        help="The same, of embedding and head. [default: as stored if weights are, else float]",
+        show_default=False,
+    ),
+]
 PrefillBlockOption = Annotated[
     int | None,
     typer.Option(
@@ -78,7 +96,13 @@ CompilationCacheOption = Annotated[
 ]
 
 
-def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -> "Params":
+def read_model(
+    source: str | None,
+    dtype: str | None,
+    compilation_cache: bool,
+    weights: str | None = None,
+    embedding: str | None = None,
+) -> "Params":
     """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
     from kvjax.conversion import load
     from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
@@ -87,7 +111,12 @@ def read_model(source: str | None, dtype: str | None, compilation_cache: bool) -
     os.environ[VARIABLE] = str(int(compilation_cache))
     keep_unless_refused()
     with unwatched("Loading the model"):
-        return load(source, dtype=dtype)
+        return load(source, dtype=dtype, weights=spelt(weights), embedding=spelt(embedding))
+
+
+def spelt(weights: str | None) -> str | None:
+    """A kind of weights as Python has it."""
+    return None if weights is None else weights.replace("-", " ")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
