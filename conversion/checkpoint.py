@@ -237,6 +237,22 @@ class Checkpoint:
                 )
 
 
+def check_kinds(weights: Any, embedding: Any) -> None:
+    """Raise `ValueError` unless these are kinds of matrices, or None."""
+    for name, kind in (("weights", weights), ("embedding", embedding)):
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}")
+
+
+def kinds_of(checkpoint: Checkpoint, weights: str | None, embedding: str | None) -> Kinds:
+    """How matrices are held, as `load` is asked."""
+    if weights is None:
+        weights = "float" if checkpoint.format == "gguf" else "as stored"
+    if embedding is None:
+        embedding = "as stored" if weights == "as stored" else "float"
+    return Kinds(weights, embedding)
+
+
 def expected_shapes(config: ModelConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the layout: the rows of its parameters added up."""
     shapes = parameter_shapes(config)

@@ -8,8 +8,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.params import abstract, count
 from kvjax.pallas_kernels import QuantizedMatrix
 
-from .checkpoint import FLOATS, nbytes_of
-from .loading import check_kinds, float_name, kinds_of, open_checkpoint
+from .checkpoint import FLOATS, check_kinds, kinds_of, nbytes_of
+from .loading import float_name, open_checkpoint
 from .tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from kvjax import files
 from kvjax.models.params import Params
 
 from . import default_model, hub
-from .checkpoint import FLOATS, KINDS, Checkpoint, Kinds, assemble
+from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of
 from .errors import CheckpointError
 from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
@@ -120,22 +120,6 @@ def float_name(dtype: Any) -> str:
     if name not in FLOATS:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(FLOATS)}")
     return name
-
-
-def check_kinds(weights: str | None, embedding: str | None) -> None:
-    """Raise `ValueError` unless these are kinds of matrices, or None."""
-    for name, kind in (("weights", weights), ("embedding", embedding)):
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}")
-
-
-def kinds_of(checkpoint: Checkpoint, weights: str | None, embedding: str | None) -> Kinds:
-    """How matrices are held, as `load` is asked."""
-    if weights is None:
-        weights = "float" if checkpoint.format == "gguf" else "as stored"
-    if embedding is None:
-        embedding = "as stored" if weights == "as stored" else "float"
-    return Kinds(weights, embedding)
 
 
 def _is_default(source: str | Path | None) -> bool:

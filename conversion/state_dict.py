@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, name_of
 
-from .checkpoint import Checkpoint, StoredTensor, assemble, join, parameter_shapes
+from .checkpoint import Checkpoint, StoredTensor, assemble, check_kinds, join, kinds_of, parameter_shapes
 from .huggingface import ignored
 from .layout import hf_layout
 from .tokenizer import Tokenizer
@@ -43,6 +43,23 @@ def from_state_dict(
         np.dtype(dtype).name,
         progress=False,
     )
+
+
+def quantize_weights(params: Params, weights: str = "int8", embedding: str | None = None) -> Params:
+    """Parameters in memory with their matrices held otherwise, one after the other by way of the host.
+
+    Args:
+        params: what `kvjax.load` or `kvjax.models.init` gives.
+        weights, embedding: as for `kvjax.load`.
+
+    Raises:
+        CheckpointError: a matrix cannot be held so.
+        TypeError: these are no parameters, or shapes alone.
+        ValueError: an unknown kind of weights.
+    """
+    check_kinds(weights, embedding)
+    checkpoint = checkpoint_of(params)
+    return assemble(checkpoint, params.dtype.name, None, False, kinds_of(checkpoint, weights, embedding))
 
 
 def checkpoint_of(params: Params) -> Checkpoint:

@@ -15,12 +15,12 @@ from kvjax import files
 from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
 
-from .checkpoint import FLOATS, Checkpoint, Kinds, nbytes_of
+from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed
 from .hf_config import OWN_METHOD, to_hf
 from .huggingface import INDEX
 from .layout import hf_layout
-from .loading import check_kinds, float_name, kinds_of, open_checkpoint
+from .loading import float_name, open_checkpoint
 from .orbax_directory import MARK, write_orbax
 from .progress import Meter
 from .quantised import parts

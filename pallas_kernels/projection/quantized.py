@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
+from ..device import target
+
 
 @flax.struct.dataclass
 class Int8Matrix:
@@ -140,6 +142,22 @@ QuantizedMatrix = Int8Matrix | GroupedMatrix
 
 Matrix = Float[Array, "_ _"] | QuantizedMatrix
 """A matrix of weights as checkpoints keep them, outputs first."""
+
+
+def multiplied(x: Float[Array, "*B I"], w: QuantizedMatrix, dtype: Any) -> Float[Array, "*B O"]:
+    """The product with such a matrix, accumulated in float32, dequantised anew each time.
+
+    XLA's TPU compiler does so by itself. For GPUs it might dequantise all matrices before a loop that multiplies by them, and keep the
+    floats. For CPUs it begins whatever waits for nothing at once, so that all floats are there at a time, and forgets barriers before
+    it orders: so there a matrix waits for the first input. (Where that is NaN, so is the product.)
+    """
+    platform = target().platform
+    if platform == "gpu":
+        x, w = jax.lax.optimization_barrier((x, w))
+    elif platform == "cpu":
+        odd = jnp.isnan(x.reshape(-1)[0])
+        w = w.replace(levels=w.levels ^ odd.astype(w.levels.dtype))
+    return w.product(x, dtype)
 
 
 def is_quantized(weight: Any) -> bool:

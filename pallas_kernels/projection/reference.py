@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..device import target
-from .quantized import Matrix, QuantizedMatrix
+from .quantized import Matrix, QuantizedMatrix, multiplied
 from .types import Norm
 
 NARROW = 2048
@@ -72,5 +72,5 @@ def _product(x: Float[Array, "*B D"], w: Matrix, dtype: Any) -> Float[Array, "*B
     layer of Llama-3.1-8B's shape at 16384 tokens on an H200, a twentieth of the prefill.)
     """
     if isinstance(w, QuantizedMatrix):
-        return w.product(x, dtype)
+        return multiplied(x, w, dtype)
     return jnp.einsum("...d,od->...o", x, w, preferred_element_type=dtype)
