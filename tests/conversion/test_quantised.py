@@ -89,15 +89,15 @@ def test_logits_as_stored(tmp_path: Path) -> None:
     np.testing.assert_allclose(kept, floats, atol=1e-2 * float(jnp.abs(floats).max()))
 
 
-@pytest.mark.parametrize("format", ["safetensors", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "format"),
     [
-        {"weights": "as stored"},
-        {"weights": "int8", "embedding": "int4"},
-        {"weights": "int8", "embedding": "int8", "dtype": "bfloat16"},
+        ({"weights": "as stored"}, "safetensors"),
+        pytest.param({"weights": "as stored"}, "orbax", marks=pytest.mark.slow),
+        ({"weights": "int8", "embedding": "int4"}, "safetensors"),
+        ({"weights": "int8", "embedding": "int8", "dtype": "bfloat16"}, "safetensors"),
     ],
-    ids=lambda options: options["weights"] + options.get("dtype", ""),
+    ids=lambda value: value if isinstance(value, str) else value["weights"] + value.get("dtype", ""),
 )
 def test_what_is_written_is_loaded_again(tmp_path: Path, format: str, options: dict[str, Any]) -> None:
     source, options = tmp_path / "m.gguf", {"dtype": "float32"} | options

@@ -88,7 +88,7 @@ def test_programs_are_for_one_kind_of_weights(held, tiny: Params) -> None:
 
 @pytest.mark.slow
 @pytest.mark.optimised
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int4"])
 def test_a_loop_holds_no_dequantised_model(kind: str, tiny: Params) -> None:
     """What decoding needs besides its arguments is less than two layers' matrices as floats, however many layers there are."""
     config = dataclasses.replace(tiny.config, num_layers=4, hidden_size=256, intermediate_size=512, windows=())
@@ -100,17 +100,14 @@ def test_a_loop_holds_no_dequantised_model(kind: str, tiny: Params) -> None:
     assert decode.memory_analysis().temp_size_in_bytes < 2 * layer
 
 
-POLICIES = every_policy(budget=4096)
-FEW = {"int8": (), "int4": ("treekv",)}
+FEW = {"treekv": (), "chelsea": pytest.mark.slow, "quest": pytest.mark.slow, "infinigen": pytest.mark.slow}
+"""One of each kind: a policy does not see weights, but for the queries that InfiniGen computes ahead."""
 
 
+@pytest.mark.parametrize("kind", ["int4"])
 @pytest.mark.parametrize(
-    ("policy", "kind"),
-    [
-        pytest.param(p, kind, marks=() if p.info.name in FEW[kind] else pytest.mark.slow, id=f"{p.info.name}-{kind}")
-        for p in POLICIES
-        for kind in KINDS
-    ],
+    "policy",
+    [pytest.param(p, marks=FEW[p.info.name], id=p.info.name) for p in every_policy(budget=4096) if p.info.name in FEW],
 )
 def test_ample_budget_is_the_full_cache(policy, held, kind: str) -> None:
     options = {"max_new_tokens": NEW, "ignore_eos": True}
