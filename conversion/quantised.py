@@ -97,7 +97,7 @@ def assembled(arrays: Mapping[str, Any]) -> QuantizedMatrix:
     types = {field: np.dtype(array.dtype).name for field, array in arrays.items()}
     levels, scale = shapes["levels"], shapes.get("scale")
     if len(levels) == 2:
-        fits = arrays.keys() == {"levels", "scale"} and scale == levels[:1] and types["levels"] == "int8"
+        fits = set(arrays) == {"levels", "scale"} and scale == levels[:1] and types["levels"] == "int8"
         if fits and types["scale"] in _SCALES:
             return Int8Matrix(**arrays)
     elif len(levels) == 3 and types["levels"] in ("int8", "uint8") and all(levels):

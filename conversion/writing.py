@@ -207,7 +207,7 @@ def _stacked(name: str, part: str, held: Sequence[Any]) -> jax.ShapeDtypeStruct:
     Raises:
         CheckpointError: they differ in more than rows.
     """
-    shapes = [parts("", each).get(part) for each in held]
+    shapes: list[Any] = [parts("", each).get(part) for each in held]
     if len({each and (each.shape[1:], each.dtype) for each in shapes}) > 1:
         raise CheckpointError(f"{name}: what it would hold is quantised in several ways; write orbax instead")
     return jax.ShapeDtypeStruct((sum(each.shape[0] for each in shapes), *shapes[0].shape[1:]), shapes[0].dtype)

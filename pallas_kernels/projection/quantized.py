@@ -4,6 +4,7 @@ Both stand where an array of floats stands among a model's parameters. Which num
 that files need nothing but the arrays.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -30,7 +31,8 @@ class Int8Matrix:
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        return self.levels.shape
+        outputs, inputs = self.levels.shape
+        return outputs, inputs
 
     @property
     def kind(self) -> str:
@@ -156,7 +158,7 @@ def multiplied(x: Float[Array, "*B I"], w: QuantizedMatrix, dtype: Any) -> Float
         x, w = jax.lax.optimization_barrier((x, w))
     elif platform == "cpu":
         odd = jnp.isnan(x.reshape(-1)[0])
-        w = w.replace(levels=w.levels ^ odd.astype(w.levels.dtype))
+        w = dataclasses.replace(w, levels=w.levels ^ odd.astype(w.levels.dtype))
     return w.product(x, dtype)
 
 
