@@ -7,6 +7,7 @@ from .hf_config import from_hf as from_hf
 from .hf_config import to_hf as to_hf
 from .loading import load as load
 from .state_dict import from_state_dict as from_state_dict
+from .state_dict import quantize_weights as quantize_weights
 from .tokenizer import Tokenizer as Tokenizer
 from .writing import convert as convert
 from .writing import save as save

@@ -17,11 +17,13 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.params import Params, abstract, name_of
+from kvjax.models.params import Params, abstract, kind_of, name_of, quantized_shape
+from kvjax.pallas_kernels import QuantizedMatrix
 
 from .errors import CheckpointError, listed, told
 from .layout import Layout
 from .progress import Meter
+from .quantised import FROM_FLOATS, assembled, dequantised, matrices
 
 FLOATS: Mapping[str, Any] = {
     "float32": np.dtype(np.float32),
@@ -30,7 +32,7 @@ FLOATS: Mapping[str, Any] = {
 }
 """Floating-point types that parameters may have."""
 
-Put = Callable[[str, np.ndarray], jax.Array]
+Put = Callable[[str, Any], Any]
 """Puts the parameter of a name where it belongs."""
 
 _SCANNED = 1 << 16
@@ -39,6 +41,29 @@ _SCANNED = 1 << 16
 _ALIGNMENT = 64
 """Bytes; XLA's alignment of buffers on CPU."""
 
+_QUANTISED = 1 << 22
+"""Numbers of floats from which a part of a matrix in 8 or 4 bits is made at a time."""
+
+KINDS = ("float", *FROM_FLOATS, "as stored")
+"""How matrices of weights may be held."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """How matrices of weights are to be held, each one of `KINDS`.
+
+    Attributes:
+        weights: those of the layers.
+        embedding: embedding and head.
+    """
+
+    weights: str = "float"
+    embedding: str = "float"
+
+    def of(self, name: str) -> str:
+        """That of a parameter."""
+        return kind_of(name, self.weights, self.embedding)
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
@@ -46,10 +71,12 @@ class StoredTensor:
 
     Attributes:
         shape: as the layout expects it, [out, in] for projections.
-        dtype: name of the stored type: one of `FLOATS`, or a quantisation such as "Q4_1".
+        dtype: name of the stored type: one of `FLOATS`, or a quantisation such as "Q4_1" or "int8".
         nbytes: bytes in the file.
         file: where it is.
         read: `read(start, out)` fills a host array with as many rows as it has, from row `start`, converting to its type.
+        kept: shapes of the matrix in 8 or 4 bits that this is, or can become without loss; None for floats.
+        keep: `keep(start, stop)` gives the matrix of these rows, of host arrays.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +84,12 @@ class StoredTensor:
     nbytes: int
     file: Path
     read: Callable[[int, np.ndarray], None]
+    kept: Any = None
+    keep: Callable[[int, int], QuantizedMatrix] | None = None
+
+    def held_as(self, kind: str) -> bool:
+        """Whether it is kept where this kind is asked for."""
+        return self.kept is not None and kind in ("as stored", self.kept.kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +122,32 @@ class Checkpoint:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
-    def size(self, dtype: np.dtype) -> int:
-        """Bytes of all parameters in a type."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values()) * dtype.itemsize
+    def shapes(self, dtype: np.dtype, kinds: Kinds) -> dict[str, Any]:
+        """Shapes of all parameters as they are to be held, `dtype` where they are floats.
+
+        Raises:
+            CheckpointError: a matrix cannot be held so.
+        """
+        return {name: self._shape(name, dtype, kinds.of(name)) for name in self._places}
+
+    def _shape(self, name: str, dtype: np.dtype, kind: str) -> Any:
+        tensor, start, stop = self._places[name]
+        stored = self.tensors[tensor]
+        if kind != "float" and stored.held_as(kind):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((stop - start, *x.shape[1:]), x.dtype), stored.kept)
+        floats = jax.ShapeDtypeStruct((stop - start, *stored.shape[1:]), dtype)
+        try:
+            return quantized_shape(floats, "float" if kind == "as stored" else kind)
+        except ValueError as error:
+            raise CheckpointError(f"{self.source}: {name}: {error}") from error
 
     @property
     def own_dtype(self) -> str:
-        """The floating-point type that most of the weights have; bfloat16 for quantised ones."""
+        """The floating-point type that most of the weights have; bfloat16 for a GGUF file's quantised ones."""
         main = next(iter(self.dtypes), "float32")
-        return main if main in FLOATS else "bfloat16"
+        if main in FLOATS or self.format == "gguf":
+            return main if main in FLOATS else "bfloat16"
+        return next((name for name in self.dtypes if name in FLOATS), "bfloat16")
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -120,13 +170,17 @@ class Checkpoint:
         """Names of all parameters, in the order of the layout."""
         return self._places
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """One parameter as a new host array, the caller's own."""
+    def read(self, parameter: str, dtype: np.dtype, kind: str = "float") -> np.ndarray | QuantizedMatrix:
+        """One parameter as a new host array, the caller's own, or as a matrix of such."""
         tensor, start, stop = self._places[parameter]
         stored = self.tensors[tensor]
-        out = _aligned((stop - start, *stored.shape[1:]), dtype)
         try:
             with np.errstate(all="ignore"):  # what is not finite is told by `read_all`, for the whole model at once
+                if stored.keep is not None and stored.held_as(kind):
+                    return stored.keep(start, stop)
+                if kind in FROM_FLOATS:
+                    return _quantised(stored, start, stop, kind)
+                out = _aligned((stop - start, *stored.shape[1:]), dtype)
                 stored.read(start, out)
         except CheckpointError:
             raise
@@ -134,7 +188,9 @@ class Checkpoint:
             raise CheckpointError(f"{stored.file}: tensor {tensor} cannot be read ({told(error)})") from error
         return out
 
-    def read_all(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    def read_all(
+        self, dtype: np.dtype, kinds: Kinds | None = None
+    ) -> Iterator[tuple[str, np.ndarray | QuantizedMatrix]]:
         """Every parameter with its name, one at a time.
 
         Warns at the end of weights that are NaN or infinite: such a model computes nothing but NaN, yet a few of them may be
@@ -142,8 +198,9 @@ class Checkpoint:
         """
         lost, first = 0, ""
         for name in self._places:
-            array = self.read(name, dtype)
-            if count := count_not_finite(array):
+            array = self.read(name, dtype, (kinds or Kinds()).of(name))
+            floats = [leaf for leaf in jax.tree.leaves(array) if leaf.dtype.name in FLOATS]
+            if count := sum(map(count_not_finite, floats)):
                 lost, first = lost + count, first or name
             yield name, array
             del array  # before the next one is read
@@ -183,6 +240,22 @@ class Checkpoint:
                 )
 
 
+def check_kinds(weights: Any, embedding: Any) -> None:
+    """Raise `ValueError` unless these are kinds of matrices, or None."""
+    for name, kind in (("weights", weights), ("embedding", embedding)):
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}")
+
+
+def kinds_of(checkpoint: Checkpoint, weights: str | None, embedding: str | None) -> Kinds:
+    """How matrices are held, as `load` is asked."""
+    if weights is None:
+        weights = "float" if checkpoint.format == "gguf" else "as stored"
+    if embedding is None:
+        embedding = "as stored" if weights == "as stored" else "float"
+    return Kinds(weights, embedding)
+
+
 def expected_shapes(config: ModelConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the layout: the rows of its parameters added up."""
     shapes = parameter_shapes(config)
@@ -195,7 +268,71 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name_of(path): leaf.shape for path, leaf in leaves}
 
 
-def assemble(checkpoint: Checkpoint, dtype: str, put: Put | None = None, progress: bool | None = None) -> Params:
+def join(tensors: Mapping[str, StoredTensor], file: Path) -> dict[str, StoredTensor]:
+    """Tensors of which those that are the arrays of one matrix in 8 or 4 bits (see `quantised.parts`) are one.
+
+    Raises:
+        CheckpointError: arrays of a matrix do not fit each other.
+    """
+    left = dict(tensors)
+    for name, arrays in matrices(tensors).items():
+        for field in arrays:
+            del left[f"{name}.{field}"]
+        left[name] = _joined(name, arrays, file)
+    return left
+
+
+def _joined(name: str, arrays: Mapping[str, StoredTensor], file: Path) -> StoredTensor:
+    types = {field: np.dtype(FLOATS.get(array.dtype, array.dtype)) for field, array in arrays.items()}
+    try:
+        kept = assembled({field: jax.ShapeDtypeStruct(array.shape, types[field]) for field, array in arrays.items()})
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file}: tensor {name}: {told(error)}") from error
+
+    def keep(start: int, stop: int) -> QuantizedMatrix:
+        held = {field: _aligned((stop - start, *array.shape[1:]), types[field]) for field, array in arrays.items()}
+        for field, array in arrays.items():
+            array.read(start, held[field])
+        return assembled(held)
+
+    def read(start: int, out: np.ndarray) -> None:
+        _dequantise(keep, start, out)
+
+    return StoredTensor(
+        kept.shape, kept.kind, sum(array.nbytes for array in arrays.values()), arrays["levels"].file, read, kept, keep
+    )
+
+
+def _dequantise(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray) -> None:
+    step = max(1, _QUANTISED // out.shape[1])
+    for begin in range(0, len(out), step):
+        end = min(begin + step, len(out))
+        out[begin:end] = dequantised(keep(start + begin, start + end), out.dtype)
+
+
+def _quantised(stored: StoredTensor, start: int, stop: int, kind: str) -> QuantizedMatrix:
+    """A matrix of floats in 8 or 4 bits, a few rows at a time."""
+    step = max(1, _QUANTISED // stored.shape[1])
+    pieces = []
+    for begin in range(start, stop, step):
+        rows = np.empty((min(step, stop - begin), stored.shape[1]), np.float32)
+        stored.read(begin, rows)
+        pieces.append(FROM_FLOATS[kind](rows))
+    return pieces[0] if len(pieces) == 1 else jax.tree.map(lambda *each: np.concatenate(each), *pieces)
+
+
+def nbytes_of(shapes: Any) -> int:
+    """Bytes of arrays of these shapes, in any pytree."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def assemble(
+    checkpoint: Checkpoint,
+    dtype: str,
+    put: Put | None = None,
+    progress: bool | None = None,
+    kinds: Kinds | None = None,
+) -> Params:
     """Fill the parameters from a checkpoint, one tensor after another.
 
     Host memory never holds more than one tensor beside what is already on the device.
@@ -205,6 +342,7 @@ def assemble(checkpoint: Checkpoint, dtype: str, put: Put | None = None, progres
         dtype: type of the parameters, one of `FLOATS`.
         put: what puts a parameter of a name on its device; by default on JAX's own.
         progress: see `kvjax.conversion.load`.
+        kinds: how matrices are held; floats by default.
 
     Raises:
         CheckpointError: as `Checkpoint.check`, or a file that ends early or does not decode.
@@ -212,11 +350,12 @@ def assemble(checkpoint: Checkpoint, dtype: str, put: Put | None = None, progres
     checkpoint.check()
     wanted = FLOATS[dtype]
     tokenizer = checkpoint.tokenizer()
-    arrays: dict[str, jax.Array] = {}
-    with Meter(f"Loading {checkpoint.source.name}", checkpoint.size(wanted), progress) as meter:
-        for name, array in checkpoint.read_all(wanted):
+    arrays: dict[str, Any] = {}
+    total = nbytes_of(checkpoint.shapes(wanted, kinds or Kinds()))
+    with Meter(f"Loading {checkpoint.source.name}", total, progress) as meter:
+        for name, array in checkpoint.read_all(wanted, kinds):
             # Waiting keeps one tensor in flight.
-            arrays[name] = (jax.device_put(array) if put is None else put(name, array)).block_until_ready()
+            arrays[name] = jax.block_until_ready(jax.device_put(array) if put is None else put(name, array))
             meter.advance(array.nbytes)
             del array
     return unflatten(checkpoint.config, arrays, tokenizer)

@@ -1,5 +1,6 @@
 """A GGUF file: metadata, tensors (many of them quantised) and tokenizer in one."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -7,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 from pydantic import Field
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
+from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, shortened, told
 from .gguf_tokenizer import read_tokenizer
 from .hf_config import FAMILIES
 from .layout import Layout, hf_layout
+from .quantised import BLOCKS, blocks_shape, from_blocks
 from .schema import Id, Layers, Positive, Size, Strict, checked_under
 from .text_files import present
 
@@ -31,7 +35,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
 }
 """Supported values of `general.architecture`; each is also the name of the family. Mistral files say llama."""
 
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 """Supported tensor types."""
 
 _PLAIN = {
@@ -310,8 +314,21 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
             rows = slice(start + begin, start + end) if order is None else order[start + begin : start + end]
             out[begin:end] = decode(np.asarray(stored[rows])).reshape(end - begin, *shape[1:])
 
+    def keep(start: int, stop: int) -> QuantizedMatrix:
+        order = _row_order(tensor.name, config) if permuted else None
+        stored = np.memmap(path, np.uint8, mode="r", offset=offset, shape=(shape[0], row))
+        step = max(1, _BLOCK // math.prod(shape[1:]))
+        pieces = []
+        for begin in range(start, stop, step):
+            rows = slice(begin, min(begin + step, stop))
+            pieces.append(from_blocks(kind.name, np.asarray(stored[rows if order is None else order[rows]])))
+        return jax.tree.map(lambda *each: np.concatenate(each), *pieces)
+
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    return StoredTensor(shape, names.get(kind.name, kind.name), nbytes, path, read)
+    plain = StoredTensor(shape, names.get(kind.name, kind.name), nbytes, path, read)
+    if kind.name not in BLOCKS or len(shape) != 2:
+        return plain
+    return dataclasses.replace(plain, kept=blocks_shape(kind.name, *shape), keep=keep)
 
 
 def _decimal(value: float) -> float:

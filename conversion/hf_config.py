@@ -18,6 +18,9 @@ from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling,
 from .errors import CheckpointError, shortened
 from .schema import Id, Layers, Positive, Size, Strict, checked
 
+OWN_METHOD = "kvjax"
+"""What a config.json calls the quantisation of matrices in 8 and 4 bits that kvjax wrote: their arrays tell the rest."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -250,6 +253,8 @@ def _refuse_unsupported(config: _Config, source: str) -> None:
         raise CheckpointError(f"{source}: hidden_act is {config.hidden_act!r}; supported are silu and swish")
     if config.quantization_config:
         method = config.quantization_config.get("quant_method", "an unnamed method")
+        if method == OWN_METHOD:
+            return
         raise CheckpointError(
             f"{source}: weights are quantised with {shortened(method)}; "
             "load the unquantised checkpoint or a GGUF file instead"

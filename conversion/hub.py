@@ -10,7 +10,7 @@ from huggingface_hub.utils import tqdm as hub_bar
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError
-from .huggingface import FLOAT_OF, INDEX, checkpoint_of, open_directory, read_config, shard_names
+from .huggingface import FLOAT_OF, INDEX, INT_OF, checkpoint_of, open_directory, read_config, shard_names
 from .progress import watched
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -86,7 +86,11 @@ def open_headers(
         for tensor, info in header.tensors.items():
             begin, end = info.data_offsets
             tensors[tensor] = StoredTensor(
-                tuple(info.shape), FLOAT_OF.get(info.dtype, info.dtype), end - begin, path / name, _not_fetched
+                tuple(info.shape),
+                {**FLOAT_OF, **INT_OF}.get(info.dtype, info.dtype),
+                end - begin,
+                path / name,
+                _not_fetched,
             )
     return checkpoint_of(path, tensors, read_config(path))
 

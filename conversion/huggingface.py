@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax.models.config import ModelConfig
 
-from .checkpoint import FLOATS, Checkpoint, StoredTensor
+from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told
 from .hf_config import from_hf
 from .layout import hf_layout
@@ -28,6 +28,9 @@ INDEX = "model.safetensors.index.json"
 
 FLOAT_OF: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported types by their names in safetensors files."""
+
+INT_OF: Mapping[str, str] = {"I8": "int8", "U8": "uint8"}
+"""Types that arrays of matrices in 8 and 4 bits have besides."""
 
 
 def open_directory(path: Path) -> Checkpoint:
@@ -45,7 +48,7 @@ def checkpoint_of(path: Path, tensors: Mapping[str, StoredTensor], config: Model
         source=path,
         format="safetensors",
         config=config,
-        tensors=tensors,
+        tensors=join(tensors, path),
         layout_of=hf_layout,
         ignored=ignored(config),
         tokenizer=functools.partial(
@@ -149,14 +152,18 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
     dtype: str = entry["dtype"]
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    float_name = FLOAT_OF.get(dtype, dtype)
-    stored = FLOATS.get(float_name)
+    type_name = {**FLOAT_OF, **INT_OF}.get(dtype, dtype)
+    stored = FLOATS.get(type_name)
 
     def read(start: int, out: np.ndarray) -> None:
+        if dtype in INT_OF and out.dtype.name == type_name:
+            row = math.prod(shape[1:])
+            out[...] = np.memmap(file, out.dtype, mode="r", offset=base + begin + start * row, shape=out.shape)
+            return
         if stored is None:
             raise CheckpointError(f"{file}: tensor {name} is {dtype}; supported are {', '.join(FLOAT_OF)}")
         # A map for these rows alone: its pages leave memory with it.
         row = math.prod(shape[1:]) * stored.itemsize
         out[...] = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=out.shape)
 
-    return StoredTensor(shape, float_name, end - begin, file, read)
+    return StoredTensor(shape, type_name, end - begin, file, read)

@@ -14,7 +14,7 @@ from kvjax.models.params import Params
 from kvjax.models.sharding import get_mesh, get_shard, place
 
 from . import default_model, hub
-from .checkpoint import FLOATS, Checkpoint, assemble
+from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of
 from .errors import CheckpointError
 from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
@@ -28,6 +28,8 @@ def load(
     source: str | Path | None = None,
     *,
     dtype: Any = None,
+    weights: str | None = None,
+    embedding: str | None = None,
     device: Any = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -39,8 +41,12 @@ def load(
     Args:
         source: a Hugging Face directory or hub id (``owner/name``), a GGUF file, a directory that `convert` or `save` wrote, or
             None or "SmolLM2-135M-Instruct" (in any case) for the default model.
-        dtype: type of the parameters, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
+        dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
+        weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
+            scale and a minimum; or "as stored", which keeps a GGUF file's blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K) and what
+            `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
+        embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         device: a jax device or sharding to put the parameters on; None is jax's default device.
         revision: branch, tag or commit of a model on the hub; None is its main branch.
         token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
@@ -52,8 +58,9 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
-        ValueError: a dtype that parameters cannot have, a revision of what is not on the hub, or a mesh that cannot share the model.
+        ValueError: a dtype or a kind of weights that parameters cannot have, a revision of what is not on the hub, or a mesh that cannot share the model.
     """
+    check_kinds(weights, embedding)
     if mesh is not None and device is not None:
         raise ValueError(f"device={device} and a mesh; give one of the two")
     wanted = None if dtype is None else float_name(dtype)
@@ -61,9 +68,10 @@ def load(
     if wanted is None:
         where = device if mesh is None else get_mesh(mesh).devices.flat[0]
         wanted = "float32" if _platform(where) == "cpu" else checkpoint.own_dtype
+    kinds = kinds_of(checkpoint, weights, embedding)
     if mesh is None:
-        return assemble(checkpoint, wanted, lambda _, array: jax.device_put(array, device), progress)
-    return assemble(checkpoint, wanted, partial(place, get_shard(mesh, checkpoint.config)), progress)
+        return assemble(checkpoint, wanted, lambda _, array: jax.device_put(array, device), progress, kinds)
+    return assemble(checkpoint, wanted, partial(place, get_shard(mesh, checkpoint.config)), progress, kinds)
 
 
 def open_checkpoint(

@@ -22,7 +22,7 @@ import tensorstore
 
 from kvjax.models.config import ModelConfig
 
-from .checkpoint import Checkpoint, StoredTensor, parameter_shapes
+from .checkpoint import FLOATS, Checkpoint, StoredTensor, join, parameter_shapes
 from .config_json import Header, config_from_json, config_to_json
 from .errors import CheckpointError, told
 from .schema import Size, Strict, checked
@@ -60,11 +60,15 @@ def open_orbax(path: Path) -> Checkpoint:
         tensors = {key.removesuffix(_HEADER).decode(): header for key, header in headers.items()}
     except (ValueError, OSError, KeyError, RuntimeError, RecursionError) as error:
         raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({told(error)})") from error
+    held = join({name: _stored(directory, name, header) for name, header in tensors.items()}, directory)
+    for name, tensor in held.items():
+        if tensor.kept is None and tensor.dtype not in FLOATS:
+            raise CheckpointError(f"{directory}: tensor {name} is of type {tensor.dtype}; give {', '.join(FLOATS)}")
     return Checkpoint(
         source=path,
         format="orbax",
         config=config,
-        tensors={name: _stored(directory, name, header) for name, header in tensors.items()},
+        tensors=held,
         layout_of=lambda config: {name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
         tokenizer=functools.partial(
@@ -86,7 +90,7 @@ def write_orbax(
         path: the directory.
         config: the model.
         parameters: by name, what makes the host array; called one after another, so that one array is held at a time.
-        dtype: name of their type.
+        dtype: name of the type that those have which are floats.
         tokenizer: written beside them.
     """
     with _logging_as_it_was():
@@ -129,7 +133,7 @@ class _Array(Strict):
 
     shape: list[Size]
     chunks: list[Size]
-    dtype: Literal["<f4", "<f2", "bfloat16"]
+    dtype: Literal["<f4", "<f2", "bfloat16", "|i1", "|u1"]
 
 
 def _stored(directory: Path, name: str, header: Any) -> StoredTensor:

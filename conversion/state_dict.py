@@ -10,9 +10,9 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, name_of
-from kvjax.models.sharding import mesh_of
+from kvjax.models.sharding import mesh_of, own_shape
 
-from .checkpoint import Checkpoint, StoredTensor, assemble, parameter_shapes
+from .checkpoint import Checkpoint, StoredTensor, assemble, check_kinds, join, kinds_of, parameter_shapes
 from .huggingface import ignored
 from .layout import hf_layout
 from .tokenizer import Tokenizer
@@ -47,6 +47,23 @@ def from_state_dict(
     )
 
 
+def quantize_weights(params: Params, weights: str = "int8", embedding: str | None = None) -> Params:
+    """Parameters in memory with their matrices held otherwise, one after the other by way of the host.
+
+    Args:
+        params: what `kvjax.load` or `kvjax.models.init` gives.
+        weights, embedding: as for `kvjax.load`.
+
+    Raises:
+        CheckpointError: a matrix cannot be held so.
+        TypeError: these are no parameters, or shapes alone.
+        ValueError: an unknown kind of weights.
+    """
+    check_kinds(weights, embedding)
+    checkpoint = checkpoint_of(params)
+    return assemble(checkpoint, params.dtype.name, None, False, kinds_of(checkpoint, weights, embedding))
+
+
 def checkpoint_of(params: Params) -> Checkpoint:
     """Parameters as a checkpoint, which reads each from its device when asked to.
 
@@ -70,7 +87,10 @@ def checkpoint_of(params: Params) -> Checkpoint:
         source=Path("parameters"),
         format="parameters",
         config=params.config,
-        tensors={name: _held(leaf, None if mesh is None else shapes[name]) for name, leaf in leaves.items()},
+        tensors=join(
+            {name: _held(leaf, mesh and own_shape(name, leaf.shape, shapes)) for name, leaf in leaves.items()},
+            Path("parameters"),
+        ),
         layout_of=lambda config: {name: (name,) for name in parameter_shapes(config)},
         ignored=lambda name: False,
         tokenizer=lambda: params.tokenizer,

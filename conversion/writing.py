@@ -1,33 +1,35 @@
 """`convert` and `save`: write any checkpoint that can be loaded, or parameters in memory, as Orbax or safetensors."""
 
 import json
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax import files
 from kvjax.models.params import Params
+from kvjax.pallas_kernels import QuantizedMatrix
 
-from .checkpoint import FLOATS, Checkpoint, expected_shapes
+from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed
-from .hf_config import to_hf
+from .hf_config import OWN_METHOD, to_hf
 from .huggingface import INDEX
 from .layout import hf_layout
 from .loading import float_name, open_checkpoint
 from .orbax_directory import MARK, write_orbax
 from .progress import Meter
+from .quantised import parts
 from .state_dict import checkpoint_of
 
 SHARD_BYTES = 5 * 10**9
 """Size above which safetensors are cut into shards, as the Hugging Face hub likes them."""
 
-_DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8"}
 
 _MODEL_FILES = (
     *(MARK, "params", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
@@ -43,6 +45,8 @@ def convert(
     *,
     format: str = "orbax",
     dtype: Any = None,
+    weights: str | None = None,
+    embedding: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     progress: bool | None = None,
@@ -55,6 +59,7 @@ def convert(
         destination: directory to make.
         format: "orbax", or "safetensors" as transformers reads it.
         dtype: type of the written parameters; by default the checkpoint's own (bfloat16 for quantised ones).
+        weights, embedding: as for `kvjax.conversion.load`. What is in 8 or 4 bits is for kvjax alone, as safetensors, too.
         revision: see `kvjax.conversion.load`.
         token: see there.
         progress: see there.
@@ -65,11 +70,13 @@ def convert(
 
     Raises:
         CheckpointError: the source is damaged, or the destination exists, perhaps since the writing began.
-        ValueError: an unknown format or dtype.
+        ValueError: an unknown format, dtype or kind of weights.
     """
+    check_kinds(weights, embedding)
     check = _checks(destination, format, overwrite)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
-    return _write(checkpoint, Path(destination), format, dtype, progress, check)
+    kinds = kinds_of(checkpoint, weights, embedding)
+    return _write(checkpoint, Path(destination), format, dtype, progress, check, kinds)
 
 
 def save(
@@ -100,7 +107,8 @@ def save(
         ValueError: an unknown format or dtype.
     """
     check = _checks(path, format, overwrite)
-    return _write(checkpoint_of(params), Path(path), format, dtype, progress, check)
+    kinds = Kinds("as stored", "as stored")
+    return _write(checkpoint_of(params), Path(path), format, dtype, progress, check, kinds)
 
 
 def _write(
@@ -110,57 +118,102 @@ def _write(
     dtype: Any,
     progress: bool | None,
     check: Callable[[Path], None] | None,
+    kinds: Kinds,
 ) -> Path:
     checkpoint.check()
     wanted = checkpoint.own_dtype if dtype is None else float_name(dtype)
+    held = _Held(checkpoint, FLOATS[wanted], kinds)
     try:
         with (
             files.directory(destination, check) as folder,
-            Meter(f"Writing {destination.name}", checkpoint.size(FLOATS[wanted]), progress) as meter,
+            Meter(f"Writing {destination.name}", nbytes_of(held.shapes), progress) as meter,
         ):
-            _WRITERS[format](folder, checkpoint, wanted, meter)
+            _WRITERS[format](folder, held, wanted, meter)
     except FileExistsError as error:
         raise CheckpointError(f"{destination}: {error.strerror}") from error
     return destination
 
 
-def _write_orbax(path: Path, checkpoint: Checkpoint, dtype: str, meter: Meter) -> None:
-    def read(name: str) -> np.ndarray:
-        array = checkpoint.read(name, FLOATS[dtype])
+class _Held:
+    """Parameters of a checkpoint as they are to be written: arrays, several for a matrix in 8 or 4 bits.
+
+    Attributes:
+        checkpoint: where they come from.
+        shapes: of every parameter.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: np.dtype, kinds: Kinds) -> None:
+        self.checkpoint, self._dtype, self._kinds = checkpoint, dtype, kinds
+        self.shapes = checkpoint.shapes(dtype, kinds)
+        self._latest: tuple[str, Any] = "", None
+
+    def read(self, parameter: str, part: str) -> np.ndarray:
+        """An array of a parameter, by what its name has after that of the parameter. The last parameter is kept for its other arrays."""
+        if self._latest[0] != parameter:
+            self._latest = "", None  # let go of before the next is read
+            held = self.checkpoint.read(parameter, self._dtype, self._kinds.of(parameter))
+            if not isinstance(self.shapes[parameter], QuantizedMatrix):
+                return parts("", held)[part]
+            self._latest = parameter, held
+        return parts("", self._latest[1])[part]
+
+
+def _write_orbax(path: Path, held: _Held, dtype: str, meter: Meter) -> None:
+    def read(parameter: str, part: str) -> np.ndarray:
+        array = held.read(parameter, part)
         meter.advance(array.nbytes)
         return array
 
-    parameters = {name: partial(read, name) for name in checkpoint.parameters}
-    write_orbax(path, checkpoint.config, parameters, dtype, checkpoint.tokenizer())
+    parameters = {
+        name + part: partial(read, name, part) for name, shape in held.shapes.items() for part in parts("", shape)
+    }
+    write_orbax(path, held.checkpoint.config, parameters, dtype, held.checkpoint.tokenizer())
 
 
-def _write_safetensors(path: Path, checkpoint: Checkpoint, dtype: str, meter: Meter) -> None:
-    fields = to_hf(checkpoint.config) | {"torch_dtype": dtype}
+def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> None:
+    config = held.checkpoint.config
+    layout = hf_layout(config)
+    tensors = {name + part: (name, part) for name in layout for part in parts("", held.shapes[layout[name][0]])}
+    shapes = {name: _stacked(name, part, [held.shapes[p] for p in layout[of]]) for name, (of, part) in tensors.items()}
+    fields = to_hf(config) | {"torch_dtype": dtype}
+    if any(isinstance(shape, QuantizedMatrix) for shape in held.shapes.values()):
+        fields["quantization_config"] = {"quant_method": OWN_METHOD}
     (path / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = held.checkpoint.tokenizer()
     if tokenizer is not None:
         tokenizer.save(path)
-    layout = hf_layout(checkpoint.config)
-    shapes = expected_shapes(checkpoint.config, layout)
-    sizes = {name: math.prod(shape) * FLOATS[dtype].itemsize for name, shape in shapes.items()}
+    sizes = {name: nbytes_of(shape) for name, shape in shapes.items()}
     shards = _shards(sizes)
-    for name, tensors in shards.items():
+    for name, names in shards.items():
         with (path / name).open("wb") as stream:
-            stream.write(_header({tensor: (shapes[tensor], sizes[tensor]) for tensor in tensors}, dtype))
-            for tensor in tensors:
-                for parameter in layout[tensor]:
-                    array = np.ascontiguousarray(checkpoint.read(parameter, FLOATS[dtype]))
+            stream.write(_header({tensor: shapes[tensor] for tensor in names}))
+            for tensor in names:
+                of, part = tensors[tensor]
+                for parameter in layout[of]:
+                    array = np.ascontiguousarray(held.read(parameter, part))
                     stream.write(array.view(np.uint8).data)
                     meter.advance(array.nbytes)
             stream.flush()
             os.fsync(stream.fileno())
     if len(shards) > 1:
-        weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+        weight_map = {tensor: name for name, names in shards.items() for tensor in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-_WRITERS: Mapping[str, Callable[[Path, Checkpoint, str, Meter], None]] = {
+def _stacked(name: str, part: str, held: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """Shape of a tensor that holds this part of several parameters, one after the other.
+
+    Raises:
+        CheckpointError: they differ in more than rows.
+    """
+    shapes: list[Any] = [parts("", each).get(part) for each in held]
+    if len({each and (each.shape[1:], each.dtype) for each in shapes}) > 1:
+        raise CheckpointError(f"{name}: what it would hold is quantised in several ways; write orbax instead")
+    return jax.ShapeDtypeStruct((sum(each.shape[0] for each in shapes), *shapes[0].shape[1:]), shapes[0].dtype)
+
+
+_WRITERS: Mapping[str, Callable[[Path, _Held, str, Meter], None]] = {
     "orbax": _write_orbax,
     "safetensors": _write_safetensors,
 }
@@ -181,16 +234,21 @@ def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> bytes:
+def _header(tensors: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
     """The head of a safetensors file: its length, then shapes and offsets as JSON.
 
     Written here because the library wants all tensors of a file in memory before it writes the first.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, (shape, size) in tensors.items():
-        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
+    for name, shape in tensors.items():
+        end = offset + nbytes_of(shape)
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[np.dtype(shape.dtype).name],
+            "shape": shape.shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight bytes
     return len(text).to_bytes(8, "little") + text

@@ -6,6 +6,7 @@ device untouched, and on CPU the matrix-vector products of decoding read contigu
 at the default model's projection shapes).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -17,17 +18,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
+from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
+
 from .config import ModelConfig
+
+PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
+"""Matrices of a layer, by the last part of their names."""
+
+TABLES = frozenset({"embed", "head"})
+"""Matrices with a row for each token of the vocabulary."""
+
+GROUP = 32
+"""Inputs that share a scale and a minimum where four bits are made of floats."""
 
 
 @flax.struct.dataclass
 class Attention:
-    """Projections of one attention layer. N query heads, K KV heads, H head dim, D model dim."""
+    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim."""
 
-    q: Float[Array, "NH D"]
-    k: Float[Array, "KH D"]
-    v: Float[Array, "KH D"]
-    o: Float[Array, "D NH"]
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
     q_bias: Float[Array, " NH"] | None = None
     k_bias: Float[Array, " KH"] | None = None
     v_bias: Float[Array, " KH"] | None = None
@@ -38,11 +50,11 @@ class Attention:
 
 @flax.struct.dataclass
 class MLP:
-    """Gated MLP: down(silu(gate(x)) * up(x)). D model dim, F hidden dim."""
+    """Gated MLP: down(silu(gate(x)) * up(x)); gate and up [F, D], down [D, F]. D model dim, F hidden dim."""
 
-    gate: Float[Array, "F D"]
-    up: Float[Array, "F D"]
-    down: Float[Array, "D F"]
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     gate_bias: Float[Array, " F"] | None = None
     up_bias: Float[Array, " F"] | None = None
     down_bias: Float[Array, " D"] | None = None
@@ -62,31 +74,35 @@ class Layer:
 
 @flax.struct.dataclass
 class Params:
-    """A whole model. V vocabulary, D model dim.
+    """A whole model; embed and head [V, D]. V vocabulary, D model dim.
 
-    `head` is None where the embedding serves as output head. `config` and `tokenizer` are static: they take part in tree
+    Matrices may be in 8 or 4 bits, and stay so (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is None where the embedding serves as output head. `config` and `tokenizer` are static: they take part in tree
     equality, not in arithmetic. The tokenizer (None for a model without text) compares by content.
     """
 
-    embed: Float[Array, "V D"]
+    embed: Matrix
     layers: tuple[Layer, ...]
     norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None = None
+    head: Matrix | None = None
     config: ModelConfig = flax.struct.field(pytree_node=False, kw_only=True)
     tokenizer: Any = flax.struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Floating-point type of the weights."""
-        return self.embed.dtype
+        """Floating-point type of activations and cache, and of all weights that are not in 8 or 4 bits."""
+        return self.norm.dtype
 
     def __repr__(self) -> str:
         """Which model this is and what it takes. Leaves may be anything, as in what `jax.tree.map` makes of parameters."""
         c, leaves = self.config, jax.tree.leaves(self)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-        kinds = {str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves}
-        numbers = sum(math.prod(leaf.shape) for leaf in arrays)
+        weights = jax.tree.leaves(self, is_leaf=is_quantized)
+        numbers = sum(math.prod(weight.shape) for weight in weights if hasattr(weight, "shape"))
         nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
+        kinds = {
+            weight.kind if is_quantized(weight) else str(getattr(weight, "dtype", type(weight).__name__))
+            for weight in weights
+        }
         return (
             f"Params({c.family}, {numbers:,} parameters, {' and '.join(sorted(kinds))}, {decimal(nbytes)}\n"
             f"  {c.num_layers} layers of width {c.hidden_size}, {c.num_heads} query heads on {c.num_kv_heads} KV heads of "
@@ -95,8 +111,20 @@ class Params:
         )
 
 
-def abstract(config: ModelConfig, dtype: Any = jnp.float32, tokenizer: Any = None) -> Params:
-    """The shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
+def abstract(
+    config: ModelConfig,
+    dtype: Any = jnp.float32,
+    tokenizer: Any = None,
+    weights: str = "float",
+    embedding: str = "float",
+) -> Params:
+    """The shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves; nothing is allocated.
+
+    Args:
+        dtype: type of what is not in 8 or 4 bits.
+        weights: "float", "int8" or "int4": of the layers' matrices.
+        embedding: the same, of embedding and head.
+    """
     c = config
     array = functools.partial(_struct, dtype=dtype)
 
@@ -130,13 +158,50 @@ def abstract(config: ModelConfig, dtype: Any = jnp.float32, tokenizer: Any = Non
         attn_post_norm=optional(c.sandwich_norms, c.hidden_size),
         mlp_post_norm=optional(c.sandwich_norms, c.hidden_size),
     )
-    return Params(
+    shapes = Params(
         embed=array(c.vocab_size, c.hidden_size),
         layers=(layer,) * c.num_layers,
         norm=array(c.hidden_size),
         head=optional(not c.tied, c.vocab_size, c.hidden_size),
         config=config,
         tokenizer=tokenizer,
+    )
+    return tree_map_named(lambda name, leaf: quantized_shape(leaf, kind_of(name, weights, embedding)), shapes)
+
+
+def kind_of(name: str, weights: Any, embedding: Any) -> Any:
+    """Which of two kinds, of the layers' matrices and of embedding and head, a parameter has; "float" if it is neither."""
+    last = name.rpartition(".")[-1]
+    return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
+
+
+def quantized_shape(leaf: Any, kind: str) -> Any:
+    """The shapes of a matrix as "int8" or "int4" hold it; a "float" one as it is."""
+    if kind == "float":
+        return leaf
+    outputs, inputs = leaf.shape
+    if kind == "int8":
+        return Int8Matrix(_struct(outputs, inputs, dtype=jnp.int8), _struct(outputs, dtype=jnp.float32))
+    if kind != "int4":
+        raise ValueError(f"weights in {kind!r}; give float, int8 or int4")
+    group = math.gcd(inputs, GROUP)
+    if group % 2:
+        raise ValueError(f"{inputs} inputs of a matrix cannot be in 4 bits: two are in a byte")
+    levels = _struct(outputs, group // 2, inputs // group, dtype=jnp.uint8)
+    scale = _struct(outputs, inputs // group, dtype=jnp.float16)
+    return GroupedMatrix(levels, scale, scale)
+
+
+def retyped(params: Params, dtype: Any) -> Params:
+    """The shapes of these parameters with others' floating-point type; what is in 8 or 4 bits stays."""
+    return jax.tree.map(
+        lambda weight: (
+            jax.tree.map(lambda x: _struct(*x.shape, dtype=x.dtype), weight)
+            if is_quantized(weight)
+            else _struct(*weight.shape, dtype=dtype)
+        ),
+        params,
+        is_leaf=is_quantized,
     )
 
 
@@ -155,7 +220,19 @@ def init(config: ModelConfig, key: PRNGKeyArray, dtype: Any = jnp.float32, token
 
 def count(params: Params) -> int:
     """Number of parameters (also of an `abstract` tree)."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(params, is_leaf=is_quantized))
+
+
+def nbytes(params: Params) -> int:
+    """Bytes of all weights (also of an `abstract` tree)."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+def same_shapes(params: Params, other: Params) -> bool:
+    """Whether programs for one take the other: a model of the same configuration, each weight of the same shape and type."""
+    bare = [dataclasses.replace(each, tokenizer=None) for each in (params, other)]
+    leaves = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(each)] for each in bare]
+    return jax.tree.structure(bare[0]) == jax.tree.structure(bare[1]) and leaves[0] == leaves[1]
 
 
 def tree_map_named(f: Callable[[str, Any], Any], params: Params) -> Params:

@@ -7,6 +7,7 @@ which change no result: silu(0) · 0 is 0, and logits beyond the vocabulary are 
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,28 +20,21 @@ from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE
 
 from .config import ModelConfig
-from .params import Params, tree_map_named
+from .params import Params, name_of, tree_map_named
 
 AXES = "data", "model"
 """Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary."""
 
-_DEALT: dict[str, tuple[Any, ...]] = {
-    "q": (HEADS,),
-    "k": (HEADS,),
-    "v": (HEADS,),
-    "q_bias": (HEADS,),
-    "k_bias": (HEADS,),
-    "v_bias": (HEADS,),
-    "o": (None, MODEL),
-    "gate": (MODEL,),
-    "up": (MODEL,),
-    "gate_bias": (MODEL,),
-    "up_bias": (MODEL,),
-    "down": (None, MODEL),
-    "embed": (MODEL,),
-    "head": (MODEL,),
-}
-"""By the last part of a parameter's name: the mesh axes of its axes. All others are on every device."""
+_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
+    ("gate", "up", "gate_bias", "up_bias", "embed", "head"), MODEL
+)
+"""By the last part of a parameter's name: the mesh axes that its outputs, its first axis, are dealt along."""
+
+_COLUMNS = ("o", "down")
+"""Matrices whose inputs are dealt along `MODEL`: the last axis, that of groups of inputs in a matrix of 4 bits."""
+
+_FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
+"""Arrays of a matrix in 8 or 4 bits, which follow its name."""
 
 
 _ALLOWED = 'give a jax.sharding.Mesh with the axes "data" (rows) and "model" (KV heads and matrices), or text such as "data=2,model=4"'
@@ -89,40 +83,51 @@ def get_shard(mesh: Mesh | str | None, config: ModelConfig, *, joint_heads: bool
     return Shard(Mesh(given.devices.reshape(data, heads, copies), (DATA, HEADS, COPIES)))
 
 
-def partition(name: str) -> PartitionSpec:
+def partition(name: str, ndim: int) -> PartitionSpec:
     """How the parameter of this name is dealt; names as `tree_map_named` gives them."""
-    return PartitionSpec(*_DEALT.get(name.rpartition(".")[2], ()))
+    part = _matrix(name).rpartition(".")[2]
+    if part in _COLUMNS:
+        return PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim > 1 else PartitionSpec()
+    return PartitionSpec(_ROWS[part]) if part in _ROWS else PartitionSpec()
 
 
 def partitions(params: Params) -> Params:
     """`partition` of every parameter, in a tree of the same structure."""
-    return tree_map_named(lambda name, _: partition(name), params)
+    return tree_map_named(lambda name, leaf: partition(name, leaf.ndim), params)
 
 
-def place(shard: Shard, name: str, array: Any) -> Any:
+def place(shard: Shard, name: str, weight: Any) -> Any:
     """One parameter, padded and put where it belongs; of a `jax.ShapeDtypeStruct`, the shape with its place.
 
     One that is there already is not copied.
+
+    Raises:
+        ValueError: inputs that share a scale would be on different devices.
     """
-    sharding = NamedSharding(_mesh(shard), partition(name))
-    padding = [(0, -size % pieces) for size, pieces in zip(array.shape, _pieces(shard, name, array.ndim), strict=True)]
-    if isinstance(array, jax.ShapeDtypeStruct):
-        shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
-        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
-    if isinstance(array, np.ndarray):  # from a file: each device is sent its part alone
-        whole = np.pad(array, padding)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
-    return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
+    paths, tree = jax.tree_util.tree_flatten_with_path(weight)
+    names = [".".join(filter(None, (name, name_of(path)))) for path, _ in paths]
+    return tree.unflatten([_placed(shard, each, array) for each, (_, array) in zip(names, paths, strict=True)])
 
 
 def place_all(shard: Shard, params: Params) -> Params:
-    """All parameters where they belong on a mesh."""
-    return tree_map_named(lambda name, leaf: place(shard, name, leaf), params)
+    """All parameters where they belong on a mesh; errors as for `place`."""
+    return tree_map_named(lambda name, leaf: _placed(shard, name, leaf), params)
+
+
+def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The shape of a parameter that a mesh may have padded without what it was padded with.
+
+    Args:
+        matrix: shapes of parameters, by name.
+    """
+    outputs, *inputs = matrix[_matrix(name)]
+    padded = len(inputs) == 1 and len(shape) == 2 and (name.endswith(".levels") or _matrix(name) == name)
+    return (outputs, *(inputs if padded else shape[1:]))
 
 
 def mesh_of(params: Params) -> Mesh | None:
     """The mesh that weights lie on, with the axes `data` and `model`; None if that is one device."""
-    sharding = getattr(params.embed, "sharding", None)
+    sharding = getattr(params.norm, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
     devices = np.asarray(sharding.mesh.devices)
@@ -137,11 +142,30 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def _pieces(shard: Shard, name: str, ndim: int) -> list[int]:
-    """Into how many pieces each axis of a parameter is cut."""
-    sizes = {None: 1, HEADS: shard.heads, MODEL: shard.model}
-    axes = partition(name)
-    return [sizes[axes[i] if i < len(axes) else None] for i in range(ndim)]
+def _placed(shard: Shard, name: str, array: Any) -> Any:
+    axes = partition(name, array.ndim)
+    sharding, sizes = NamedSharding(_mesh(shard), axes), {None: 1, HEADS: shard.heads, MODEL: shard.model}
+    pieces = [sizes[axes[i] if i < len(axes) else None] for i in range(array.ndim)]
+    padding = [(0, -size % count) for size, count in zip(array.shape, pieces, strict=True)]
+    in_groups = array.ndim == 3 or (array.ndim == 2 and _matrix(name) != name and not name.endswith(".levels"))
+    if in_groups and padding[-1][1]:
+        raise ValueError(
+            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which model={shard.model} devices do not divide; give a number "
+            "of devices that does, or other weights, such as int8"
+        )
+    if isinstance(array, jax.ShapeDtypeStruct):
+        shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+    if isinstance(array, np.ndarray):  # from a file: each device is sent its part alone
+        whole = np.pad(array, padding)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+    return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
+
+
+def _matrix(name: str) -> str:
+    """The name of the parameter that an array is of."""
+    matrix, _, field = name.rpartition(".")
+    return matrix if field in _FIELDS else name
 
 
 def _mesh(shard: Shard) -> Mesh:

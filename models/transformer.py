@@ -20,9 +20,11 @@ from kvjax.cache import Prompt, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.pallas_kernels import (
     BlockWeights,
+    Matrix,
     Norm,
     fused_decode_block,
     gated_projection,
+    lookup,
     prefill_attention,
     projection,
 )
@@ -196,11 +198,11 @@ def read_block(
 
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     if shard.model == 1:
-        return jnp.take(params.embed, tokens, axis=0)
+        return lookup(params.embed, tokens, params.dtype)
     own = params.embed.shape[0]  # the vocabulary is dealt in order
     row = tokens - shard.model_index() * own
     mine = (row >= 0) & (row < own)
-    vectors = jnp.take(params.embed, jnp.where(mine, row, 0), axis=0)
+    vectors = lookup(params.embed, jnp.where(mine, row, 0), params.dtype)
     return shard.sum_over_model(jnp.where(mine[..., None], vectors, jnp.zeros((), vectors.dtype)))
 
 
@@ -259,7 +261,7 @@ def _rest(
 
 
 def _joined(
-    config: ModelConfig, x: Array, h: Array, w: Array, bias: Array | None, norm: Array | None, shard: Shard
+    config: ModelConfig, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard
 ) -> Array:
     """The residual stream `x` with what `w` makes of `h` added."""
     if shard.model > 1:

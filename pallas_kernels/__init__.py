@@ -28,8 +28,14 @@ from .kmeans import kmeans as kmeans
 from .kmeans import nearest as nearest
 from .prefill_attention import block_attention as block_attention
 from .prefill_attention import prefill_attention as prefill_attention
+from .projection import GroupedMatrix as GroupedMatrix
+from .projection import Int8Matrix as Int8Matrix
+from .projection import Matrix as Matrix
 from .projection import Norm as Norm
+from .projection import QuantizedMatrix as QuantizedMatrix
 from .projection import gated_projection as gated_projection
+from .projection import is_quantized as is_quantized
+from .projection import lookup as lookup
 from .projection import projection as projection
 from .rotary import DeferredRope as DeferredRope
 from .rotary import heads_of as heads_of

@@ -172,6 +172,6 @@ def _random_blocks(rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, s
     # The scales of a block are float16: random bytes could be infinities, so the exponents are kept small.
     size = gguf.GGML_QUANT_SIZES[qtype][1]
     blocks = data.reshape(-1, size)
-    for low in ({"Q4_K": (0, 2), "Q6_K": (208,)})[qtype.name]:
+    for low in ({"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)})[qtype.name]:
         blocks[:, low + 1] = 0x24
     return data

@@ -54,7 +54,9 @@ def test_every_matrix_is_dealt(tiny):
     )
     whole = set()
     tree_map_named(
-        lambda name, _: whole.add(name.rpartition(".")[2]) if partition(name) == PartitionSpec() else None,
+        lambda name, leaf: (
+            whole.add(name.rpartition(".")[2]) if partition(name, leaf.ndim) == PartitionSpec() else None
+        ),
         abstract(config),
     )
     assert whole == {

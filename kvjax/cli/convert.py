@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from .console import errors
-from .options import DTypeOption
+from .options import DTypeOption, EmbeddingOption, WeightsOption, spelt
 
 
 def convert(
@@ -16,9 +16,11 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     format: Annotated[
         Literal["orbax", "safetensors"],
-        typer.Option(help="orbax loads fastest; safetensors also loads into transformers."),
+        typer.Option(help="orbax loads fastest; safetensors also loads into transformers, unless in 8 or 4 bits."),
     ] = "orbax",
     dtype: DTypeOption = None,
+    weights: WeightsOption = None,
+    embedding: EmbeddingOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it is a model.")] = False,
 ) -> None:
     """Write a model as Orbax or safetensors.
@@ -27,7 +29,16 @@ def convert(
     """
     from kvjax.conversion import convert as write
 
-    write(source, destination, format=format, dtype=dtype, progress=True, overwrite=overwrite)
+    write(
+        source,
+        destination,
+        format=format,
+        dtype=dtype,
+        weights=spelt(weights),
+        embedding=spelt(embedding),
+        progress=True,
+        overwrite=overwrite,
+    )
     console = errors()
     if console.is_terminal:
         console.print(f"wrote {destination}", soft_wrap=True)

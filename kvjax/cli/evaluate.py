@@ -13,11 +13,13 @@ from .options import (
     CompilationCacheOption,
     DistributedOption,
     DTypeOption,
+    EmbeddingOption,
     JsonOption,
     MeshOption,
     ModelOption,
     PrefillBlockOption,
     SetOption,
+    WeightsOption,
     read_model,
 )
 from .progress import bar
@@ -100,6 +102,8 @@ def evaluate(
     distributed: DistributedOption = False,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
+    weights: WeightsOption = None,
+    embedding: EmbeddingOption = None,
     compilation_cache: CompilationCacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,7 +131,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, mesh, distributed)
+    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed)
     outcomes = []
     with bar() as begin:
         for each in chosen:

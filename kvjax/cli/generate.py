@@ -15,6 +15,7 @@ from .options import (
     CompilationCacheOption,
     DistributedOption,
     DTypeOption,
+    EmbeddingOption,
     JsonOption,
     MeshOption,
     ModelOption,
@@ -23,6 +24,7 @@ from .options import (
     PromptArgument,
     PromptFileOption,
     SetOption,
+    WeightsOption,
     read_model,
     read_prompt,
 )
@@ -74,6 +76,8 @@ def generate(
     mesh: MeshOption = None,
     distributed: DistributedOption = False,
     dtype: DTypeOption = None,
+    weights: WeightsOption = None,
+    embedding: EmbeddingOption = None,
     compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print the summary line even if nobody watches.")
@@ -95,7 +99,7 @@ def generate(
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache, mesh, distributed)
+    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed)
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]

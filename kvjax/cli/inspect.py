@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import checks, console
-from .options import DType, JsonOption
+from .options import DType, EmbeddingOption, JsonOption, WeightsOption, spelt
 from .progress import bar
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def inspect(
             help="Type of weights and cache. [default: the checkpoint's own, bfloat16 if quantised]", show_default=False
         ),
     ] = None,
+    weights: WeightsOption = None,
+    embedding: EmbeddingOption = None,
     prompt_len: Annotated[
         int | None,
         typer.Option(
@@ -54,9 +56,9 @@ def inspect(
     from kvjax.runtime.memory import parse_bytes
 
     available = None if memory is None else parse_bytes(memory)
-    found = describe(source)
+    found = describe(source, dtype=dtype, weights=spelt(weights), embedding=spelt(embedding))
     with bar() as begin:
-        report = _report(found, dtype, prompt_len, max_new_tokens, available, begin("Sizing caches"))
+        report = _report(found, prompt_len, max_new_tokens, available, begin("Sizing caches"))
     if as_json:
         console.print_json(report)
     else:
@@ -65,7 +67,6 @@ def inspect(
 
 def _report(
     model: "Description",
-    dtype: str | None,
     prompt_len: int | None,
     max_new_tokens: int,
     memory: int | None,
@@ -77,9 +78,8 @@ def _report(
     from kvjax.runtime.memory import largest_cache
 
     config = model.config
-    dtype = dtype or model.own_dtype
+    dtype, weights = model.dtype, model.weight_bytes
     itemsize = jnp.dtype(dtype).itemsize
-    weights = model.parameters * itemsize
     prompt_len = max(config.max_position - max_new_tokens, 0) if prompt_len is None else prompt_len
     per_token = config.cache_bytes_per_token(itemsize)
     caches = []
@@ -107,6 +107,7 @@ def _report(
         "chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
         "dtype": dtype,
         "weight_bytes": weights,
+        "weight_types": [dtype, *model.quantised],
         "cache_bytes_per_token": per_token,
         "full_cache_bytes_at_window": per_token * config.max_position,
         "prompt_len": prompt_len,
@@ -132,7 +133,7 @@ def _print(report: dict[str, Any]) -> None:
         "Text": f"{tokenizer} tokenizer, {chat} chat template",
         "Parameters": f"{report['parameters']:,}",
         "Stored": f"{console.size(report['stored_bytes'])} ({stored})",
-        "Weights": f"{console.size(report['weight_bytes'])} as {dtype}",
+        "Weights": f"{console.size(report['weight_bytes'])} as {' and '.join(report['weight_types'])}",
         "Full cache": f"{console.size(report['cache_bytes_per_token'])} per token as {dtype}, "
         f"{console.size(report['full_cache_bytes_at_window'])} at the trained window",
     }

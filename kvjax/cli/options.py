@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvjax.models import Params
 
 DType = Literal["float32", "bfloat16", "float16"]
+Weights = Literal["float", "int8", "int4", "as-stored"]
 
 PromptArgument = Annotated[
     str | None,
@@ -57,6 +58,23 @@ DTypeOption = Annotated[
     DType | None,
     typer.Option(
         "--dtype", help="Type of the weights. [default: float32 on CPU, else the checkpoint's own]", show_default=False
+    ),
+]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(
+        "--weights",
+        help="How matrices of the layers are held in memory; as-stored keeps a GGUF file's blocks. [default: floats from a GGUF file, "
+        "else as stored]",
+        show_default=False,
+    ),
+]
+EmbeddingOption = Annotated[
+    Weights | None,
+    typer.Option(
+        "--embedding",
+        help="The same, of embedding and head. [default: as stored if weights are, else float]",
+        show_default=False,
     ),
 ]
 PrefillBlockOption = Annotated[
@@ -99,6 +117,8 @@ def read_model(
     source: str | None,
     dtype: str | None,
     compilation_cache: bool,
+    weights: str | None = None,
+    embedding: str | None = None,
     mesh: str | None = None,
     distributed: bool = False,
 ) -> "Params":
@@ -115,7 +135,12 @@ def read_model(
     if mesh is not None:
         get_mesh(mesh)  # before anything is downloaded
     with unwatched("Loading the model"):
-        return load(source, dtype=dtype, mesh=mesh)
+        return load(source, dtype=dtype, weights=spelt(weights), embedding=spelt(embedding), mesh=mesh)
+
+
+def spelt(weights: str | None) -> str | None:
+    """A kind of weights as Python has it."""
+    return None if weights is None else weights.replace("-", " ")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

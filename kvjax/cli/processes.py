@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 HEARTBEAT = 10
 """Seconds without a sign of life after which a process is given up, and the others end."""
@@ -19,7 +20,9 @@ def join_processes() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}  # JAX itself reads the address alone
     try:
-        numbers = {name: int(os.environ[variable]) for name, variable in told.items() if variable in os.environ}
+        numbers: dict[str, Any] = {
+            name: int(os.environ[variable]) for name, variable in told.items() if variable in os.environ
+        }
         jax.distributed.initialize(**numbers, heartbeat_timeout_seconds=HEARTBEAT)
     except ValueError as error:
         raise ValueError(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.arguments import shown, whole
 from kvjax.cache import bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
+from kvjax.models.params import retyped, same_shapes
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
@@ -114,7 +115,7 @@ class Engine:
         if isinstance(model, Params):
             self.config, self.weights = model.config, dataclasses.replace(model, tokenizer=None)
             if dtype is not None and _floating(dtype) != model.dtype:
-                self.weights = abstract(model.config, _floating(dtype))
+                self.weights = retyped(self.weights, _floating(dtype))
         else:
             self.config, self.weights = model, abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype))
         self.policy = get_policy(policy, budget=budget).bind(self.config)
@@ -178,7 +179,7 @@ class Engine:
         Raises:
             ValueError: they are of another shape or type.
         """
-        if (params.config, params.dtype) != (self.config, self.weights.dtype):
+        if not same_shapes(params, self.weights):
             raise ValueError(
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"

@@ -92,7 +92,7 @@ def check_params(params: Any) -> None:
     """Raise `ValueError` unless these are a model's weights."""
     if not isinstance(params, Params):
         raise ValueError(f"params is {shown(params)}; give a model's weights, such as kvjax.load(...) returns")
-    if isinstance(params.embed, jax.ShapeDtypeStruct):
+    if isinstance(params.norm, jax.ShapeDtypeStruct):
         raise ValueError("params are the shapes of weights alone; give weights, such as kvjax.load(...) returns")
 
 

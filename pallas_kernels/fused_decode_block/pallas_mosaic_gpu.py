@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from ..device import hopper, target
+from ..projection import is_quantized
 from .plan import HALF, PROGRAMS, ROWS, WARPGROUPS, Plan, columns, plan
 from .types import BlockWeights
 
@@ -42,6 +43,8 @@ def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str 
         return f"this GPU has {cores} multiprocessors, not {PROGRAMS}"
     if attended.ndim != 2:
         return f"inputs are {attended.shape}, not a token per row"
+    if any(map(is_quantized, weights)):
+        return "weights are in 8 or 4 bits"
     kinds = {a.dtype for a in jax.tree.leaves((attended, x, [w for w in weights if isinstance(w, jax.Array)]))}
     if kinds != {jnp.dtype(jnp.bfloat16)}:
         return "not everything is bfloat16"

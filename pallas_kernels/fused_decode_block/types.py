@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from ..projection import Norm
+from ..projection import Matrix, Norm
 
 
 class BlockWeights(NamedTuple):
@@ -19,15 +19,15 @@ class BlockWeights(NamedTuple):
         q, k, v: of the next layer, [_, D].
     """
 
-    o: Float[Array, "D A"]
+    o: Matrix
     mlp_norm: Norm
-    gate: Float[Array, "F D"]
-    up: Float[Array, "F D"]
-    down: Float[Array, "D F"]
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     attn_norm: Norm
-    q: Float[Array, "Q D"]
-    k: Float[Array, "K D"]
-    v: Float[Array, "K D"]
+    q: Matrix
+    k: Matrix
+    v: Matrix
 
 
 class BlockOutput(NamedTuple):

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
+from .quantized import Matrix, QuantizedMatrix
 from .types import Norm
 
 
-def _prefer_xla_reason(x: Array, weights: Sequence[Array], **_: Any) -> str | None:
+def _prefer_xla_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
     if max(w.shape[0] for w in weights) > 65536:
         return "of so many outputs XLA's own kernel is as fast (128256 of 4096 inputs on an H200: 255 us, these kernels 270)"
     return None
@@ -22,7 +23,7 @@ _GATED = Op("gated_projection", __name__, gpu=("pallas_triton",))
 
 def projection(
     x: Float[Array, "*B D"],
-    *weights: Float[Array, "_ D"],
+    *weights: Matrix,
     norm: Norm | None = None,
     residual: Float[Array, "*B O"] | None = None,
     dtype: Any = None,
@@ -36,7 +37,8 @@ def projection(
 
     Args:
         x: inputs; each matrix multiplies all of them.
-        weights: matrices as checkpoints keep them, outputs first; each may have other outputs.
+        weights: matrices [_, D] as checkpoints keep them, outputs first; each may have other outputs, and be in 8 or 4 bits, which
+            XLA multiplies (`QuantizedMatrix`).
         norm: RMS norm of the inputs.
         residual: added to the product of the only matrix.
         dtype: of the products, that of `x` if not given.
@@ -52,8 +54,8 @@ def projection(
 
 def gated_projection(
     x: Float[Array, "*B D"],
-    gate: Float[Array, "O D"],
-    up: Float[Array, "O D"],
+    gate: Matrix,
+    up: Matrix,
     *,
     norm: Norm | None = None,
     implementation: Implementation = "auto",
@@ -63,7 +65,7 @@ def gated_projection(
 
     Args:
         x: inputs.
-        gate, up: matrices as checkpoints keep them, outputs first.
+        gate, up: matrices [O, D] as checkpoints keep them, outputs first.
         norm: RMS norm of the inputs.
         implementation: "auto" takes the device's Pallas kernel where it serves.
         interpret: run a Pallas kernel in its interpreter, on any device.
@@ -72,3 +74,10 @@ def gated_projection(
         Unsupported: an implementation was named that does not serve.
     """
     return _GATED(x, (gate, up), norm=norm, implementation=implementation, interpret=interpret)
+
+
+def lookup(table: Matrix, indices: Int[Array, "*B"], dtype: Any) -> Float[Array, "*B D"]:
+    """Rows of a table, such as the embeddings of tokens; those of one in 8 or 4 bits are dequantised to `dtype`."""
+    if isinstance(table, QuantizedMatrix):
+        return table.rows(indices).dequantized(dtype)
+    return jnp.take(table, indices, axis=0)

@@ -17,19 +17,23 @@ from jaxtyping import Array, Float
 
 from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
+from .quantized import Matrix, QuantizedMatrix
 from .types import Norm
 
 ROWS = 16
 """The most rows that these kernels take."""
 
 
-def unsupported_reason(x: Array, weights: Sequence[Array], **_: Any) -> str | None:
+def unsupported_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
     """Why these kernels do not serve a case, or None if they do."""
     if reason := triton_unsupported():
         return reason
     if x.ndim != 2 or x.shape[0] > ROWS:
         return f"inputs are {x.shape}, not up to {ROWS} rows"
-    if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
+    plain = [w for w in weights if not isinstance(w, QuantizedMatrix)]
+    if len(plain) < len(weights):
+        return "weights are in 8 or 4 bits"
+    if {x.dtype, *(w.dtype for w in plain)} != {jnp.dtype(jnp.bfloat16)}:
         return "not everything is bfloat16"
     if x.shape[1] % 128:
         return f"{x.shape[1]} inputs are not a multiple of 128"

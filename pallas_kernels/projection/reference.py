@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..device import target
+from .quantized import Matrix, QuantizedMatrix, multiplied
 from .types import Norm
 
 NARROW = 2048
@@ -21,7 +22,7 @@ MANY = 1024
 
 def projection(
     x: Float[Array, "*B D"],
-    weights: Sequence[Float[Array, "_ D"]],
+    weights: Sequence[Matrix],
     *,
     norm: Norm | None = None,
     residual: Float[Array, "*B O"] | None = None,
@@ -30,40 +31,46 @@ def projection(
     """One product after the other, each rounded to the type of `x` before anything is added to it."""
     x = x if norm is None else norm(x)
     products = [product for together in _groups(x, weights) for product in _products(x, together, dtype)]
-    return products if residual is None else [residual + product for product in products]
+    if residual is None:
+        return products
+    sums = [residual + product for product in products]
+    # XLA's TPU compiler would add up again, wherever it is read, what products with such matrices made of the stream: all of them would stay
+    # in memory to the last layer (of Llama-3.1-8B's shape and blocks of 4096 tokens 120 MB per layer).
+    return jax.lax.optimization_barrier(sums) if any(isinstance(w, QuantizedMatrix) for w in weights) else sums
 
 
 def gated_projection(
-    x: Float[Array, "*B D"], weights: Sequence[Float[Array, "O D"]], *, norm: Norm | None = None
+    x: Float[Array, "*B D"], weights: Sequence[Matrix], *, norm: Norm | None = None
 ) -> Float[Array, "*B O"]:
     """silu(gate x) · up x."""
     x, (gate, up) = x if norm is None else norm(x), weights
     return jax.nn.silu(_product(x, gate, x.dtype)) * _product(x, up, x.dtype)
 
 
-def _groups(x: Array, weights: Sequence[Array]) -> list[list[Array]]:
+def _groups(x: Array, weights: Sequence[Matrix]) -> list[list[Any]]:
     """The matrices, in order; in one group those that are to be multiplied at once."""
     many = target().platform == "gpu" and x.size // x.shape[-1] >= MANY
-    groups: list[list[Array]] = []
+    groups: list[list[Any]] = []
     for w in weights:
-        if many and groups and groups[-1][0].shape == w.shape and w.shape[0] < NARROW:
+        quantized = any(isinstance(each, QuantizedMatrix) for each in (w, *(groups[-1] if groups else ())))
+        if many and groups and not quantized and groups[-1][0].shape == w.shape and w.shape[0] < NARROW:
             groups[-1].append(w)
         else:
             groups.append([w])
     return groups
 
 
-def _products(
-    x: Float[Array, "*B D"], weights: Sequence[Float[Array, "O D"]], dtype: Any
-) -> list[Float[Array, "*B O"]]:
+def _products(x: Float[Array, "*B D"], weights: Sequence[Any], dtype: Any) -> list[Float[Array, "*B O"]]:
     """Those of one group."""
     if len(weights) == 1:
         return [_product(x, weights[0], dtype)]
     return jnp.split(_product(x, jnp.concatenate(weights), dtype), len(weights), axis=-1)
 
 
-def _product(x: Float[Array, "*B D"], w: Float[Array, "O D"], dtype: Any) -> Float[Array, "*B O"]:
+def _product(x: Float[Array, "*B D"], w: Matrix, dtype: Any) -> Float[Array, "*B O"]:
     """Accumulated in float32 and rounded once. (Asked for float32 first, XLA writes that and rounds it in a kernel of its own: 0.8 ms a
     layer of Llama-3.1-8B's shape at 16384 tokens on an H200, a twentieth of the prefill.)
     """
+    if isinstance(w, QuantizedMatrix):
+        return multiplied(x, w, dtype)
     return jnp.einsum("...d,od->...o", x, w, preferred_element_type=dtype)

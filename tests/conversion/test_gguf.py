@@ -75,7 +75,7 @@ def test_q4_1_by_hand(tmp_path: Path) -> None:
     scale, minimum = np.frombuffer(block[:4], np.float16).astype(np.float32)
     levels = [byte & 15 for byte in block[4:20]] + [byte >> 4 for byte in block[4:20]]
     expected = np.asarray(levels, np.float32) * scale + minimum
-    np.testing.assert_allclose(load(tmp_path / "m.gguf").embed[7], expected, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(load(tmp_path / "m.gguf").embed)[7], expected, rtol=1e-6)
 
 
 def llama3_divisors(config: ModelConfig, factor: float) -> np.ndarray:

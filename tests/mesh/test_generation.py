@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.conversion import quantize_weights
 from kvjax.models import abstract
 from kvjax.models.params import tree_map_named
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, place_all
@@ -76,6 +77,24 @@ def test_loaded_and_saved(tmp_path, uneven, prompts):
     assert again.config == uneven.config
     back = kvjax.load(tmp_path / "again", progress=False)
     jax.tree.map(np.testing.assert_array_equal, back, uneven)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_in_fewer_bits(weights, prompts, tmp_path):
+    params = quantize_weights(model(4, 2, 16, hidden_size=64, intermediate_size=256), weights)
+    expected = tokens(kvjax.generate(params, prompts, **BITES))
+    placed = place_all(get_shard("model=2", params.config), params)
+    assert tokens(kvjax.generate(placed, prompts, **BITES)) == expected
+    assert bytes_per_device(placed) < 0.8 * bytes_per_device(params)
+    kvjax.save(placed, tmp_path / "saved")
+    again = kvjax.load(tmp_path / "saved", weights="as stored", mesh="data=2,model=2", progress=False)
+    jax.tree.map(np.testing.assert_array_equal, again, placed)
+
+
+def test_groups_that_devices_do_not_divide(uneven):
+    params = quantize_weights(model(4, 2, 16, hidden_size=64, intermediate_size=96), "int4")
+    with pytest.raises(ValueError, match="3 groups of one scale, which model=2"):
+        place_all(get_shard("model=2", params.config), params)
 
 
 def test_weights_stay_where_they_are(uneven):

@@ -89,7 +89,7 @@ def test_what_they_look_like(tiny: Params) -> None:
 def test_params_are_a_pytree_with_static_configuration(tiny: Params) -> None:
     doubled = jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p))(tiny)
     assert doubled.config == tiny.config
-    assert jnp.array_equal(doubled.embed, tiny.embed * 2)
+    assert jnp.array_equal(doubled.norm, tiny.norm * 2)
 
 
 @pytest.mark.parametrize(

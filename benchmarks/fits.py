@@ -1,0 +1,102 @@
+"""Whether a model fits a TPU, by the compiler's word: a prompt read in blocks within a budget, and decoding after it.
+
+    python -m benchmarks.fits --weights int8 --policies snapkv:8192 --layers 2
+    python -m benchmarks.fits --weights int8,int4
+
+The two programs are compiled for one chip ahead of time, which needs no chip (`kvjax.runtime.ahead_of_time`) and no weights. A row has
+bytes of weights and cache, and the most that either program holds: arguments, temporaries and results.
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import report
+from kvjax.bench.case import Case, read_policy
+from kvjax.models import abstract
+from kvjax.models.params import nbytes
+from kvjax.policies.text import split_policies
+from kvjax.runtime import decoding
+from kvjax.runtime.ahead_of_time import CHIPS, compile_for
+from kvjax.runtime.engine import Engine, program_bytes
+
+
+def main() -> None:
+    """Compile for one kind of weights and policy after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=CHIPS, default="v5e")
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="int8,int4", help="float, int8 or int4, separated by commas")
+    parser.add_argument("--embedding", default="int8", help="the same of embedding and head, one")
+    parser.add_argument(
+        "--policies", default="snapkv:8192,chunkkv:8192,treekv:8192,chelsea:8192", help="as for `kvjax bench`"
+    )
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    out = args.out or Path(f"benchmarks/results/fits-{args.chip}.json")
+    header = report.header(chip=args.chip, shape=args.shape, layers=args.layers, dtype=args.dtype, block=args.block)
+    rows = []
+    for weights in args.weights.split(","):
+        for text in split_policies(args.policies):
+            name, settings = read_policy(text)
+            case = Case(
+                name, settings, args.tokens, 1, args.shape, args.new_tokens, dtype=args.dtype, layers=args.layers
+            )
+            rows.append(measure(case, weights, args.embedding, args.block, args.chip))
+            print(
+                "{weights} {policy}: prefill {prefill_bytes:,} B, decode {decode_bytes:,} B".format(**rows[-1]),
+                flush=True,
+            )
+            report.write(out, header, rows)
+
+
+def measure(case: Case, weights: str, embedding: str, block: int, chip: str) -> dict[str, Any]:
+    """Compile what reads a block of the prompt and what decodes, and tell what they hold."""
+    params = abstract(case.config, case.dtype, weights=weights, embedding=embedding)
+    engine = Engine(params, case.bound_policy(), prompt_len=case.context, max_new_tokens=case.new_tokens, block=block)
+    state, how = jax.eval_shape(engine.begin), engine.how()
+    tokens, row, count = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, engine.block), (1,), ()))
+    start = time.perf_counter()
+    prefill, decode = (
+        program_bytes(
+            compile_for(
+                chip,
+                partial(program.function, engine.policy, engine.specs),
+                engine.weights,
+                state,
+                *given,
+                *how,
+                donate_argnums=1,
+            )
+        )
+        for program, given in ((decoding.extend, (tokens, row, row)), (decoding.decode, (count,)))
+    )
+    return {
+        "weights": weights,
+        "embedding": embedding,
+        "policy": case.policy,
+        "settings": case.settings,
+        "tokens": case.context,
+        "new_tokens": case.new_tokens,
+        "block": engine.block,
+        "weight_bytes": nbytes(params),
+        "cache_bytes": engine.cache_bytes,
+        "full_cache_bytes": engine.full_cache_bytes,
+        "prefill_bytes": prefill,
+        "decode_bytes": decode,
+        "compile_seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Matrices in 8 and 4 bits on the host: made of floats, repacked from GGUF's blocks, and found among a file's arrays."""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.models.params import quantized_shape
+from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, QuantizedMatrix
+
+_LEVELS = ".levels"
+"""Ending of the name of the array that every such matrix has."""
+
+_SCALES = ("float32", "float16", "bfloat16")
+_UNITS = ("int8", "uint8")
+
+
+def to_int8(rows: np.ndarray) -> Int8Matrix:
+    """Symmetric, by the largest number of each row of a float32 matrix."""
+    scale = np.abs(rows).max(1) / np.float32(127)
+    levels = np.rint(rows / np.where(scale == 0, np.float32(1), scale)[:, None])
+    return Int8Matrix(levels.astype(np.int8), scale)  # pyright: ignore[reportArgumentType]
+
+
+def to_int4(rows: np.ndarray) -> GroupedMatrix:
+    """By the least and the largest of each group of numbers of a float32 matrix, as GGUF's Q4_1 rounds them."""
+    shape = quantized_shape(jax.ShapeDtypeStruct(rows.shape, jnp.float32), "int4")
+    groups = shape.levels.shape[-1]
+    numbers = rows.reshape(len(rows), groups, -1)
+    least = numbers.min(-1)
+    scale = ((numbers.max(-1) - least) / np.float32(15)).astype(np.float16)
+    least = least.astype(np.float16)
+    step = np.where(scale == 0, np.float32(1), scale.astype(np.float32))
+    levels = np.rint((numbers - least.astype(np.float32)[..., None]) / step[..., None]).clip(0, 15)
+    return _grouped(levels.astype(np.uint8), scale, least)
+
+
+FROM_FLOATS: Mapping[str, Callable[[np.ndarray], QuantizedMatrix]] = {"int8": to_int8, "int4": to_int4}
+"""What makes each kind of matrix of floats."""
+
+
+def from_blocks(kind: str, rows: np.ndarray) -> GroupedMatrix:
+    """Rows of a GGUF tensor, repacked without loss.
+
+    Args:
+        kind: of `BLOCKS`.
+        rows: bytes, [rows, bytes of a row].
+    """
+    return BLOCKS[kind](rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]))
+
+
+@functools.lru_cache(maxsize=256)
+def blocks_shape(kind: str, outputs: int, inputs: int) -> Any:
+    """Shapes of what `from_blocks` makes of a whole tensor."""
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    one = from_blocks(kind, np.zeros((1, inputs // numbers * nbytes), np.uint8))
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct((outputs, *array.shape[1:]), array.dtype), one)
+
+
+def dequantised(matrix: QuantizedMatrix, dtype: np.dtype) -> np.ndarray:
+    """The numbers themselves, by the host."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
+        return np.asarray(jax.tree.map(jnp.asarray, matrix).dequantized(dtype))
+
+
+def parts(name: str, held: Any) -> dict[str, Any]:
+    """The arrays of a parameter by the names that they have in files: `name` alone, or with the arrays of a matrix after a dot."""
+    if not isinstance(held, QuantizedMatrix):
+        return {name: held}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(held)
+    return {f"{name}.{jax.tree_util.keystr(path, simple=True)}": leaf for path, leaf in leaves}
+
+
+def matrices(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What belongs to matrices among arrays by name: the name of each, and its arrays by theirs."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name.endswith(_LEVELS):
+            base = name.removesuffix(_LEVELS)
+            fields = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
+            found[base] = {field: names[f"{base}.{field}"] for field in fields if f"{base}.{field}" in names}
+    return found
+
+
+def assembled(arrays: Mapping[str, Any]) -> QuantizedMatrix:
+    """The matrix of these arrays, or of their shapes.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    shapes = {field: tuple(array.shape) for field, array in arrays.items()}
+    types = {field: np.dtype(array.dtype).name for field, array in arrays.items()}
+    levels, scale = shapes["levels"], shapes.get("scale")
+    if len(levels) == 2:
+        fits = set(arrays) == {"levels", "scale"} and scale == levels[:1] and types["levels"] == "int8"
+        if fits and types["scale"] in _SCALES:
+            return Int8Matrix(**arrays)
+    elif len(levels) == 3 and types["levels"] in ("int8", "uint8") and all(levels):
+        wanted = levels[::2]
+        fits = scale == wanted and shapes.get("minimum", wanted) == wanted
+        for field in ("scale", "minimum"):
+            unit = shapes.get(f"{field}_unit")
+            if unit is not None:
+                whole = len(unit) == 2 and unit[0] == levels[0] and unit[1] and not operator.mod(levels[2], unit[1])
+                fits &= bool(whole) and types.get(field) in _UNITS and types[f"{field}_unit"] in _SCALES
+            elif field in types:
+                fits &= types[field] in _SCALES
+        if fits:
+            return GroupedMatrix(**arrays)
+    told = ", ".join(f"{field} {types[field]}{list(shape)}" for field, shape in shapes.items())
+    raise ValueError(f"its arrays do not make a matrix: {told}")
+
+
+def _grouped(levels: np.ndarray, *rest: np.ndarray | None) -> GroupedMatrix:
+    """A matrix of levels [rows, groups, members], unsigned ones of four bits."""
+    if levels.dtype == np.uint8:
+        half = levels.shape[-1] // 2
+        levels = levels[..., :half] | levels[..., half:] << np.uint8(4)
+    return GroupedMatrix(np.ascontiguousarray(levels.swapaxes(1, 2)), *rest)  # pyright: ignore[reportArgumentType]
+
+
+def _half(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at a byte of each block."""
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
+
+
+def _q8_0(blocks: np.ndarray) -> GroupedMatrix:
+    return _grouped(np.ascontiguousarray(blocks[..., 2:]).view(np.int8), _half(blocks, 0))
+
+
+def _q4_0(blocks: np.ndarray) -> GroupedMatrix:
+    return _grouped(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: np.ndarray) -> GroupedMatrix:
+    return _grouped(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q4_k(blocks: np.ndarray) -> GroupedMatrix:
+    levels = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).reshape(len(blocks), -1, 32)
+    return _grouped(levels, *_k_scales(blocks))
+
+
+def _q5_k(blocks: np.ndarray) -> GroupedMatrix:
+    low = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    levels = (low | high << np.uint8(4)).astype(np.int8)
+    return _grouped(levels.reshape(len(blocks), -1, 32), *_k_scales(blocks))
+
+
+def _q6_k(blocks: np.ndarray) -> GroupedMatrix:
+    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).reshape(*blocks.shape[:2], 2, 4, 32)
+    bits = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    high = bits >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    levels = (low | high << np.uint8(4)).astype(np.int8) - np.int8(32)
+    scale = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(len(blocks), -1)
+    return _grouped(levels.reshape(len(blocks), -1, 16), scale, None, _half(blocks, 208))
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Low halves of the bytes of the last axis, then high ones."""
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+
+
+def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Scales and minima in their units, which are subtracted in the file and added here."""
+    packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
+    scale, least = (each.reshape(len(blocks), -1) for each in gguf.quants.Q4_K.get_scale_min(packed))
+    return scale, least, _half(blocks, 0), -_half(blocks, 2)
+
+
+BLOCKS: Mapping[str, Callable[[np.ndarray], GroupedMatrix]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+"""GGUF's types of blocks that can stay as they are."""

@@ -1,0 +1,32 @@
+"""Llama-3.1-8B's shape with weights in 8 and 4 bits on one v5e, by the TPU compiler's word."""
+
+import pytest
+from kernels.ahead_of_time import chip
+
+from benchmarks.fits import measure
+from kvjax.bench.case import Case
+from kvjax.models import abstract
+from kvjax.models.params import nbytes
+from kvjax.models.presets import PRESETS
+
+LAYERS = 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "limit", "temporaries"),
+    [
+        pytest.param("int8", 15.0e9, 0.65e9, marks=pytest.mark.slow),
+        pytest.param("int4", 9.0e9, 0.75e9, marks=pytest.mark.long),
+    ],
+)
+def test_128k_tokens_fit(weights: str, limit: float, temporaries: float) -> None:
+    """Two layers need so little besides weights and cache that 32 fit: nothing is kept of each layer, and no floats of its matrices."""
+    chip("v5e")
+    case = Case("snapkv", {"budget": 8192}, 131_072, 1, "llama-3.1-8b", 256, layers=LAYERS)
+    row = measure(case, weights, "int8", 4096, "v5e")
+    held = row["weight_bytes"] + row["cache_bytes"]
+    rest = max(row["prefill_bytes"], row["decode_bytes"]) - held
+    assert rest < temporaries
+    whole = nbytes(abstract(PRESETS["llama-3.1-8b"], "bfloat16", weights=weights, embedding="int8"))
+    layer = 12e6  # of each, as the result file of all 32 has it
+    assert whole + 32 / LAYERS * row["cache_bytes"] + rest + 32 * layer <= limit
