@@ -16,7 +16,7 @@ def join_processes() -> None:
     """
     import jax
 
-    if jax.config.jax_platforms == "cpu":
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}  # JAX itself reads the address alone
     try:
