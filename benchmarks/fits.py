@@ -3,33 +3,28 @@
     python -m benchmarks.fits --weights int8 --policies snapkv:8192 --layers 2
     python -m benchmarks.fits --weights int8,int4
 
-The two programs are compiled for one chip ahead of time, which needs no chip (`kvjax.runtime.ahead_of_time`) and no weights. A row has
-bytes of weights and cache, and the most that either program holds: arguments, temporaries and results.
+The two programs are compiled ahead of time for one chip, or for several that share the model (`--chip v5e:2x2`), which needs no chips
+(`kvjax.runtime.ahead_of_time`) and no weights. A row has bytes of weights and cache on each chip, and the most that either program
+holds: arguments, temporaries and results.
 """
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from benchmarks import report
 from kvjax.bench.case import Case, read_policy
 from kvjax.models import abstract
-from kvjax.models.params import nbytes
 from kvjax.policies.text import split_policies
-from kvjax.runtime import decoding
-from kvjax.runtime.ahead_of_time import CHIPS, compile_for
-from kvjax.runtime.engine import Engine, program_bytes
+from kvjax.runtime.ahead_of_time import CHIPS, HOSTS, memory_of, mesh
+from kvjax.runtime.engine import Engine
 
 
 def main() -> None:
     """Compile for one kind of weights and policy after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chip", choices=CHIPS, default="v5e")
+    parser.add_argument("--chip", choices=[*CHIPS, *HOSTS], default="v5e")
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
@@ -63,24 +58,16 @@ def main() -> None:
 def measure(case: Case, weights: str, embedding: str, block: int, chip: str) -> dict[str, Any]:
     """Compile what reads a block of the prompt and what decodes, and tell what they hold."""
     params = abstract(case.config, case.dtype, weights=weights, embedding=embedding)
-    engine = Engine(params, case.bound_policy(), prompt_len=case.context, max_new_tokens=case.new_tokens, block=block)
-    state, how = jax.eval_shape(engine.begin), engine.how()
-    tokens, row, count = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, engine.block), (1,), ()))
-    start = time.perf_counter()
-    prefill, decode = (
-        program_bytes(
-            compile_for(
-                chip,
-                partial(program.function, engine.policy, engine.specs),
-                engine.weights,
-                state,
-                *given,
-                *how,
-                donate_argnums=1,
-            )
-        )
-        for program, given in ((decoding.extend, (tokens, row, row)), (decoding.decode, (count,)))
+    engine = Engine(
+        params,
+        case.bound_policy(),
+        prompt_len=case.context,
+        max_new_tokens=case.new_tokens,
+        block=block,
+        mesh=mesh(chip),
     )
+    start = time.perf_counter()
+    memory = memory_of(engine)
     return {
         "weights": weights,
         "embedding": embedding,
@@ -89,11 +76,11 @@ def measure(case: Case, weights: str, embedding: str, block: int, chip: str) -> 
         "tokens": case.context,
         "new_tokens": case.new_tokens,
         "block": engine.block,
-        "weight_bytes": nbytes(params),
-        "cache_bytes": engine.cache_bytes,
+        "weight_bytes": memory.weights,
+        "cache_bytes": memory.cache,
         "full_cache_bytes": engine.full_cache_bytes,
-        "prefill_bytes": prefill,
-        "decode_bytes": decode,
+        "prefill_bytes": memory.prefill,
+        "decode_bytes": memory.decode,
         "compile_seconds": round(time.perf_counter() - start, 1),
     }
 

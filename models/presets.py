@@ -16,6 +16,18 @@ PRESETS = {
         max_position=131072,
         rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     ),
+    "llama-3.1-70b": ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=131072,
+        rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+    ),
     "llama-2-7b": ModelConfig(
         family="llama",
         vocab_size=32000,

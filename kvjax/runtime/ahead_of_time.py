@@ -9,14 +9,19 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
 
 from kvjax.extras import install
 from kvjax.runtime.compilation_cache import not_kept
+from kvjax.runtime.engine import Engine, Memory
 
 CHIPS = {"v5e": ("v5e:1x1", [1, 1, 1]), "v5p": ("v5p:1x1x1", [1, 1, 1]), "v6e": ("v6e:1x1", [1, 1, 1])}
 """Topology of a single chip, by the name of its generation."""
+
+HOSTS = {"v5e:2x2": [2, 2, 1], "v5p:2x2x1": [2, 2, 1], "v6e:2x4": [2, 4, 1]}
+"""Chips of a host in each direction, by topologies of several."""
 
 _HOST = {
     # What libtpu would ask a cloud host for, and a lock that would keep parallel processes apart.
@@ -27,27 +32,40 @@ _HOST = {
 }
 
 
-@functools.cache
 def chip(generation: str) -> Any:
-    """A TPU chip to compile for.
+    """A TPU chip to compile for; arguments and errors as for `mesh`."""
+    return mesh(generation).devices.flat[0]
+
+
+@functools.cache
+def mesh(chips: str) -> Mesh:
+    """TPU chips to compile for, which share a model.
 
     Args:
-        generation: a key of `CHIPS`.
+        chips: a key of `CHIPS`, for one, or of `HOSTS`.
 
     Raises:
-        ValueError: the generation is unknown.
+        ValueError: they are unknown.
         RuntimeError: there is no TPU compiler here.
     """
-    if generation not in CHIPS:
-        raise ValueError(f"generation={generation!r} is not one of {', '.join(CHIPS)}")
+    if chips not in CHIPS | HOSTS:
+        raise ValueError(f"chips={chips!r} is not one of {', '.join([*CHIPS, *HOSTS])}")
     if jax.default_backend() != "tpu":
         for name, value in _HOST.items():
             os.environ.setdefault(name, value)
-    name, bounds = CHIPS[generation]
+    name, bounds = CHIPS.get(chips) or (chips, HOSTS[chips])
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=bounds).devices[0]
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=bounds).devices
+        return Mesh(np.asarray(found), ("model",))
     except Exception as error:  # of many types, by what is missing
         raise RuntimeError(f"no TPU compiler here ({error}): {install('tpu')}") from error
+
+
+def memory_of(engine: Engine) -> Memory:
+    """What an engine's programs take on each of the chips of its mesh, see `mesh`."""
+    assert engine.shard.mesh is not None
+    with jax.sharding.use_abstract_mesh(engine.shard.mesh.abstract_mesh), not_kept():
+        return engine.compile()
 
 
 def compile_for(generation: str, function: Any, *args: Any, **options: Any) -> Any:

@@ -179,16 +179,16 @@ class Engine:
         Raises:
             ValueError: they are of another shape or type.
         """
-        if not same_shapes(params, self.weights):
+        weights = dataclasses.replace(params, tokenizer=None)
+        if self.shard.mesh is not None:
+            weights = place_all(self.shard, weights)
+        if not same_shapes(weights, self.weights):
             raise ValueError(
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"
             )
-        weights = dataclasses.replace(params, tokenizer=None)
         other = object.__new__(Engine)
-        other.__dict__.update(
-            self.__dict__, weights=weights if self.shard.mesh is None else place_all(self.shard, weights)
-        )
+        other.__dict__.update(self.__dict__, weights=weights)
         return other
 
     def compile(self, sampler: Sampler | None = None) -> Memory:

@@ -43,9 +43,6 @@ class Program:
         donate: indices, among all arguments, of arrays whose buffers the program may reuse for its results.
         gpu_options: called with the static arguments, the XLA options for a GPU. `XLA_FLAGS` that name one have the last word.
         partition: called with all arguments, how the arrays among them and the results are dealt to a mesh's devices; None for one device.
-
-    Attributes:
-        function: as it was given, for compiling it some other way.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class Program:
         gpu_options: Callable[..., Mapping[str, str]] | None = None,
         partition: Callable[..., Partition | None] | None = None,
     ) -> None:
-        self.function = function
+        self._function = function
         self._static = static
         self._donate = donate
         self._gpu_options = gpu_options
@@ -107,7 +104,7 @@ class Program:
 
     def _whole(self, *args: Any) -> Callable[..., Any]:
         """The function of all arrays, on all devices."""
-        function = functools.partial(self.function, *args[: self._static])
+        function = functools.partial(self._function, *args[: self._static])
         dealt = None if self._partition is None else self._partition(*args)
         return function if dealt is None else over_mesh(function, *dealt)
 

@@ -8,6 +8,7 @@ from kvjax.bench.case import Case
 from kvjax.models import abstract
 from kvjax.models.params import nbytes
 from kvjax.models.presets import PRESETS
+from kvjax.runtime.ahead_of_time import mesh
 
 LAYERS = 2
 
@@ -30,3 +31,24 @@ def test_128k_tokens_fit(weights: str, limit: float, temporaries: float) -> None
     whole = nbytes(abstract(PRESETS["llama-3.1-8b"], "bfloat16", weights=weights, embedding="int8"))
     layer = 12e6  # of each, as the result file of all 32 has it
     assert whole + 32 / LAYERS * row["cache_bytes"] + rest + 32 * layer <= limit
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("chips", "shape", "limit"),
+    [
+        ("v5e:2x2", "llama-3.1-8b", 15.0e9),
+        ("v5p:2x2x1", "llama-3.1-70b", 90.0e9),
+        ("v6e:2x4", "llama-3.1-70b", 30.0e9),
+    ],
+)
+def test_128k_tokens_fit_several_chips(chips: str, shape: str, limit: float) -> None:
+    """In bfloat16, by the same reckoning."""
+    count = len(mesh(chips).devices.flat)
+    case = Case("snapkv", {"budget": 8192}, 131_072, 1, shape, 256, layers=LAYERS)
+    row = measure(case, "float", "float", 4096, chips)
+    rest = max(row["prefill_bytes"], row["decode_bytes"]) - row["weight_bytes"] - row["cache_bytes"]
+    config = PRESETS[shape]
+    held = nbytes(abstract(config, "bfloat16")) / count + config.num_layers / LAYERS * row["cache_bytes"]
+    assert held + rest + config.num_layers * 12e6 <= limit
+    assert row["weight_bytes"] <= 1.01 * nbytes(abstract(case.config, "bfloat16")) / count
