@@ -132,7 +132,7 @@ class InfiniGen(Policy):
         if not isinstance(self.profile, SkewProfile):
             return None
         matrices = self.profile.layer(spec.layer, spec.head_dim)
-        return jnp.asarray(matrices)[spec.head_ids if spec.kv_heads is None else list(spec.kv_heads)]
+        return jnp.asarray(matrices)[spec.head_ids if spec.kv_heads is None else jnp.asarray(spec.kv_heads)]
 
 
 @dataclasses.dataclass(frozen=True)
