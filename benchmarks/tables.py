@@ -184,6 +184,23 @@ def long_texts() -> str:
     return "\n".join(lines)
 
 
+def fits() -> str:
+    """What a model with 128k tokens takes of TPU chips, by weights and policy."""
+    lines = [
+        "| chips | layers in, embedding in | policy | weights | cache | reading | decoding |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name in ("fits-v5e.json", "fits-v5e-2x2.json"):
+        settings = json.loads((RESULTS / name).read_text())["header"]["settings"]
+        for row in rows(name):
+            kinds = [settings["dtype"] if kind == "float" else kind for kind in (row["weights"], row["embedding"])]
+            sizes = (row[f"{what}_bytes"] / 1e9 for what in ("weight", "cache", "prefill", "decode"))
+            policy = f"{row['policy']}:{row['settings']['budget']}"
+            cells = [settings["chip"], ", ".join(kinds), f"`{policy}`", *(f"{size:.1f} GB" for size in sizes)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def peers() -> str:
     """TPOT in ms and TTFT in seconds of PyTorch's programs beside kvjax, one row per length and batch."""
     theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
@@ -254,6 +271,7 @@ if __name__ == "__main__":
         compression(),
         published(),
         long_texts(),
+        fits(),
         peers(),
         kernels(),
         sep="\n\n",

@@ -76,8 +76,9 @@ class Layer:
 class Params:
     """A whole model; embed and head [V, D]. V vocabulary, D model dim.
 
-    Matrices may be in 8 or 4 bits, and stay so (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is None where the embedding serves as output head. `config` and `tokenizer` are static: they take part in tree
-    equality, not in arithmetic. The tokenizer (None for a model without text) compares by content.
+    Matrices may be in 8 or 4 bits, and stay so (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is None where the embedding serves as
+    output head. `config` and `tokenizer` are static: they take part in tree equality, not in arithmetic. The tokenizer (None for a model
+    without text) compares by content.
     """
 
     embed: Matrix

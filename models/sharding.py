@@ -1,13 +1,15 @@
 """Where a model's weights lie on a mesh: what a user asks for, and which axis of each is dealt to which devices.
 
 A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
-them hold the same heads and divide only the matrices. KV heads, with the query heads that read them, are dealt among `heads` devices; the columns of the two matrices that end a layer's halves,
-the MLP's width and the vocabulary among all that share the model (`kvjax.cache.shard`). What does not divide is padded with zeros,
-which change no result: silu(0) · 0 is 0, and logits beyond the vocabulary are cut off.
+them hold the same heads and divide only the matrices. KV heads, with the query heads that read them, are dealt among `heads` devices; the
+columns of the two matrices that end a layer's halves, the MLP's width and the vocabulary among all that share the model
+(`kvjax.cache.shard`). What does not divide is padded with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the
+vocabulary are cut off.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -35,7 +37,6 @@ _COLUMNS = ("o", "down")
 
 _FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
 """Arrays of a matrix in 8 or 4 bits, which follow its name."""
-
 
 _ALLOWED = 'give a jax.sharding.Mesh with the axes "data" (rows) and "model" (KV heads and matrices), or text such as "data=2,model=4"'
 
@@ -93,7 +94,13 @@ def partition(name: str, ndim: int) -> PartitionSpec:
 
 def partitions(params: Params) -> Params:
     """`partition` of every parameter, in a tree of the same structure."""
-    return tree_map_named(lambda name, leaf: partition(name, leaf.ndim), params)
+    leaves, tree = jax.tree.flatten(params)
+    return _partitions(tree, tuple(leaf.ndim for leaf in leaves))
+
+
+@lru_cache(maxsize=64)
+def _partitions(tree: Any, ndims: tuple[int, ...]) -> Params:
+    return tree_map_named(partition, tree.unflatten(ndims))
 
 
 def place(shard: Shard, name: str, weight: Any) -> Any:

@@ -89,7 +89,7 @@ def room_for_programs():
     yield
     maps = Path("/proc/self/maps")
     if next(tests_run) % 16 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend):
+        for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend, decoding.begin):
             program.forget()
         jax.clear_caches()
         gc.collect()

@@ -14,9 +14,9 @@ from benchmarks import tables
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]
-README, METHODS, QUALITY, SPEED, KERNELS = (
+README, METHODS, QUALITY, SPEED, KERNELS, USAGE = (
     (ROOT / page).read_text(encoding="utf-8")
-    for page in ("README.md", "docs/methods.md", "docs/quality.md", "docs/speed.md", "docs/kernels.md")
+    for page in ("README.md", "docs/methods.md", "docs/quality.md", "docs/speed.md", "docs/kernels.md", "docs/usage.md")
 )
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 (POLICY,) = re.findall(r"```python\n(.*?)```", METHODS, flags=re.DOTALL)
@@ -71,6 +71,7 @@ def test_tables_are_those_of_the_result_files():
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
         assert table in SPEED
     assert tables.kernels() in KERNELS
+    assert tables.fits() in USAGE
 
 
 def test_result_files_say_what_the_docs_claim():

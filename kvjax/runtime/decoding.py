@@ -22,7 +22,7 @@ from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
-from kvjax.runtime.mesh import ALL, ROWS, over_mesh, state_partitions
+from kvjax.runtime.mesh import ALL, ROWS, state_partitions
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Partition, Program
 from kvjax.runtime.sampling import Sampler
 
@@ -58,23 +58,8 @@ class Decoding:
 
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
     """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
-    shard = specs[0].shard
-
-    def begun(seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:
-        nothing = jnp.zeros(seed.shape, jnp.int32)
-        return Decoding(
-            # Copied, since arrays of a state may be one and the same, and the programs take them over.
-            caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
-            token=nothing,
-            pos=jnp.zeros_like(nothing),
-            steps=jnp.zeros((), jnp.int32),
-            done=jnp.zeros(seed.shape, bool),
-            seed=jnp.copy(seed),
-        )
-
-    if shard.mesh is None:
-        return begun(seed, total)
-    return jax.jit(over_mesh(begun, shard, (ROWS, ROWS), _state_partitions(policy, specs)))(seed, total)
+    # On one device nothing need be compiled for that.
+    return (_empty if specs[0].shard.mesh is None else begin)(policy, specs, seed, total)
 
 
 def layers_of(policy: Policy, specs: Specs) -> tuple[Layer[Any], ...]:
@@ -166,6 +151,19 @@ def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     """
     lazy = any(layer.traits.compression == "when_full" for layer in layers_of(policy, specs))
     return CUDA_GRAPH_OPTIONS if lazy else CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
+
+
+def _empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:
+    nothing = jnp.zeros(seed.shape, jnp.int32)
+    return Decoding(
+        # Copied, since arrays of a state may be one and the same, and the programs take them over.
+        caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
+        token=nothing,
+        pos=jnp.zeros_like(nothing),
+        steps=jnp.zeros((), jnp.int32),
+        done=jnp.zeros(seed.shape, bool),
+        seed=jnp.copy(seed),
+    )
 
 
 def _prefill(
@@ -275,6 +273,12 @@ def _state_partitions(policy: Policy, specs: Specs) -> Decoding:
     return Decoding(caches=caches, token=ROWS, pos=ROWS, steps=ALL, done=ROWS, seed=ROWS)  # pyright: ignore[reportArgumentType]
 
 
+def _beginning(policy: Policy, specs: Specs, *_: Any) -> Partition | None:
+    """How `begin` is dealt."""
+    shard = specs[0].shard
+    return None if shard.mesh is None else (shard, (ROWS, ROWS), _state_partitions(policy, specs))
+
+
 def _reading(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
     """How `prefill` is dealt."""
     if specs[0].shard.mesh is None:
@@ -322,6 +326,9 @@ def _sample(
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
+
+begin = Program(_empty, static=2, partition=_beginning)
+"""`begin(policy, specs, seed, total)`: the state of rows that have read nothing yet; see `empty`."""
 
 prefill = Program(_prefill, static=2, partition=_reading)
 """`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: read right-padded prompts and sample the first token.

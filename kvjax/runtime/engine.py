@@ -226,7 +226,7 @@ class Engine:
         prompt, how = (tokens, rows, rows, seeds), self.how(sampler, ())
         prefill = None
         if state is None and self.block:
-            state = jax.eval_shape(self.begin)
+            state = decoding.begin.shapes(self.policy, self.specs, seeds, rows)
             tokens = jax.ShapeDtypeStruct((batch, self.block), jnp.int32)
             prefill = self._compiled(decoding.extend, state, tokens, rows, rows, *how)
         elif state is None:
