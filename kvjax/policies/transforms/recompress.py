@@ -31,6 +31,10 @@ class Recompress(Wrapper):
     prompt: Literal["compress", "keep"] = "compress"
 
     def __post_init__(self) -> None:
+        if hasattr(self.policy, "every"):
+            raise PolicyError(
+                f"recompress: {self.policy.info.name!r} has rounds of its own; give it every={self.every}"
+            )
         if getattr(self.policy, "query_window", None) is None:
             raise PolicyError(
                 f"recompress: {self.policy.info.name!r} does not score what is held by the latest queries alone, without which it cannot "
