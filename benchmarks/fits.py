@@ -1,7 +1,9 @@
 """Whether a model fits a TPU, by the compiler's word: a prompt read in blocks within a budget, and decoding after it.
 
     python -m benchmarks.fits --weights int8 --policies snapkv:8192 --layers 2
-    python -m benchmarks.fits --weights int8,int4
+    python -m benchmarks.fits
+    python -m benchmarks.fits --weights int4/int4 --policies chelsea:8192
+    python -m benchmarks.fits --chip v5e:2x2 --weights float --policies snapkv:8192,treekv:8192
 
 The two programs are compiled ahead of time for one chip, or for several that share the model (`--chip v5e:2x2`), which needs no chips
 (`kvjax.runtime.ahead_of_time`) and no weights. A row has bytes of weights and cache on each chip, and the most that either program
@@ -9,6 +11,7 @@ holds: arguments, temporaries and results.
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ from kvjax.policies.text import split_policies
 from kvjax.runtime.ahead_of_time import CHIPS, HOSTS, memory_of, mesh
 from kvjax.runtime.engine import Engine
 
+CASE = "weights", "embedding", "policy", "settings", "tokens", "new_tokens", "block"
+"""What tells rows apart."""
+
 
 def main() -> None:
     """Compile for one kind of weights and policy after the other."""
@@ -28,8 +34,11 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="int8,int4", help="float, int8 or int4, separated by commas")
-    parser.add_argument("--embedding", default="int8", help="the same of embedding and head, one")
+    parser.add_argument(
+        "--weights",
+        default="int8/int8,int4/int8",
+        help="float, int8 or int4, of the layers and behind a stroke of embedding and head; several separated by commas",
+    )
     parser.add_argument(
         "--policies", default="snapkv:8192,chunkkv:8192,treekv:8192,chelsea:8192", help="as for `kvjax bench`"
     )
@@ -38,21 +47,29 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    out = args.out or Path(f"benchmarks/results/fits-{args.chip}.json")
+    out = args.out or Path(f"benchmarks/results/fits-{args.chip.replace(':', '-')}.json")
     header = report.header(chip=args.chip, shape=args.shape, layers=args.layers, dtype=args.dtype, block=args.block)
-    rows = []
-    for weights in args.weights.split(","):
+    rows = kept(out, header["settings"])
+    for kinds in args.weights.split(","):
+        weights, _, embedding = kinds.partition("/")
         for text in split_policies(args.policies):
             name, settings = read_policy(text)
             case = Case(
                 name, settings, args.tokens, 1, args.shape, args.new_tokens, dtype=args.dtype, layers=args.layers
             )
-            rows.append(measure(case, weights, args.embedding, args.block, args.chip))
+            new = measure(case, weights, embedding or "float", args.block, args.chip)
+            rows = [row for row in rows if any(row[name] != new[name] for name in CASE)] + [new]
             print(
                 "{weights} {policy}: prefill {prefill_bytes:,} B, decode {decode_bytes:,} B".format(**rows[-1]),
                 flush=True,
             )
             report.write(out, header, rows)
+
+
+def kept(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that are there already of a run with the same settings; those that are measured anew take their places."""
+    found = json.loads(out.read_text()) if out.exists() else None
+    return found["rows"] if found and found["header"]["settings"] == settings else []
 
 
 def measure(case: Case, weights: str, embedding: str, block: int, chip: str) -> dict[str, Any]:

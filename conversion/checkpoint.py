@@ -278,13 +278,15 @@ def join(tensors: Mapping[str, StoredTensor], file: Path) -> dict[str, StoredTen
     for name, arrays in matrices(tensors).items():
         for field in arrays:
             del left[f"{name}.{field}"]
+        if name in left:
+            raise CheckpointError(f"{file}: tensor {name} is there twice, as floats and in levels")
         left[name] = _joined(name, arrays, file)
     return left
 
 
 def _joined(name: str, arrays: Mapping[str, StoredTensor], file: Path) -> StoredTensor:
-    types = {field: np.dtype(FLOATS.get(array.dtype, array.dtype)) for field, array in arrays.items()}
     try:
+        types = {field: np.dtype(FLOATS.get(array.dtype, array.dtype)) for field, array in arrays.items()}
         kept = assembled({field: jax.ShapeDtypeStruct(array.shape, types[field]) for field, array in arrays.items()})
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: tensor {name}: {told(error)}") from error

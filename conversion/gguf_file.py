@@ -293,7 +293,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    if 0 in shape:
+    if not shape or 0 in shape:
         raise CheckpointError(f"{path}: tensor {tensor.name} has shape {list(shape)}, which holds nothing")
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     row = nbytes // shape[0]

@@ -44,7 +44,7 @@ def load(
         dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
         weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
-            scale and a minimum; or "as stored", which keeps a GGUF file's blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K) and what
+            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps a GGUF file's blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K) and what
             `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
         embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         device: a jax device or sharding to put the parameters on; None is jax's default device.
@@ -63,10 +63,11 @@ def load(
     check_kinds(weights, embedding)
     if mesh is not None and device is not None:
         raise ValueError(f"device={device} and a mesh; give one of the two")
+    mesh = None if mesh is None else get_mesh(mesh)
     wanted = None if dtype is None else float_name(dtype)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
     if wanted is None:
-        where = device if mesh is None else get_mesh(mesh).devices.flat[0]
+        where = device if mesh is None else mesh.devices.flat[0]
         wanted = "float32" if _platform(where) == "cpu" else checkpoint.own_dtype
     kinds = kinds_of(checkpoint, weights, embedding)
     if mesh is None:

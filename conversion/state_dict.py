@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.params import Params, name_of
-from kvjax.models.sharding import mesh_of, own_shape
+from kvjax.models.sharding import get_shard, mesh_of, own_shape, place
 
 from .checkpoint import Checkpoint, StoredTensor, assemble, check_kinds, join, kinds_of, parameter_shapes
 from .huggingface import ignored
@@ -61,7 +62,9 @@ def quantize_weights(params: Params, weights: str = "int8", embedding: str | Non
     """
     check_kinds(weights, embedding)
     checkpoint = checkpoint_of(params)
-    return assemble(checkpoint, params.dtype.name, None, False, kinds_of(checkpoint, weights, embedding))
+    mesh = mesh_of(params)
+    put = None if mesh is None else partial(place, get_shard(mesh, params.config))
+    return assemble(checkpoint, params.dtype.name, put, False, kinds_of(checkpoint, weights, embedding))
 
 
 def checkpoint_of(params: Params) -> Checkpoint:
@@ -102,6 +105,7 @@ def _held(array: np.ndarray | jax.Array, shape: tuple[int, ...] | None = None) -
     shape = array.shape if shape is None else shape
 
     def read(start: int, out: np.ndarray) -> None:
-        out[...] = np.asarray(array)[tuple(map(slice, shape))][start : start + len(out)]
+        # A part of its own: an array keeps the copy that the host was given of the whole of it.
+        out[...] = np.asarray(array[start : start + len(out)])[(slice(None), *map(slice, shape[1:]))]
 
     return StoredTensor(shape, array.dtype.name, math.prod(shape) * array.dtype.itemsize, Path("state dict"), read)

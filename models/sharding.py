@@ -22,7 +22,7 @@ from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE
 
 from .config import ModelConfig
-from .params import Params, name_of, tree_map_named
+from .params import Params, abstract, name_of, tree_map_named
 
 AXES = "data", "model"
 """Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary."""
@@ -58,6 +58,12 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
     if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
         raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
     devices = mesh.devices.T if mesh.axis_names == AXES[::-1] else mesh.devices
+    processes = {device.process_index for device in devices.flat}
+    if jax.process_count() > 1 and jax.process_index() not in processes:
+        raise ValueError(
+            f"the mesh has {devices.size} devices, none of them in process {jax.process_index()} of {jax.process_count()}; give one with devices of "
+            f"every process, of which there are {jax.device_count()} in all"
+        )
     return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
 
 
@@ -132,6 +138,20 @@ def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int
     return (outputs, *(inputs if padded else shape[1:]))
 
 
+def unpadded(params: Params) -> Params:
+    """Parameters without what a mesh may have padded them with; where they are."""
+    if mesh_of(params) is None:
+        return params
+    whole = abstract(params.config)
+    shapes = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(whole)}
+
+    def cut(name: str, leaf: Any) -> Any:
+        own = own_shape(name, leaf.shape, shapes)
+        return leaf if own == leaf.shape else leaf[tuple(map(slice, own))]
+
+    return tree_map_named(cut, params)
+
+
 def mesh_of(params: Params) -> Mesh | None:
     """The mesh that weights lie on, with the axes `data` and `model`; None if that is one device."""
     sharding = getattr(params.norm, "sharding", None)
@@ -164,7 +184,7 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
     if isinstance(array, np.ndarray):  # from a file: each device is sent its part alone
-        whole = np.pad(array, padding)
+        whole = np.pad(array, padding) if any(more for _, more in padding) else array
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
     return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
 

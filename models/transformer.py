@@ -55,19 +55,19 @@ def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     return _logits(params, hidden(params, tokens))
 
 
-def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE) -> Float[Array, "B T-1"]:
     """Log-probability of each token given those before it, from the second on.
 
     The same forward pass, but only `HEAD_BLOCK` positions at a time go through the vocabulary head: no [B, T, V] array.
     """
-    x = hidden(params, tokens)[:, :-1]
+    x = hidden(params, tokens, shard=shard)[:, :-1]
     batch, length, width = x.shape
     pad = -length % HEAD_BLOCK
     blocks = jnp.pad(x, [(0, 0), (0, pad), (0, 0)]).reshape(batch, -1, HEAD_BLOCK, width)
     targets = jnp.pad(tokens[:, 1:], [(0, 0), (0, pad)]).reshape(batch, -1, HEAD_BLOCK)
 
     def score(block: tuple[Array, Array]) -> Array:
-        logits = _logits(params, block[0])
+        logits = _logits(params, block[0], shard)
         chosen = jnp.take_along_axis(logits, block[1][..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -75,11 +75,14 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B
     return jnp.moveaxis(scores, 0, 1).reshape(batch, -1)[:, :length]
 
 
-def hidden(params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None) -> Float[Array, "B T D"]:
+def hidden(
+    params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None, shard: Shard = ONE_DEVICE
+) -> Float[Array, "B T D"]:
     """The residual stream after the last layer, each position attending to all before it.
 
     Args:
         attend: attention to take instead, for studies of what a model needs of it.
+        shard: how devices share the model.
     """
     config = params.config
     rope = config.rope.resolve(tokens.shape[1])
@@ -87,9 +90,9 @@ def hidden(params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = 
     def causal(layer: int, q: Array, k: Array, v: Array) -> Array:
         return _causal(rope, config, config.windows[layer], q, k, v)
 
-    x = _embed(params, tokens)
+    x = _embed(params, tokens, shard)
     for i, layer in enumerate(params.layers):
-        x = _block(config, layer, x, partial(attend or causal, i))
+        x = _block(config, layer, x, partial(attend or causal, i), shard)
     return x
 
 

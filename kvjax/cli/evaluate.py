@@ -11,7 +11,6 @@ from . import checks, console
 from .hyperparameters import read_policies
 from .options import (
     CompilationCacheOption,
-    DistributedOption,
     DTypeOption,
     EmbeddingOption,
     JsonOption,
@@ -99,7 +98,6 @@ def evaluate(
     batch: BatchOption = 4,
     prefill_block: PrefillBlockOption = None,
     mesh: MeshOption = None,
-    distributed: DistributedOption = False,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
     weights: WeightsOption = None,
@@ -131,7 +129,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed)
+    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh)
     outcomes = []
     with bar() as begin:
         for each in chosen:

@@ -30,4 +30,5 @@ def join_processes() -> None:
             "JAX_PROCESS_ID"
         ) from None
     if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever holds the stream

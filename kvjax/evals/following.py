@@ -8,6 +8,7 @@ import numpy as np
 
 from kvjax.cache import bucket
 from kvjax.models import Params
+from kvjax.models.sharding import get_shard, mesh_of
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
 
@@ -56,8 +57,9 @@ def following(
         policy.validate(len(context) + bucket(len(continuation)))
         groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
     found: dict[int, Following] = {}
+    data = get_shard(mesh_of(params), params.config).data
     for (_, new_tokens), group in groups.items():
-        rows = min(batch, len(group))
+        rows = -(-min(batch, len(group)) // data) * data
         for at in range(0, len(group), rows):
             chosen = group[at : at + rows]
             # Filled up, so that all batches of a group share one compiled program.

@@ -16,14 +16,12 @@ import numpy as np
 from kvjax.cache import bucket
 from kvjax.conversion import load
 from kvjax.extras import optional
-from kvjax.models import Params, transformer
+from kvjax.models import Params
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.runtime.generation import generate
-from kvjax.runtime.program import Program
 
 from .following import following
-
-_token_logprobs = Program(transformer.token_logprobs, static=0)
+from .perplexity import token_logprobs
 
 
 @cache
@@ -179,7 +177,7 @@ def _likelihood(params: Params, context: list[int], continuation: list[int]) -> 
     tokens = [*context, *continuation]
     padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
-    scores = np.asarray(_token_logprobs(params, jnp.asarray(padded)))[0]
+    scores = np.asarray(token_logprobs(params, jnp.asarray(padded)))[0]
     return float(np.sum(scores[len(context) - 1 : len(tokens) - 1], dtype=np.float64))
 
 

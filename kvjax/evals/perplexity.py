@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import Shard
 from kvjax.models import Params, transformer
+from kvjax.models.sharding import bytes_per_device, get_shard, mesh_of, partitions
 from kvjax.policies import Policy
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
-from kvjax.runtime.program import Program
+from kvjax.runtime.mesh import ALL, ROWS, state_partitions
+from kvjax.runtime.program import Partition, Program
 
 from .checkpoint import Checkpoint
 from .report import model_fingerprint
@@ -85,7 +88,7 @@ def windowed(
     for i in range(count):
         row = np.asarray(tokens[i * step : i * step + window], np.int32)[None]
         new = step if i and step < window else window - 1
-        scores.append(np.asarray(_score(params, jnp.asarray(row)))[0, -new:])
+        scores.append(np.asarray(token_logprobs(params, jnp.asarray(row)))[0, -new:])
         if progress is not None:
             progress(i + 1, count)
     return Perplexity(np.concatenate(scores))
@@ -116,7 +119,7 @@ def streaming(
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
     engine = Engine(params, policy, budget, prompt_len=0, max_new_tokens=len(tokens))
     caches = engine.begin().caches
-    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    cache_bytes = bytes_per_device(caches)
     text, first, before = np.asarray(tokens, np.int32)[None], 0, np.zeros((1, 0), np.float32)
     if checkpoint is None:
         return Perplexity(read(engine, caches, text, first, progress)[0][0], cache_bytes)
@@ -204,7 +207,30 @@ def _stream_chunk(
     return jax.lax.fori_loop(0, count, read_token, (caches, *buffers))
 
 
-stream = Program(_stream_chunk, static=2, donate=(3,))
+def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
+    """How `stream` is dealt to the devices of a mesh."""
+    shard = specs[0].shard
+    if shard.mesh is None:
+        return None
+    caches = state_partitions(policy, specs)
+    return shard, (partitions(params), caches, ROWS, ROWS, ROWS, ALL), (caches, ROWS, ROWS)
+
+
+stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt)
 """`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
 
-_score = Program(transformer.token_logprobs, static=0)
+
+def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+    """Log-probability of each token given those before it, compiled; on the mesh where the weights are, if that is so."""
+    return _score(get_shard(mesh_of(params), params.config), params, tokens)
+
+
+def _scored(shard: Shard, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+    return transformer.token_logprobs(params, tokens, shard)
+
+
+def _scoring(shard: Shard, params: Params, *_: Any) -> Partition | None:
+    return None if shard.mesh is None else (shard, (partitions(params), ALL), ALL)
+
+
+_score = Program(_scored, static=1, partition=_scoring)

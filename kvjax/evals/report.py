@@ -16,6 +16,7 @@ from kvjax import json_lines, strict_json
 from kvjax._version import __version__
 from kvjax.files import write as write
 from kvjax.models import Params
+from kvjax.models.sharding import unpadded
 from kvjax.policies.profile import fingerprint
 
 _SAMPLED = 1024
@@ -38,7 +39,7 @@ def header(**settings: Any) -> dict[str, Any]:
 def model_fingerprint(params: Params) -> str:
     """The architecture (as profiles know it), the type of the weights, and a hash of values from every weight."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(params):
+    for path, leaf in jax.tree.leaves_with_path(unpadded(params)):
         flat = leaf.reshape(-1)
         values = np.asarray(flat[:: max(1, flat.size // _SAMPLED)])
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode() + values.tobytes())

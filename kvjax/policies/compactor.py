@@ -162,8 +162,8 @@ def leverage(
     )
     rows = jnp.where(there, k - mean, 0.0)
     if sketch is not None:
-        rows = jnp.einsum("bkth,khd->bktd", rows, sketch)
-    gram = jnp.einsum("bktd,bkte->bkde", rows, rows)
+        rows = jnp.einsum("bkth,khd->bktd", rows, sketch, precision="highest")
+    gram = jnp.einsum("bktd,bkte->bkde", rows, rows, precision="highest")
     first = ridge if ridge > 0 else 0.001  # a ridge of 0 is followed by 0.01
     ridges = jnp.asarray([ridge, *(first * 10**i for i in range(1, RIDGES))], jnp.float32)
     factors = jnp.linalg.cholesky(gram + ridges[:, None, None, None, None] * jnp.eye(gram.shape[-1]))

@@ -135,7 +135,8 @@ def redundancy(
         keys, scale = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=2) for x in (rows, inverses))
         products = jnp.einsum("bkih,bkth->bkit", keys, k, preferred_element_type=jnp.float32)
         cosines = jnp.where(own[:, None] == place, 0.0, products * scale[..., None] * inverse[:, :, None])
-        newest = jnp.max(jnp.where(cosines > threshold, place, -1), axis=-1)
+        similar = (cosines > threshold) & live[:, :, None] & (own[:, None] != place)
+        newest = jnp.max(jnp.where(similar, place, -1), axis=-1)
         newest = jnp.where(newest < 0, first, newest)[..., None]
         return total + jnp.sum(jnp.where(place == newest, 0.0, cosines), axis=2)
 

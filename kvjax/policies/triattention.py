@@ -36,7 +36,8 @@ class TriAttention(PromptScorer):
     head's scores are divided by their standard deviation, less their mean; a KV head takes the largest of its group. The last
     `window` tokens are kept. Neither attention nor queries are needed.
 
-    Rounds are as in `RKV`: a head holds up to `every` tokens more than its budget between two. Each layer and KV head chooses for
+    Rounds are as in `RKV`, where the published code has one whenever a head holds `every` tokens more than the budget: a head holds up to
+    `every` tokens more than its budget between two. Each layer and KV head chooses for
     itself, which the published code calls per_layer_perhead; its results are of sets that the layers share, which are not here, nor
     are prompts that are spared ("pinned"). The authors' standalone code has no window, and the one for vLLM 128 as here.
 
@@ -114,10 +115,14 @@ class TriAttention(PromptScorer):
         c, s = (x[:, :, None, None] for x in (c * a - s * b, s * a + c * b))  # [B, D, 1, 1, F]
 
         k_real, k_imaginary = pairs(spec.rope, k)  # a factor of rotation is in them once, and once in a query
-        by_distance = jnp.einsum("bdkgf,btkf->bkgdt", factor * (real * c - imaginary * s), k_real)
-        by_distance += jnp.einsum("bdkgf,btkf->bkgdt", factor * (real * s + imaginary * c), k_imaginary)
+        by_distance = jnp.einsum("bdkgf,btkf->bkgdt", factor * (real * c - imaginary * s), k_real, precision="highest")
+        by_distance += jnp.einsum(
+            "bdkgf,btkf->bkgdt", factor * (real * s + imaginary * c), k_imaginary, precision="highest"
+        )
         spread = factor * (size - jnp.hypot(real, imaginary))
-        return jnp.max(by_distance, axis=3) + jnp.einsum("kgf,btkf->bkgt", spread, jnp.hypot(k_real, k_imaginary))
+        return jnp.max(by_distance, axis=3) + jnp.einsum(
+            "kgf,btkf->bkgt", spread, jnp.hypot(k_real, k_imaginary), precision="highest"
+        )
 
     def _statistics(self, spec: LayerSpec) -> list[Float[Array, "K G F"]]:
         """Re μ, Im μ and ρ of the layer's query heads, by KV head."""

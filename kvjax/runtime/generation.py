@@ -321,7 +321,7 @@ class Run:
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
-        check_same(self.mesh, "prompts", [*prompts, *questions])
+        check_same(self.mesh, [*prompts, *questions], request, self.policy, prefill_block)
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         for row in self.rows:
             self.policy.validate(self._total(row))
@@ -375,9 +375,9 @@ class Run:
         window = self.params.config.max_position
         longest, last = max(len(row.prompt) for row in self.rows), max(map(self._total, self.rows))
         if self.prefill_block is not None:
-            engines = [self.engine_for([self.rows[i] for i in group]) for group in self.groups()]
-            kept = max(layer.max_kept for engine in engines for layer in engine.layers)
-            longest = min(longest, kept + self.prefill_block)
+            sizes = longest, max(map(self._new_tokens, self.rows)), self.params.dtype, last, self.prefill_block
+            specs = layer_specs(self.params.config, 1, *sizes)
+            longest = min(longest, max(self.policy.layer(spec).max_kept for spec in specs) + self.prefill_block)
         reach = longest if self.policy.info.positions == "cache_rank" else last
         if reach > window:
             warnings.warn(
@@ -398,8 +398,9 @@ class Run:
             return None
         weights = bytes_per_device(self.params)
         new = max(map(self._new_tokens, self.rows))
-        held = Full().nbytes(self.params.config, len(self.rows), longest, new, self.params.dtype)
-        if weights + held // (self.shard.data * self.shard.heads) <= limit:
+        rows = -(-len(self.rows) // self.shard.data)
+        held = Full().nbytes(self.params.config, rows, longest, new, self.params.dtype)
+        if weights + held // self.shard.heads <= limit:
             return None
         specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
         readable = all(self.policy.layer(spec).traits.reading == "blocks" for spec in specs)

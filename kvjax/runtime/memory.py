@@ -31,7 +31,9 @@ def parse_bytes(text: str) -> int:
 
 
 def device_bytes() -> int | None:
-    """Memory that programs may have on the device; None where it does not tell, such as on a CPU."""
+    """Memory that programs may have on the device; None where it does not tell, such as on a CPU, or to processes that must agree."""
+    if jax.process_count() > 1:
+        return None
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 

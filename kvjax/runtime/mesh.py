@@ -84,15 +84,18 @@ def on_host(x: Any) -> np.ndarray:
     return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
-def check_same(mesh: Mesh | None, what: str, tokens: Sequence[Sequence[int]]) -> None:
-    """Raise `ValueError` unless all processes of a mesh were given the same tokens; one process knows that it was."""
+def check_same(mesh: Mesh | None, tokens: Sequence[Sequence[int]], *options: Any) -> None:
+    """Raise `ValueError` unless all processes of a mesh were given the same; one process knows that it was."""
     if not _several(mesh):
         return
-    digest = hashlib.sha256(repr([list(map(int, row)) for row in tokens]).encode()).digest()
+    told = repr(([list(map(int, row)) for row in tokens], jax.tree.map(str, options)))
+    digest = hashlib.sha256(told.encode()).digest()
     with lost_processes(mesh):
         others = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
     if (others != others[0]).any():
-        raise ValueError(f"{what} are not the same in all {len(others)} processes; give each process the same")
+        raise ValueError(
+            f"prompts and options are not the same in all {len(others)} processes; give each process the same"
+        )
 
 
 @contextlib.contextmanager
@@ -101,9 +104,9 @@ def lost_processes(mesh: Mesh | None) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not _several(mesh):
+        if not _several(mesh) or "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise RuntimeError(
+        raise ConnectionError(
             f"another process of the mesh has most likely ended, look at what it printed; start all of them anew ({error})"
         ) from error
 

@@ -4,8 +4,6 @@ import numpy as np
 from policies.driver import ROPE
 from policies.oracle_recompress import Rounds
 
-from kvjax.policies.triattention import ABOVE
-
 
 def halves(x: np.ndarray) -> np.ndarray:
     """Complex numbers of channels i and i + half."""
@@ -68,4 +66,4 @@ class TriAttention(Rounds):
             )
             normal.append((found - found.mean()) / max(found.std(), 1e-6))
         scores[: len(rivals)] = np.mean(normal, axis=0) if self.gqa == "mean" else np.max(normal, axis=0)
-        return scores + ABOVE
+        return scores

@@ -77,6 +77,12 @@ class MeanQueries(Profile):
                 f"{methods[0]}: the profile has {len(self.queries)} layers of {sorted(sizes)} bytes, but should have "
                 f"{config.num_layers} of {expected}; was its file cut short?"
             )
+        for i in range(config.num_layers):
+            found = self.layer(i, config.head_dim)
+            if not (np.isfinite(found).all() and (found[:, 2] >= 0).all()):
+                raise PolicyError(
+                    f"{methods[0]}: the profile's layer {i} has statistics that no queries can have; make it anew"
+                )
 
     def layer(self, layer: int, head_dim: int) -> Float[np.ndarray, "N 3 F"]:
         """Of one layer: Re μ, Im μ and ρ of every query head."""
