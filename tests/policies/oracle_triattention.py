@@ -43,7 +43,7 @@ class TriAttention(Rounds):
         scores = np.zeros(len(entries))
         rivals = entries[: max(len(entries) - self.window, 0)]
         if not rivals:
-            return scores
+            return scores + 4.0  # which changes no order, and says how near is equal
         own = self.queries[self.queries_of(head)].astype(np.float64)
         if self.gqa == "mean_stats":
             own = own.mean(axis=0, keepdims=True)
@@ -66,4 +66,4 @@ class TriAttention(Rounds):
             )
             normal.append((found - found.mean()) / max(found.std(), 1e-6))
         scores[: len(rivals)] = np.mean(normal, axis=0) if self.gqa == "mean" else np.max(normal, axis=0)
-        return scores
+        return scores + 4.0  # which changes no order, and says how near is equal
