@@ -1,6 +1,9 @@
 """The kernels of a decoding step one by one: when each begins and how long it takes, as the GPU's profiler saw it.
 
     python -m benchmarks.timeline --policies full,catekv:share_adaptive=0.4 --context 16384 --batch 1 --layers 6
+    python -m benchmarks.timeline --policies snapkv:4096,treekv:4096 --block 4096 --layers 4
+
+With `--block` it is those of reading a block of a text into a cache that is full, which are summed by name, the longest first.
 
 Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
 side one after the other. The time per token beside it is without the profiler.
@@ -9,12 +12,17 @@ one, and shows all, with the gaps of their launches.
 """
 
 import argparse
+import re
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.profiler import ProfileData
 
 from benchmarks import report
@@ -23,9 +31,16 @@ from kvjax.bench.case import Case, read_policy
 from kvjax.models import Params, init
 from kvjax.policies.text import split_policies
 from kvjax.runtime.decoding import Decoding
+from kvjax.runtime.engine import Engine
 
 STEPS = 48
 """Tokens a call, when it is timed."""
+
+BLOCKS = 12
+"""Blocks that a text has: half of them fill the cache, a quarter is timed."""
+
+LONGEST = 14
+"""Kernels of a block that are shown."""
 
 PROFILED = 5
 """Tokens while the profiler looks; the middle one's kernels are kept."""
@@ -40,20 +55,62 @@ def main() -> None:
     parser.add_argument("--policies", default="full", help="as for `kvjax bench`")
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--block", type=int, help="tokens that are read at a time; decoding steps if not given")
+    parser.add_argument("--compile-jobs", type=int, default=8)
     parser.add_argument("--out", type=Path, help="result file; printed alone if not given")
     args = parser.parse_args()
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
-    rows, params = [], None
+    cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
-        case = Case(name, settings, args.context, args.batch, args.shape, dtype=args.dtype, layers=args.layers)
-        params = init(case.config, jax.random.key(0), case.dtype) if params is None else params
-        rows.append(measure(case, params))
-        print(f"{text}: {rows[-1]['tpot_ms']:.3f} ms per token")
-        for kernel in rows[-1]["kernels"]:
-            print("{begin_us:10.2f} {microseconds:9.2f} {name}".format(**kernel), flush=True)
-        if args.out is not None:
-            report.write(args.out, header, rows)
+        context = args.context if args.block is None else BLOCKS * args.block
+        cases.append(Case(name, settings, context, args.batch, args.shape, dtype=args.dtype, layers=args.layers))
+    params = init(cases[0].config, jax.random.key(0), cases[0].dtype)
+    rows = reading(cases, params, args) if args.block is not None else [shown(measure(case, params)) for case in cases]
+    if args.out is not None:
+        report.write(args.out, header, rows)
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row, printed."""
+    print(f"{row['policy']} {row['settings']}: {row.get('tpot_ms', row.get('block_ms')):.3f} ms")
+    for kernel in row["kernels"]:
+        print(" ".join(f"{x:10.2f}" if isinstance(x, float) else str(x) for x in kernel.values()), flush=True)
+    return row
+
+
+def reading(cases: list[Case], params: Params, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each policy: the time that a block takes, and its kernels by name."""
+
+    def engine(case: Case) -> Engine:
+        made = Engine(params, case.bound_policy(), batch=args.batch, prompt_len=case.context, block=args.block)
+        made.executables()
+        return made
+
+    random, rows = np.random.default_rng(1), []
+    tokens = random.integers(0, params.config.vocab_size, (args.batch, args.block)).tolist()
+    with ThreadPoolExecutor(args.compile_jobs) as pool:
+        engines = list(pool.map(engine, cases))
+    for case, made in zip(cases, engines, strict=True):
+        state = made.begin()
+        for _ in range(BLOCKS // 2):
+            state, _ = jax.block_until_ready(made.extend(state, tokens))
+        start = time.perf_counter()
+        for _ in range(BLOCKS // 4):
+            state, _ = jax.block_until_ready(made.extend(state, tokens))
+        seconds = (time.perf_counter() - start) / (BLOCKS // 4)
+
+        def read(made: Engine = made, state: Decoding = state) -> None:
+            jax.block_until_ready(made.extend(state, tokens))
+
+        spent: dict[str, list[float]] = defaultdict(list)
+        for _, duration, name in profiled(read):
+            spent[re.sub(r"[._]\d+", "", name)].append(duration)
+        longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+        found = [{"us": sum(times) / 1e3, "count": len(times), "name": name} for name, times in longest]
+        row = {"policy": case.policy, "settings": case.settings, "block": args.block, "batch": args.batch}
+        rows.append(shown(row | {"block_ms": 1e3 * seconds, "kernels": found}))
+    return rows
 
 
 def measure(case: Case, params: Params) -> dict[str, Any]:
@@ -68,11 +125,7 @@ def measure(case: Case, params: Params) -> dict[str, Any]:
     start = time.perf_counter()
     state = decode(state, STEPS)
     seconds = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            decode(state, PROFILED)
-        (written,) = Path(folder).rglob("*.xplane.pb")
-        found = kernels(ProfileData.from_file(str(written)))
+    found = profiled(lambda: decode(state, PROFILED))
     of_one = len(found) // PROFILED
     middle = found[PROFILED // 2 * of_one :][:of_one]
     return {
@@ -82,10 +135,19 @@ def measure(case: Case, params: Params) -> dict[str, Any]:
         "batch": case.batch,
         "tpot_ms": 1e3 * seconds / STEPS,
         "kernels": [
-            {"name": name, "begin_us": (begin - middle[0][0]) / 1e3, "microseconds": duration / 1e3}
+            {"begin_us": (begin - middle[0][0]) / 1e3, "microseconds": duration / 1e3, "name": name}
             for begin, duration, name in middle
         ],
     }
+
+
+def profiled(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
+    """Begin, duration and name of all that the GPU does meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (written,) = Path(folder).rglob("*.xplane.pb")
+        return kernels(ProfileData.from_file(str(written)))
 
 
 def kernels(profile: Any) -> list[tuple[float, float, str]]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import CacheShard, Rotation, block_attention, decode_attention, sharded_decode_attention
+from kvjax.pallas_kernels import CacheShard, Rotation, Run, block_attention, decode_attention, sharded_decode_attention
 
 from .spec import LayerSpec
 from .state import LayerCache
@@ -72,8 +72,17 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
     """Attention of a block's tokens, each over the live slots of tokens up to its own position; theirs are among the slots."""
     q_pos = jnp.where(block.mask, block.positions, -1)
     pos = jnp.where(held.live, held.pos, -1)
+    own = held.next - block.count[:, None]
     return block_attention(
-        block.q_rotated, held.k, held.v, q_pos, pos, held.weight, scale=spec.scale, window=spec.window
+        block.q_rotated,
+        held.k,
+        held.v,
+        q_pos,
+        pos,
+        held.weight,
+        scale=spec.scale,
+        window=spec.window,
+        run=Run(jnp.zeros_like(own), own),
     )
 
 
@@ -82,4 +91,6 @@ def attend_prompt(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B S N H"]:
     pos = jnp.broadcast_to(prompt.pos, (*prompt.pos.shape[:1], spec.num_kv_heads, prompt.size))
     k, v = (jnp.swapaxes(x, 1, 2) for x in (prompt.k_rotated, prompt.v))
     q_pos = prompt.pos[:, 0, prompt.before :]  # the same in all heads
-    return block_attention(prompt.q_rotated, k, v, q_pos, pos, scale=spec.scale, window=spec.window)
+    own = jnp.full(pos.shape[:2], prompt.before, jnp.int32)
+    run = Run(own - jnp.sum(pos[:, :, : prompt.before] >= 0, axis=-1, dtype=jnp.int32), own)
+    return block_attention(prompt.q_rotated, k, v, q_pos, pos, scale=spec.scale, window=spec.window, run=run)

@@ -3,9 +3,16 @@
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
+from .types import Run
 
 _PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
-_BLOCK = Op("block_attention", __name__, tpu=("block_attention_pallas_mosaic_tpu",))
+_BLOCK = Op(
+    "block_attention",
+    __name__,
+    gpu=("block_attention_pallas_mosaic_gpu",),
+    tpu=("block_attention_pallas_mosaic_tpu",),
+    forward_only=True,
+)
 
 
 def prefill_attention(
@@ -49,6 +56,7 @@ def block_attention(
     *,
     scale: float,
     window: int | None = None,
+    run: Run | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
@@ -64,6 +72,7 @@ def block_attention(
         weight: how many tokens a slot stands for, whose logarithm is added to its logit; 1 each by default.
         scale: factor on the logits.
         window: if given, a token sees only the `window` latest positions, its own included.
+        run: where the queries' own tokens stand, in caches and prompts in which all tokens before them do; the kernel for GPUs needs it.
         implementation: who computes it, see `kvjax.pallas_kernels.op`.
         interpret: interpret the Pallas kernel that was named, on any device.
 
@@ -73,6 +82,5 @@ def block_attention(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    return _BLOCK(
-        q, k, v, q_pos, pos, weight, scale=scale, window=window, implementation=implementation, interpret=interpret
-    )
+    options = {"scale": scale, "window": window, "run": run}
+    return _BLOCK(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)

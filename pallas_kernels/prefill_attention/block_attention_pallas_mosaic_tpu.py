@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from ..interpreter import interpreter
 from ..masking import MASKED
 from ..products import dot
+from .types import Run
 
 ROWS, SLOTS = 512, 512
 """Queries and slots of a tile."""
@@ -50,6 +51,7 @@ def block_attention(
     *,
     scale: float,
     window: int | None,
+    run: Run | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
     """Softmax attention of a block of tokens over slots; see the public function."""

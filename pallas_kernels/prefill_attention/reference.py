@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
+from .types import Run
 
 BLOCK = 256
 """Tokens in a query or key block: the fastest on 2 CPU cores (`benchmarks/results/prefill-attention.json`)."""
@@ -97,6 +98,7 @@ def block_attention(
     *,
     scale: float,
     window: int | None,
+    run: Run | None = None,
 ) -> Float[Array, "B S N H"]:
     """Softmax attention of a block of tokens over slots; see the public function.
 

@@ -1,0 +1,111 @@
+"""Attention of a block of tokens over what a cache keeps and over itself, at Llama-3.1-8B's shape and at one with heads of 64."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels import Run, block_attention
+
+from .case import Case, relative_error
+
+SHAPES = (
+    (1, 4096, 4096, 32, 8, 128, False),
+    (1, 4096, 16384, 32, 8, 128, False),
+    (1, 4096, 16384, 32, 8, 128, True),
+    (3, 700, 1000, 8, 2, 64, True),
+    (2, 64, 2048, 32, 8, 128, False),
+)
+"""Rows, tokens of a block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
+
+SAMPLED = 40
+"""Queries that are compared with float64."""
+
+
+def cases() -> Iterator[Case]:
+    """Normal queries, keys and values; the first half of the heads keeps less, up against the block, and rows end before their block does."""
+    for rows, tokens, slots, heads, kv_heads, dim, weighted in SHAPES:
+        attend = partial(_attend, scale=dim**-0.5)
+        kept = slots - np.asarray(_free(rows, slots, kv_heads))
+        pairs = float(np.sum(kept)) / kv_heads * tokens + rows * tokens * (tokens + 1) / 2
+        yield Case(
+            operation="block_attention",
+            shape=f"B{rows} S{tokens} C{slots} N{heads} K{kv_heads} H{dim}" + ", weights" * weighted,
+            dtype="bfloat16",
+            inputs=partial(_inputs, rows, tokens, slots, heads, kv_heads, dim, weighted),
+            variants={"xla": partial(attend, implementation="xla"), "auto": attend},
+            error=_error,
+            tolerance=1e-2,
+            bytes=4 * rows * (tokens * heads + (slots + tokens) * kv_heads) * dim,
+            flops=int(4 * pairs * heads * dim),
+        )
+
+
+def _free(rows: int, slots: int, kv_heads: int) -> np.ndarray:
+    """Slots of each head that hold nothing, before those that do."""
+    free = np.zeros((rows, kv_heads), np.int32)
+    free[:, : kv_heads // 2] = slots // 10 + np.arange(kv_heads // 2, dtype=np.int32) * 3
+    return free
+
+
+def _inputs(
+    rows: int, tokens: int, slots: int, heads: int, kv_heads: int, dim: int, weighted: bool, seed: int
+) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q = jax.random.normal(keys[0], (rows, tokens, heads, dim), "bfloat16")
+    k, v = (jax.random.normal(key, (rows, kv_heads, slots + tokens, dim), "bfloat16") for key in keys[1:3])
+    free, count = jnp.asarray(_free(rows, slots, kv_heads)), tokens - jnp.arange(rows, dtype=jnp.int32) * (tokens // 5)
+    place = jnp.arange(slots + tokens, dtype=jnp.int32)
+    live = (place >= free[..., None]) & (place < slots + count[:, None, None])
+    pos = jnp.where(live, place, -1)
+    # What free slots hold is not looked at.
+    k, v = (jnp.where(live[..., None], x, jnp.asarray(jnp.nan, x.dtype)) for x in (k, v))
+    query = jnp.arange(tokens, dtype=jnp.int32)
+    q_pos = jnp.where(query < count[:, None], slots + query, -1)
+    inputs = q, k, v, q_pos, pos, free, jnp.full_like(free, slots)
+    if not weighted:
+        return inputs
+    weight = jax.random.randint(keys[3], pos.shape, 1, 1000).astype(jnp.float32)
+    return *inputs, jnp.where(place < slots, weight, 1.0)
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_pos: Any,
+    pos: Any,
+    first: Any,
+    own: Any,
+    weight: Any = None,
+    *,
+    scale: float,
+    implementation: Any = "auto",
+) -> Any:
+    run = Run(first, own)
+    return block_attention(q, k, v, q_pos, pos, weight, scale=scale, run=run, implementation=implementation)
+
+
+def _error(inputs: tuple[Any, ...], out: Any) -> float:
+    """Of the first, the last and some other queries, each in some head."""
+    q, k, v, q_pos, pos, _, _, *weights = (np.asarray(x) for x in inputs)
+    rows, tokens, heads, dim = q.shape
+    random, group = np.random.default_rng(0), heads // k.shape[1]
+    got, expected = [], []
+    for at in (0, tokens - 1, *random.integers(0, tokens, SAMPLED)):
+        row, head = int(random.integers(rows)), int(random.integers(heads))
+        mine = row, head // group
+        seen = (pos[mine] >= 0) & (pos[mine] <= q_pos[row, at])
+        got.append(np.asarray(out[row, at, head], np.float64))
+        if not seen.any():
+            expected.append(np.zeros(dim))
+            continue
+        keys, values = (x[mine][seen].astype(np.float64) for x in (k, v))
+        logits = keys @ q[row, at, head].astype(np.float64) * dim**-0.5
+        logits += np.log(weights[0][mine][seen]) if weights else 0.0
+        share = np.exp(logits - logits.max())
+        expected.append(share / share.sum() @ values)
+    return relative_error(np.stack(got), np.stack(expected))

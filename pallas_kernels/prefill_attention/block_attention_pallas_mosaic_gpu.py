@@ -1,0 +1,260 @@
+"""Block attention on Hopper GPUs, in Pallas' Mosaic dialect.
+
+The pipeline of FlashAttention-3 (Shah et al. 2024) as JAX's own example has it: one warpgroup brings tiles of keys and values through the
+bulk copy engine, two multiply, each a tile of queries, and take turns so that one's softmax runs beside the other's products. Here
+tiles begin at a head's first slot and end at the queries' own, and each slot has a bias, the logarithm of its weight, or is free.
+
+cuDNN's attention would take two calls, over what is kept and over the block; to join them takes logarithms of sums that JAX's public
+function gives in 16 bits alone.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from ..device import hopper
+from ..masking import MASKED
+from .types import Run
+
+ROWS, SLOTS = 128, 128
+"""Queries of a warpgroup, and slots of a tile."""
+
+WARPGROUPS = 2
+"""That multiply."""
+
+STAGES = 2
+"""Tiles of slots under way."""
+
+SWIZZLE = 128
+"""Bytes of a row of shared memory that are interleaved."""
+
+LOG2_E = math.log2(math.e)
+
+
+def unsupported_reason(
+    q: Array, k: Array, v: Array, q_pos: Array, pos: Array, weight: Array | None = None, **options: Any
+) -> str | None:
+    """Why this kernel does not serve a case, or None if it does."""
+    dim = k.shape[-1]
+    if not hopper():
+        return "this program is not for a Hopper GPU"
+    if q.dtype != k.dtype or k.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {q.dtype} and keys {k.dtype}"
+    if dim not in (64, 128):
+        return f"head dim {dim} is neither 64 nor 128"
+    if options.get("run") is None:
+        return "slots stand in any order"
+    return "there is a sliding window" if options.get("window") is not None else None
+
+
+def block_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None = None,
+    *,
+    run: Run,
+    scale: float,
+    window: None = None,
+) -> Float[Array, "B S N H"]:
+    """Softmax attention of a block of tokens over slots; see the public function."""
+    live = pos >= 0
+    bias = jnp.where(live, 0.0 if weight is None else jnp.log2(jnp.maximum(weight, 1.0)), MASKED)
+    values = jnp.where(
+        live[..., None], v, jnp.zeros((), v.dtype)
+    )  # what free slots hold would reach the sums as 0 x NaN
+    size = q.shape[1]
+    missing = -size % (WARPGROUPS * ROWS)
+    queries = jnp.pad(q, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    out = _attend(queries, k, values, bias, run.first, run.own, scale=scale)
+    return jnp.where((q_pos >= 0)[..., None, None], out[:, :size], jnp.zeros((), q.dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("scale",))
+def _attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    bias: Float[Array, "B K T"],
+    first: Int[Array, "B K"],
+    own: Int[Array, "B K"],
+    *,
+    scale: float,
+) -> Float[Array, "B S N H"]:
+    """The kernel, for whole tiles of queries, traced and lowered once for all layers."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    batch, size, heads, dim = q.shape
+    kv_heads, slots = k.shape[1:3]
+    group, tiles = heads // kv_heads, pl.cdiv(slots, SLOTS)
+    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, tiles * SLOTS - slots)), constant_values=MASKED)
+    bias = bias.reshape(batch * kv_heads, tiles, SLOTS)
+
+    def body(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        bias_ref: Any,
+        first_ref: Any,
+        own_ref: Any,
+        out_ref: Any,
+        *scratch: Any,
+    ) -> None:
+        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, turn = scratch
+        row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
+        warpgroup = jax.lax.axis_index("warpgroup")
+        kv_head = jax.lax.div(head, jnp.asarray(group, head.dtype))
+        fold = row * kv_heads + kv_head
+        before = own_ref[fold]
+        begin = jnp.minimum(jax.lax.div(first_ref[fold], jnp.asarray(SLOTS, jnp.int32)), tiles - 1)
+
+        def end(queries: Any) -> Any:
+            """Of the tiles that so many of the first queries see."""
+            return jnp.minimum(pl.cdiv(before + queries, jnp.asarray(SLOTS, jnp.int32)), tiles)
+
+        last = end((block + 1) * (WARPGROUPS * ROWS))
+
+        def fetch_keys(tile: Any, stage: Any) -> None:
+            span = pl.ds(tile * SLOTS, SLOTS)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, kv_head, span], k_smem.at[stage], k_ready.at[stage])
+            plgpu.copy_gmem_to_smem(bias_ref.at[fold, tile], bias_smem.at[stage], k_ready.at[stage])
+
+        def fetch_values(tile: Any, stage: Any) -> None:
+            span = pl.ds(tile * SLOTS, SLOTS)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, kv_head, span], v_smem.at[stage], v_ready.at[stage])
+
+        def stage_of(tile: Any) -> Any:
+            return jax.lax.rem(tile - begin, jnp.asarray(STAGES, jnp.int32))
+
+        def take_turns() -> None:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _bring() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            for stage in range(STAGES):
+
+                @pl.when(begin + stage < last)
+                def _start(stage: int = stage) -> None:
+                    fetch_keys(begin + stage, stage)
+                    fetch_values(begin + stage, stage)
+
+            @pl.loop(begin + STAGES, jnp.maximum(last, begin + STAGES))
+            def _follow(tile: Any) -> None:
+                stage = stage_of(tile)
+                plgpu.barrier_wait(k_read.at[stage])
+                fetch_keys(tile, stage)
+                plgpu.barrier_wait(v_read.at[stage])
+                fetch_values(tile, stage)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _multiply() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            mine = q_smem.at[warpgroup]
+            base = block * (WARPGROUPS * ROWS) + warpgroup * ROWS
+            span = out_ref.at[row, pl.ds(base, ROWS), head]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, ROWS), head], mine, q_ready.at[warpgroup])
+            plgpu.barrier_wait(q_ready.at[warpgroup])
+            stop = end(base + ROWS)
+            whole = jax.lax.div(before + base + 1, jnp.asarray(SLOTS, jnp.int32))
+            whole = jnp.minimum(jnp.maximum(whole, begin), stop)  # tiles that all of its queries see wholly
+            plgpu.barrier_wait(k_ready.at[0])
+            pl.when(warpgroup == 1)(take_turns)
+
+            def fold_in(tile: Any, sums: Any, *, masked: bool) -> Any:
+                acc, top, total = sums
+                stage = stage_of(tile)
+
+                def multiply(logits_ref: Any) -> Array:
+                    plgpu.wgmma(logits_ref, mine, k_smem.at[stage].T)
+                    take_turns()
+                    return logits_ref[...]
+
+                logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, SLOTS), jnp.float32))
+                added = plgpu.layout_cast(bias_smem[stage], plgpu.Layout.WGMMA.reduce(0))
+                added = jax.lax.broadcast_in_dim(added, (ROWS, SLOTS), [1])
+                plgpu.barrier_arrive(k_read.at[stage])
+                seen = added > 0.5 * MASKED
+                if masked:
+                    query, slot = (
+                        plgpu.broadcasted_iota(jnp.int32, (ROWS, SLOTS), axis, layout=plgpu.Layout.WGMMA)
+                        for axis in (0, 1)
+                    )
+                    seen &= slot + tile * SLOTS <= query + (before + base)
+                # Powers of two throughout, which the processor has an instruction for.
+                logits = jnp.where(seen, logits * (scale * LOG2_E) + added, MASKED)
+                higher = jnp.maximum(top, jnp.max(logits, axis=1))
+                shrink = jnp.exp2(top - higher)
+                share = jnp.exp2(logits - jax.lax.broadcast_in_dim(higher, logits.shape, [0]))
+                acc *= jax.lax.broadcast_in_dim(shrink, acc.shape, [0])
+                total = total * shrink + jnp.sum(share, axis=1)
+                rounded = share.astype(v.dtype)
+                acc, total, higher, rounded = jax.lax.optimization_barrier((acc, total, higher, rounded))
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(v_ready.at[stage])
+                plgpu.barrier_wait(turn)
+
+                def add(acc_ref: Any) -> None:
+                    plgpu.wgmma(acc_ref, rounded, v_smem.at[stage])
+
+                    @pl.when(tile + 1 < stop)
+                    def _ready() -> None:
+                        plgpu.barrier_wait(k_ready.at[stage_of(tile + 1)])
+
+                acc = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(acc))
+                plgpu.barrier_arrive(v_read.at[stage])
+                return acc, higher, total
+
+            def let_pass(tile: Any, _: None) -> None:
+                """A tile that only the other warpgroup's queries see."""
+                stage = stage_of(tile)
+                plgpu.barrier_arrive(k_read.at[stage])
+                plgpu.barrier_arrive(v_read.at[stage])
+                take_turns()
+                take_turns()
+
+            def along_rows(fill: float) -> Array:
+                return plgpu.layout_cast(jnp.full((ROWS,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+            acc = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+            sums = acc, along_rows(MASKED), along_rows(0.0)
+            sums = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), sums)
+            acc, _, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), sums)
+            jax.lax.fori_loop(stop, last, let_pass, None)
+            pl.when(warpgroup == 0)(take_turns)
+            acc /= jax.lax.broadcast_in_dim(total, acc.shape, [0])
+            mine[...] = acc.astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(mine, span)
+            plgpu.wait_smem_to_gmem(0)
+
+    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(heads, size // (WARPGROUPS * ROWS), batch),
+        grid_names=("head", "block", "row"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((WARPGROUPS, ROWS, dim), q.dtype, transforms=tiled),
+            plgpu.SMEM((STAGES, SLOTS, dim), k.dtype, transforms=tiled),
+            plgpu.SMEM((STAGES, SLOTS, dim), v.dtype, transforms=tiled),
+            plgpu.SMEM((STAGES, SLOTS), jnp.float32),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, k, v, bias, first.reshape(-1), own.reshape(-1))
