@@ -47,6 +47,7 @@ from .top_k import top_k as top_k
 from .top_k import top_k_indices as top_k_indices
 from .tree_eviction import Ranked as Ranked
 from .tree_eviction import tree_eviction as tree_eviction
+from .window_scores import attention_mass as attention_mass
 from .window_scores import window_scores as window_scores
 from .write_slots import SlotUpdate as SlotUpdate
 from .write_slots import write_sharded_slots as write_sharded_slots

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Run, block_attention
+from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_gpu as hopper
 
 from .case import Case, relative_error
 
@@ -20,6 +21,9 @@ SHAPES = (
     (2, 64, 2048, 32, 8, 128, False),
 )
 """Rows, tokens of a block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
+
+TUNED = ((64, 128, 2), (64, 64, 3), (64, 64, 5), (128, 64, 2))
+"""Queries of a warpgroup, slots of a tile, tiles under way."""
 
 SAMPLED = 40
 """Queries that are compared with float64."""
@@ -36,7 +40,7 @@ def cases() -> Iterator[Case]:
             shape=f"B{rows} S{tokens} C{slots} N{heads} K{kv_heads} H{dim}" + ", weights" * weighted,
             dtype="bfloat16",
             inputs=partial(_inputs, rows, tokens, slots, heads, kv_heads, dim, weighted),
-            variants={"xla": partial(attend, implementation="xla"), "auto": attend},
+            variants={"xla": partial(attend, implementation="xla"), "auto": attend, **_sized(dim**-0.5)},
             error=_error,
             tolerance=1e-2,
             bytes=4 * rows * (tokens * heads + (slots + tokens) * kv_heads) * dim,
@@ -87,6 +91,20 @@ def _attend(
 ) -> Any:
     run = Run(first, own)
     return block_attention(q, k, v, q_pos, pos, weight, scale=scale, run=run, implementation=implementation)
+
+
+def _sized(scale: float) -> dict[str, Any]:
+    """The kernel for Hopper GPUs, by its sizes."""
+
+    def variant(sizes: dict[str, int]) -> Any:
+        def attend(q: Any, k: Any, v: Any, q_pos: Any, pos: Any, first: Any, own: Any, weight: Any = None) -> Any:
+            run = Run(first, own)
+            return hopper.block_attention(q, k, v, q_pos, pos, weight, run=run, scale=scale, sizes=sizes)
+
+        return attend
+
+    sizes = [dict(zip(("rows", "slots", "stages"), each, strict=True)) for each in TUNED]
+    return {"gpu " + " ".join(f"{name}={size}" for name, size in each.items()): variant(each) for each in sizes}
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
 from kvjax.pallas_kernels import window_scores
-from kvjax.pallas_kernels.window_scores import pallas_triton
+from kvjax.pallas_kernels.window_scores import window_scores_pallas_triton
 from kvjax.pallas_kernels.window_scores.types import Observers
 
 SAMPLED = 2
@@ -76,7 +76,7 @@ def _sized(
 ) -> jax.Array:
     observers = Observers.of(q, lengths, window, k.shape[2])
     none = jnp.zeros_like(lengths)
-    total = pallas_triton.window_scores(
+    total = window_scores_pallas_triton.window_scores(
         observers, k, none, lengths, scale=scale, sliding_window=None, chunk=chunk, sizes=sizes
     )
     return total / window

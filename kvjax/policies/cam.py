@@ -12,7 +12,7 @@ from kvjax.cache import LayerSpec, Prompt, Token
 
 from .base import Carry, Layer, State, Traits
 from .families.noise import uniform
-from .families.scoring import attention_mass
+from .families.scoring import all_queries
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
@@ -82,7 +82,7 @@ class CaMLayer(StreamingLayer[CaM]):
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[MergingCache, Carry]:
         stream, carry = super().prefill(prompt, carry)
-        mass = attention_mass(prompt, scale=self.spec.scale, sliding_window=self.spec.window)
+        mass = all_queries(prompt, self.spec)
         mass = jnp.take_along_axis(mass, jnp.maximum(stream.cache.pos, 0), axis=-1)
         return MergingCache(stream.cache, stream.budget, jnp.where(stream.cache.live, mass, 0.0)), carry
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import LayerSpec, Prompt
 
 from .budget import budget_tokens
-from .families.scoring import ScoreEviction, attention_mass, last_queries
+from .families.scoring import ScoreEviction, all_queries, last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -64,7 +64,7 @@ class H2O(ScoreEviction):
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         if self.observers == "all":
-            return attention_mass(prompt, scale=spec.scale, sliding_window=spec.window)
+            return all_queries(prompt, spec)
         mean = last_queries(prompt, self.window, spec)
         return mean * (prompt.lengths - prompt.before).clip(max=self.window).astype(mean.dtype)[:, None, None]
 

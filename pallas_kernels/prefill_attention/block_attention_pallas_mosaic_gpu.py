@@ -10,8 +10,10 @@ function gives in 16 bits alone.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import einops
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -19,16 +21,14 @@ from jaxtyping import Array, Float, Int
 
 from ..device import hopper
 from ..masking import MASKED
+from ..tuning import tuned
 from .types import Run
 
-ROWS, SLOTS = 128, 128
-"""Queries of a warpgroup, and slots of a tile."""
+SIZES = {"rows": 64, "slots": 128, "stages": 2}
+"""Queries of a warpgroup, slots of a tile, and tiles under way, where none were measured."""
 
 WARPGROUPS = 2
 """That multiply."""
-
-STAGES = 2
-"""Tiles of slots under way."""
 
 SWIZZLE = 128
 """Bytes of a row of shared memory that are interleaved."""
@@ -63,39 +63,49 @@ def block_attention(
     run: Run,
     scale: float,
     window: None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Softmax attention of a block of tokens over slots; see the public function."""
+    """Softmax attention of a block of tokens over slots; see the public function.
+
+    Args:
+        sizes: `rows` queries of a warpgroup, `slots` of a tile and `stages`, tiles under way, instead of the tuned ones.
+    """
+    (_, size, heads, dim), (_, kv_heads, slots, _) = q.shape, k.shape
+    case = {"queries": size, "slots": slots, "group": heads // kv_heads, "head_dim": dim}
+    sizes = sizes or tuned("block_attention", case, SIZES)
+    width = sizes["slots"]
     live = pos >= 0
     bias = jnp.where(live, 0.0 if weight is None else jnp.log2(jnp.maximum(weight, 1.0)), MASKED)
-    values = jnp.where(
-        live[..., None], v, jnp.zeros((), v.dtype)
-    )  # what free slots hold would reach the sums as 0 x NaN
-    size = q.shape[1]
-    missing = -size % (WARPGROUPS * ROWS)
-    queries = jnp.pad(q, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    out = _attend(queries, k, values, bias, run.first, run.own, scale=scale)
-    return jnp.where((q_pos >= 0)[..., None, None], out[:, :size], jnp.zeros((), q.dtype))
+    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -slots % width)), constant_values=MASKED)
+    bias = einops.rearrange(bias, "b k (t s) -> (b k) t s", s=width)
+    # What free slots hold would reach the sums as 0 x NaN, and the copy engine takes whole rows of 8.
+    k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)) for x in (k, v))
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))) for x in (k, v))
+    queries = jnp.pad(q, ((0, 0), (0, -size % (WARPGROUPS * sizes["rows"])), (0, 0), (0, 0)))
+    out = _attend(queries, k, v, bias, run.first, run.own, scale=scale, sizes=tuple(sizes.items()))
+    out = out[:, :size]
+    return jnp.where((q_pos >= 0)[..., None, None], out, jnp.zeros((), q.dtype))
 
 
-@functools.partial(jax.jit, static_argnames=("scale",))
+@functools.partial(jax.jit, static_argnames=("scale", "sizes"))
 def _attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
-    bias: Float[Array, "B K T"],
+    bias: Float[Array, "F U W"],
     first: Int[Array, "B K"],
     own: Int[Array, "B K"],
     *,
     scale: float,
+    sizes: tuple[tuple[str, int], ...],
 ) -> Float[Array, "B S N H"]:
     """The kernel, for whole tiles of queries, traced and lowered once for all layers."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, size, heads, dim = q.shape
-    kv_heads, slots = k.shape[1:3]
-    group, tiles = heads // kv_heads, pl.cdiv(slots, SLOTS)
-    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, tiles * SLOTS - slots)), constant_values=MASKED)
-    bias = bias.reshape(batch * kv_heads, tiles, SLOTS)
+    kv_heads, tiles, width = k.shape[1], *bias.shape[1:]
+    group, rows, stages = heads // kv_heads, dict(sizes)["rows"], dict(sizes)["stages"]
+    both = WARPGROUPS * rows
 
     def body(
         q_ref: Any,
@@ -113,25 +123,25 @@ def _attend(
         kv_head = jax.lax.div(head, jnp.asarray(group, head.dtype))
         fold = row * kv_heads + kv_head
         before = own_ref[fold]
-        begin = jnp.minimum(jax.lax.div(first_ref[fold], jnp.asarray(SLOTS, jnp.int32)), tiles - 1)
+        begin = jnp.minimum(jax.lax.div(first_ref[fold], jnp.asarray(width, jnp.int32)), tiles - 1)
 
         def end(queries: Any) -> Any:
             """Of the tiles that so many of the first queries see."""
-            return jnp.minimum(pl.cdiv(before + queries, jnp.asarray(SLOTS, jnp.int32)), tiles)
+            return jnp.minimum(pl.cdiv(before + queries, jnp.asarray(width, jnp.int32)), tiles)
 
-        last = end((block + 1) * (WARPGROUPS * ROWS))
+        last = end((block + 1) * both)
 
         def fetch_keys(tile: Any, stage: Any) -> None:
-            span = pl.ds(tile * SLOTS, SLOTS)
+            span = pl.ds(tile * width, width)
             plgpu.copy_gmem_to_smem(k_ref.at[row, kv_head, span], k_smem.at[stage], k_ready.at[stage])
             plgpu.copy_gmem_to_smem(bias_ref.at[fold, tile], bias_smem.at[stage], k_ready.at[stage])
 
         def fetch_values(tile: Any, stage: Any) -> None:
-            span = pl.ds(tile * SLOTS, SLOTS)
+            span = pl.ds(tile * width, width)
             plgpu.copy_gmem_to_smem(v_ref.at[row, kv_head, span], v_smem.at[stage], v_ready.at[stage])
 
         def stage_of(tile: Any) -> Any:
-            return jax.lax.rem(tile - begin, jnp.asarray(STAGES, jnp.int32))
+            return jax.lax.rem(tile - begin, jnp.asarray(stages, jnp.int32))
 
         def take_turns() -> None:
             plgpu.barrier_arrive(turn)
@@ -140,14 +150,14 @@ def _attend(
         @pl.when(warpgroup == WARPGROUPS)
         def _bring() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            for stage in range(STAGES):
+            for stage in range(stages):
 
                 @pl.when(begin + stage < last)
                 def _start(stage: int = stage) -> None:
                     fetch_keys(begin + stage, stage)
                     fetch_values(begin + stage, stage)
 
-            @pl.loop(begin + STAGES, jnp.maximum(last, begin + STAGES))
+            @pl.loop(begin + stages, jnp.maximum(last, begin + stages))
             def _follow(tile: Any) -> None:
                 stage = stage_of(tile)
                 plgpu.barrier_wait(k_read.at[stage])
@@ -159,12 +169,12 @@ def _attend(
         def _multiply() -> None:
             plgpu.set_max_registers(232, action="increase")
             mine = q_smem.at[warpgroup]
-            base = block * (WARPGROUPS * ROWS) + warpgroup * ROWS
-            span = out_ref.at[row, pl.ds(base, ROWS), head]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, ROWS), head], mine, q_ready.at[warpgroup])
+            base = block * both + warpgroup * rows
+            span = out_ref.at[row, pl.ds(base, rows), head]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, rows), head], mine, q_ready.at[warpgroup])
             plgpu.barrier_wait(q_ready.at[warpgroup])
-            stop = end(base + ROWS)
-            whole = jax.lax.div(before + base + 1, jnp.asarray(SLOTS, jnp.int32))
+            stop = end(base + rows)
+            whole = jax.lax.div(before + base + 1, jnp.asarray(width, jnp.int32))
             whole = jnp.minimum(jnp.maximum(whole, begin), stop)  # tiles that all of its queries see wholly
             plgpu.barrier_wait(k_ready.at[0])
             pl.when(warpgroup == 1)(take_turns)
@@ -178,19 +188,18 @@ def _attend(
                     take_turns()
                     return logits_ref[...]
 
-                logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, SLOTS), jnp.float32))
+                logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, width), jnp.float32))
                 added = plgpu.layout_cast(bias_smem[stage], plgpu.Layout.WGMMA.reduce(0))
-                added = jax.lax.broadcast_in_dim(added, (ROWS, SLOTS), [1])
+                added = jax.lax.broadcast_in_dim(added, (rows, width), [1])
                 plgpu.barrier_arrive(k_read.at[stage])
-                seen = added > 0.5 * MASKED
+                # Powers of two throughout, which the processor has an instruction for.
+                logits = logits * (scale * LOG2_E) + added
                 if masked:
                     query, slot = (
-                        plgpu.broadcasted_iota(jnp.int32, (ROWS, SLOTS), axis, layout=plgpu.Layout.WGMMA)
+                        plgpu.broadcasted_iota(jnp.int32, (rows, width), axis, layout=plgpu.Layout.WGMMA)
                         for axis in (0, 1)
                     )
-                    seen &= slot + tile * SLOTS <= query + (before + base)
-                # Powers of two throughout, which the processor has an instruction for.
-                logits = jnp.where(seen, logits * (scale * LOG2_E) + added, MASKED)
+                    logits = jnp.where(slot + tile * width <= query + (before + base), logits, MASKED)
                 higher = jnp.maximum(top, jnp.max(logits, axis=1))
                 shrink = jnp.exp2(top - higher)
                 share = jnp.exp2(logits - jax.lax.broadcast_in_dim(higher, logits.shape, [0]))
@@ -222,9 +231,9 @@ def _attend(
                 take_turns()
 
             def along_rows(fill: float) -> Array:
-                return plgpu.layout_cast(jnp.full((ROWS,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+                return plgpu.layout_cast(jnp.full((rows,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
-            acc = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+            acc = plgpu.layout_cast(jnp.zeros((rows, dim), jnp.float32), plgpu.Layout.WGMMA)
             sums = acc, along_rows(MASKED), along_rows(0.0)
             sums = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), sums)
             acc, _, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), sums)
@@ -240,20 +249,20 @@ def _attend(
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(heads, size // (WARPGROUPS * ROWS), batch),
+        grid=(heads, size // both, batch),
         grid_names=("head", "block", "row"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((WARPGROUPS, ROWS, dim), q.dtype, transforms=tiled),
-            plgpu.SMEM((STAGES, SLOTS, dim), k.dtype, transforms=tiled),
-            plgpu.SMEM((STAGES, SLOTS, dim), v.dtype, transforms=tiled),
-            plgpu.SMEM((STAGES, SLOTS), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, rows, dim), q.dtype, transforms=tiled),
+            plgpu.SMEM((stages, width, dim), k.dtype, transforms=tiled),
+            plgpu.SMEM((stages, width, dim), v.dtype, transforms=tiled),
+            plgpu.SMEM((stages, width), jnp.float32),
             plgpu.Barrier(num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),

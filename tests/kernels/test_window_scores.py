@@ -8,7 +8,7 @@ from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import window_scores
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.pallas_kernels.window_scores import pallas_triton, reference
+from kvjax.pallas_kernels.window_scores import reference, window_scores_pallas_triton
 from kvjax.pallas_kernels.window_scores.types import Observers
 
 SCALE = 0.25
@@ -92,7 +92,7 @@ def test_programs_share_the_tokens():
     observers = Observers.of(q, lengths, 8, 2)
     options = {"scale": SCALE, "sliding_window": None, "chunk": 2, "interpret": True}
     sizes = {"rows": 16, "block": 16, "splits": 3, "warps": 4, "stages": 1}
-    total = pallas_triton.window_scores(observers, k, none, lengths, sizes=sizes, **options)
+    total = window_scores_pallas_triton.window_scores(observers, k, none, lengths, sizes=sizes, **options)
     wanted = expected(q, k, lengths, none, lengths, 8, None, 2) * np.asarray(observers.size)[:, None, None]
     np.testing.assert_allclose(total, wanted, atol=1e-5)
 

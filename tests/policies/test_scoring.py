@@ -9,10 +9,11 @@ from policies import oracle_scoring as oracle
 from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
 from kvjax.cache import Prompt
+from kvjax.pallas_kernels import attention_mass
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.families.noise import uniform
-from kvjax.policies.families.scoring import attention_mass, pool
+from kvjax.policies.families.scoring import pool
 
 STEPS = 6
 
@@ -108,7 +109,7 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
     )
     lengths = jnp.asarray(lengths, jnp.int32)
     prompt = Prompt.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
-    got = attention_mass(prompt, scale=8**-0.5, sliding_window=sliding_window)
+    got = attention_mass(prompt.q_rotated, prompt.k_rotated, lengths, scale=8**-0.5, sliding_window=sliding_window)
     pos = np.arange(150)
     distance = pos[:, None] - pos
     visible = (distance >= 0) & (distance < (sliding_window or 150))

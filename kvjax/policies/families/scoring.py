@@ -14,19 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
-from kvjax.pallas_kernels import exceeds, top_k, window_scores
+from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
 from ..base import Carry, Layer, Policy, State, Traits
 from ..budget import budget_rows, budget_tokens
 from ..capabilities import read_as_prompt
 from ..fields import check_fields
 from ..info import PolicyError
-
-BLOCK = 64
-"""Queries of a whole prompt that `attention_mass` takes at a time: 64 × T probabilities per head exist at once."""
-
-BLOCK_IN_BLOCKS = 1024
-"""The same where a text is read in blocks, and T is no more than is kept and a block."""
 
 P = TypeVar("P", bound="PromptScorer")
 E = TypeVar("E", bound="ScoreEviction")
@@ -249,35 +243,16 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
     return jax.lax.reduce_window(scores, 0.0, jax.lax.max, *window)
 
 
-def attention_mass(prompt: Prompt, *, scale: float, sliding_window: int | None = None) -> Float[Array, "B K T"]:
-    """Attention that each token of a prompt gets from all queries together, averaged over the query group.
-
-    Causal softmax probabilities, summed. A number of queries are taken at a time, counted from each row's end, so that nothing of
-    size S × T exists.
-
-    Args:
-        scale: factor on the logits.
-        sliding_window: attention window of the layer in tokens, if it has one.
-    """
-
-    def add(i: Int[Array, ""], mass: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        left = jnp.maximum(queries - i * size, 0)
-        mean = window_scores(
-            prompt.q_rotated,
-            prompt.k_rotated,
-            left + prompt.before,
-            window=size,
-            scale=scale,
-            sliding_window=sliding_window,
-            pos=prompt.places,
-        )
-        return mass + mean * jnp.minimum(left, size).astype(jnp.float32)[:, None, None]
-
-    batch, length, kv_heads, _ = prompt.k_rotated.shape
-    queries, count = prompt.lengths - prompt.before, prompt.q_rotated.shape[1]
-    size = BLOCK if prompt.places is None else min(BLOCK_IN_BLOCKS, count)
-    start = jnp.zeros((batch, kv_heads, length), jnp.float32)
-    return jax.lax.fori_loop(0, -(-count // size), add, start)
+def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
+    """`attention_mass` of a prompt, in one layer."""
+    return attention_mass(
+        prompt.q_rotated,
+        prompt.k_rotated,
+        prompt.lengths,
+        scale=spec.scale,
+        sliding_window=spec.window,
+        pos=prompt.places,
+    )
 
 
 def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:

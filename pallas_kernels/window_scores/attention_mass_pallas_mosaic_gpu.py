@@ -1,0 +1,234 @@
+"""Sums of attention on Hopper GPUs, as two kernels in Pallas' Mosaic dialect: the softmax's normalisers first, then the sums.
+
+A warpgroup keeps a tile in shared memory, of queries in the first kernel and of keys in the second, streams tiles of the other past it
+through the bulk copy engine, multiplies them by `wgmma` and adds up in registers. Two such programs share a multiprocessor, so
+that one computes exponentials while the other multiplies. Nothing of the size of queries x tokens is held.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from ..device import hopper
+from ..masking import MASKED
+
+TILE = 128
+"""Queries, and tokens, at a time."""
+
+STAGES = 2
+"""Tiles under way."""
+
+SWIZZLE = 128
+"""Bytes of a row of shared memory that are interleaved."""
+
+LOG2_E = math.log2(math.e)
+
+NOTHING = 1e30
+"""The normaliser of a query that there is not: it gives nothing to any token."""
+
+
+def unsupported_reason(
+    q: Array, k: Array, first: Array, count: Array, *, scale: float, sliding_window: int | None
+) -> str | None:
+    """Why these kernels do not serve a case, or None if they do."""
+    dim = k.shape[-1]
+    if not hopper():
+        return "this program is not for a Hopper GPU"
+    if q.dtype != k.dtype or k.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {q.dtype} and keys {k.dtype}"
+    if dim not in (64, 128):
+        return f"head dim {dim} is neither 64 nor 128"
+    return None if sliding_window is None else "there is a sliding window"
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window"))
+def attention_mass(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    first: Int[Array, "B K"],
+    count: Int[Array, " B"],
+    *,
+    scale: float,
+    sliding_window: None,
+) -> Float[Array, "B K T"]:
+    """Sums of attention; see the public function. Traced and lowered once for all layers."""
+    size, length, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    before = length - size
+    place = jnp.arange(length, dtype=jnp.int32)
+    there = place[:size] < count[:, None]
+    q = jnp.where(there[..., None, None], q, jnp.zeros((), q.dtype))  # 0 x NaN would reach the sums
+    q, k = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), (0, 0), (0, 0))) for x in (q, k))
+    normalisers = _normalisers(q, k, first, before=before, scale=scale * LOG2_E)
+    there = jnp.arange(q.shape[1], dtype=jnp.int32) < count[:, None, None]
+    normalisers = jnp.where(there, normalisers, NOTHING)
+    mass = _sums(q, k, normalisers, count, before=before, scale=scale * LOG2_E)[:, :, :length]
+    held = (place >= first[..., None]) & (place < before + count[:, None, None])
+    return jnp.where(held, mass, 0.0) / group
+
+
+def _normalisers(
+    q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], first: Int[Array, "B K"], *, before: int, scale: float
+) -> Float[Array, "B N S"]:
+    """The logarithm to the base of 2 of the sum of each query's powers."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    batch, size, heads, dim = q.shape
+    kv_heads, tiles = k.shape[2], k.shape[1] // TILE
+
+    def body(q_ref: Any, k_ref: Any, first_ref: Any, out_ref: Any, *scratch: Any) -> None:
+        q_smem, k_smem, out_smem, ready, arrived, read = scratch
+        row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
+        kv_head = jax.lax.div(head, jnp.asarray(heads // kv_heads, head.dtype))
+        base, least = block * TILE, first_ref[row * kv_heads + kv_head]
+        begin = jax.lax.div(least, jnp.asarray(TILE, jnp.int32))
+        end = jnp.minimum(pl.cdiv(before + base + TILE, jnp.asarray(TILE, jnp.int32)), tiles)
+
+        def fetch(tile: Any, stage: Any) -> None:
+            span = pl.ds(tile * TILE, TILE)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, span, kv_head], k_smem.at[stage], arrived.at[stage])
+
+        plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, TILE), head], q_smem, ready)
+        for stage in range(STAGES):
+            pl.when(begin + stage < end)(functools.partial(fetch, begin + stage, stage))
+        plgpu.barrier_wait(ready)
+        query, slot = (
+            plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+        )
+
+        def fold(tile: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            top, total = sums
+            stage = jax.lax.rem(tile - begin, jnp.asarray(STAGES, jnp.int32))
+            plgpu.barrier_wait(arrived.at[stage])
+            logits = _product(plgpu, q_smem, k_smem.at[stage]) * scale
+            _meet(plgpu, read)
+            pl.when(tile + STAGES < end)(functools.partial(fetch, tile + STAGES, stage))
+            place = slot + tile * TILE
+            logits = jnp.where((place >= least) & (place <= query + (before + base)), logits, MASKED)
+            higher = jnp.maximum(top, jnp.max(logits, axis=1))
+            share = jnp.exp2(logits - jax.lax.broadcast_in_dim(higher, logits.shape, [0]))
+            return higher, total * jnp.exp2(top - higher) + jnp.sum(share, axis=1)
+
+        start = _along_rows(plgpu, MASKED), _along_rows(plgpu, 0.0)
+        top, total = jax.lax.fori_loop(begin, end, fold, start)
+        out_smem[...] = top + jnp.log(total) * LOG2_E
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, head, pl.ds(base, TILE)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch, heads, size), jnp.float32),
+        grid=(heads, size // TILE, batch),
+        grid_names=("head", "block", "row"),
+        scratch_types=_scratch(plgpu, q.dtype, dim, lines=0),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, k, first.reshape(-1))
+
+
+def _sums(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    normalisers: Float[Array, "B N S"],
+    count: Int[Array, " B"],
+    *,
+    before: int,
+    scale: float,
+) -> Float[Array, "B K T"]:
+    """What all queries of a group together give to each token."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    batch, size, heads, dim = q.shape
+    length, kv_heads = k.shape[1:3]
+    group, most = heads // kv_heads, size // TILE
+
+    def body(q_ref: Any, k_ref: Any, normalisers_ref: Any, count_ref: Any, out_ref: Any, *scratch: Any) -> None:
+        k_smem, q_smem, out_smem, ready, arrived, read, lines_smem = scratch
+        row, kv_head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
+        base = block * TILE
+        begin = jax.lax.div(jnp.maximum(base - before, 0), jnp.asarray(TILE, jnp.int32))
+        end = jnp.minimum(pl.cdiv(count_ref[row], jnp.asarray(TILE, jnp.int32)), most)
+        tiles = jnp.maximum(end - begin, 0)
+        steps = tiles * group
+
+        def at(step: Any) -> tuple[Any, Any]:
+            """Query head and first query of a step."""
+            member = jax.lax.div(step, jnp.maximum(tiles, 1))
+            return kv_head * group + member, (begin + step - member * tiles) * TILE
+
+        def fetch(step: Any, stage: Any) -> None:
+            head, query = at(step)
+            span = pl.ds(query, TILE)
+            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[stage], arrived.at[stage])
+            plgpu.copy_gmem_to_smem(normalisers_ref.at[row, head, span], lines_smem.at[stage], arrived.at[stage])
+
+        plgpu.copy_gmem_to_smem(k_ref.at[row, pl.ds(base, TILE), kv_head], k_smem, ready)
+        for stage in range(STAGES):
+            pl.when(stage < steps)(functools.partial(fetch, stage, stage))
+        plgpu.barrier_wait(ready)
+        slot, query = (
+            plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+        )
+
+        def add(step: Any, total: Array) -> Array:
+            stage = jax.lax.rem(step, jnp.asarray(STAGES, jnp.int32))
+            plgpu.barrier_wait(arrived.at[stage])
+            logits = _product(plgpu, k_smem, q_smem.at[stage]) * scale
+            line = plgpu.layout_cast(lines_smem[stage], plgpu.Layout.WGMMA.reduce(0))
+            logits -= jax.lax.broadcast_in_dim(line, logits.shape, [1])
+            _meet(plgpu, read)
+            pl.when(step + STAGES < steps)(functools.partial(fetch, step + STAGES, stage))
+            seen = slot + base <= query + (at(step)[1] + before)
+            return total + jnp.sum(jnp.where(seen, jnp.exp2(logits), 0.0), axis=1)
+
+        out_smem[...] = jax.lax.fori_loop(0, steps, add, _along_rows(plgpu, 0.0))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, kv_head, pl.ds(base, TILE)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch, kv_heads, length), jnp.float32),
+        grid=(kv_heads, length // TILE, batch),
+        grid_names=("head", "block", "row"),
+        scratch_types=_scratch(plgpu, q.dtype, dim, lines=1),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, k, normalisers, count)
+
+
+def _product(plgpu: Any, a_smem: Any, b_smem: Any) -> Array:
+    """Products of the rows of two tiles, in float32."""
+
+    def multiply(products_ref: Any) -> Array:
+        plgpu.wgmma(products_ref, a_smem, b_smem.T)
+        return products_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
+
+
+def _meet(plgpu: Any, barrier: Any) -> None:
+    """Until all warps have read what is to be overwritten."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _along_rows(plgpu: Any, fill: float) -> Array:
+    return plgpu.layout_cast(jnp.full((TILE,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _scratch(plgpu: Any, dtype: Any, dim: int, lines: int) -> list[Any]:
+    """Room for what is kept, what streams past it and the result, and barriers; with `lines` a normaliser per query besides."""
+    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
+    return [
+        plgpu.SMEM((TILE, dim), dtype, transforms=tiled),
+        plgpu.SMEM((STAGES, TILE, dim), dtype, transforms=tiled),
+        plgpu.SMEM((TILE,), jnp.float32),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=1 + lines, num_barriers=STAGES),
+        plgpu.Barrier(),
+        *[plgpu.SMEM((STAGES, TILE), jnp.float32) for _ in range(lines)],
+    ]
