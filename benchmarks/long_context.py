@@ -2,6 +2,8 @@
 
     python -m benchmarks.long_context --policies chelsea:16384 --tokens 1000000
     python -m benchmarks.long_context --policies treekv:4096 --tokens 10000000 --seconds 720
+    python -m benchmarks.long_context --policies snapkv:0.2 --tokens 65536
+    python -m benchmarks.long_context --policies full --tokens 65536 --block 0    # the whole prompt at once, beside the former
 
 Random weights read random tokens and then write some. A row has in what time how many were read, beside the time that arithmetic allows
 (`ideal_seconds`: operations of the matrices and of attention, each over the rate that it reaches on an H200), bytes of the cache and of
@@ -11,6 +13,7 @@ cache would have. What `--seconds` cuts short says how far it came.
 
 import argparse
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from benchmarks import report
 from kvjax.bench.case import Case, read_policy
 from kvjax.models import Params, init
 from kvjax.policies.text import split_policies
+from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine, program_bytes
 
 MARKS = 10
@@ -42,7 +46,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--policies", default="chelsea:16384", help="as for `kvjax bench`")
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time")
+    parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time; 0: all")
+    parser.add_argument("--compile-jobs", type=int, default=6, help="programs that are compiled at a time")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop reading after so long, for each policy"
     )
@@ -50,59 +55,90 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
-    rows, params = [], None
+    cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
-        case = Case(name, settings, args.tokens, 1, args.shape, dtype=args.dtype, layers=args.layers)
-        params = init(case.config, jax.random.key(0), case.dtype) if params is None else params
-        rows.append(measure(case, params, args.block, args.seconds))
-        print("{policy}: {tokens_read} tokens in {seconds:.0f} s, cache {cache_bytes} B".format(**rows[-1]), flush=True)
+        cases.append(Case(name, settings, args.tokens, 1, args.shape, dtype=args.dtype, layers=args.layers))
+    params = init(cases[0].config, jax.random.key(0), cases[0].dtype)
+
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(args.compile_jobs) as pool:
+        made = pool.map(lambda case: compiled(case, params, args.block), cases)
+        engines = list(tqdm(made, total=len(cases), unit="policy", desc="compiling"))
+    for case, engine in zip(cases, engines, strict=True):
+        rows.append(measure(case, engine, args.seconds))
+        print("{policy}: {tokens_read} tokens in {seconds:.1f} s, cache {cache_bytes} B".format(**rows[-1]), flush=True)
         report.write(out, header, rows)
 
 
-def measure(case: Case, params: Params, block: int, seconds: float) -> dict[str, Any]:
+def compiled(case: Case, params: Params, block: int) -> Engine:
+    """What reads and writes, its programs compiled."""
+    sizes = {"prompt_len": case.context, "max_new_tokens": NEW_TOKENS, "block": block or None}
+    engine = Engine(params, case.bound_policy(), **sizes)
+    engine.executables()
+    return engine
+
+
+def measure(case: Case, engine: Engine, seconds: float) -> dict[str, Any]:
     """Read `case.context` tokens, less what is no whole block, or as many as there is time for, and write some."""
-    engine = Engine(params, case.bound_policy(), prompt_len=case.context, max_new_tokens=NEW_TOKENS, block=block)
-    state, blocks = engine.begin(), case.context // engine.block
-    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.caches))
+    read = read_in_blocks if engine.block else read_at_once
     program, _ = engine.executables()
-    start, marks, random = time.perf_counter(), [], np.random.default_rng(1)
-    progress = tqdm(total=case.context, unit="token", unit_scale=True, desc=case.policy)
-    for i in range(blocks):
-        tokens = random.integers(0, params.config.vocab_size, (1, engine.block)).tolist()
-        state, _ = jax.block_until_ready(engine.extend(state, tokens))
-        taken = time.perf_counter() - start
-        progress.update(engine.block)
-        progress.set_postfix_str(f"{(in_use() or program_bytes(program)) / 1e9:.1f} GB")
-        if (i + 1) * MARKS // blocks > i * MARKS // blocks or taken > seconds:
-            marks.append({"tokens": (i + 1) * engine.block, "seconds": taken})
-        if taken > seconds:
-            break
-    progress.close()
-    read = int(state.pos[0])
+    state, marks = read(case, engine, seconds, program)
+    tokens, caches = int(state.pos[0]), sum(x.nbytes for x in jax.tree.leaves(state.caches))
     state, written, _ = engine.decode(state, NEW_TOKENS)
     return {
         "policy": case.policy,
         "settings": case.settings,
         "tokens": case.context,
         "block": engine.block,
-        "tokens_read": read,
+        "tokens_read": tokens,
         "seconds": marks[-1]["seconds"],
-        "ideal_seconds": ideal_seconds(engine, read),
+        "ideal_seconds": ideal_seconds(engine, tokens),
         "marks": marks,
         "written": np.asarray(written)[0, : int(state.steps)].tolist(),
-        "cache_bytes": cache_bytes,
+        "cache_bytes": caches,
         "program_bytes": program_bytes(program),
         "peak_bytes": in_use(),
         "full_cache_bytes": engine.full_cache_bytes,
     }
 
 
+def read_at_once(case: Case, engine: Engine, seconds: float, program: Any) -> tuple[Decoding, list[dict[str, Any]]]:
+    """What a prompt leaves, and the time that it took: the second time, since the first also fills the device's caches."""
+    prompt = np.random.default_rng(1).integers(0, engine.config.vocab_size, (1, case.context))
+    taken = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(engine.prefill(prompt))
+        taken = time.perf_counter() - start
+    return state, [{"tokens": case.context, "seconds": taken}]
+
+
+def read_in_blocks(case: Case, engine: Engine, seconds: float, program: Any) -> tuple[Decoding, list[dict[str, Any]]]:
+    """What blocks leave, one after the other, and the time by which some were read."""
+    state, size, marks = engine.begin(), engine.block or 1, []
+    blocks, random = case.context // size, np.random.default_rng(1)
+    start = time.perf_counter()
+    progress = tqdm(total=case.context, unit="token", unit_scale=True, desc=case.policy)
+    for i in range(blocks):
+        tokens = random.integers(0, engine.config.vocab_size, (1, size)).tolist()
+        state, _ = jax.block_until_ready(engine.extend(state, tokens))
+        taken = time.perf_counter() - start
+        progress.update(size)
+        progress.set_postfix_str(f"{(in_use() or program_bytes(program)) / 1e9:.1f} GB")
+        if (i + 1) * MARKS // blocks > i * MARKS // blocks or taken > seconds:
+            marks.append({"tokens": (i + 1) * size, "seconds": taken})
+        if taken > seconds:
+            break
+    progress.close()
+    return state, marks
+
+
 def ideal_seconds(engine: Engine, tokens: int) -> float:
     """What reading takes at the rates above: two operations per weight of a layer, and four per channel of a query and slot it sees."""
-    config, block = engine.config, engine.block
+    config, block = engine.config, engine.block or tokens
     weights = sum(leaf.size for leaf in jax.tree.leaves(engine.weights.layers))
-    slots = [min(layer.max_kept, tokens) + block / 2 for layer in engine.layers]
+    slots = [min(layer.max_kept, max(tokens - block, 0)) + block / 2 for layer in engine.layers]
     attention = 4 * config.num_heads * config.head_dim * sum(slots)
     return tokens * (2 * weights / MATRICES + attention / ATTENTION)
 

@@ -357,11 +357,19 @@ def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params) ->
     cases = [
         dataclasses.replace(small, policy=name, settings=settings, context=tokens, batch=1) for tokens in (70, 160)
     ]
-    rows = [long_context.measure(case, tiny, 16, float("inf")) for case in cases]
+
+    def measured(case: Case, block: int, seconds: float) -> dict[str, Any]:
+        return long_context.measure(case, long_context.compiled(case, tiny, block), seconds)
+
+    rows = [measured(case, 16, float("inf")) for case in cases]
     assert [row["tokens_read"] for row in rows] == [64, 160]
     assert [row["marks"][-1]["tokens"] for row in rows] == [64, 160]
     for held in ("cache_bytes", "program_bytes"):
         assert rows[0][held] == rows[1][held]
     assert rows[0]["cache_bytes"] < rows[0]["full_cache_bytes"] < rows[1]["full_cache_bytes"]
-    cut = long_context.measure(cases[1], tiny, 16, 0.0)
+    cut = measured(cases[1], 16, 0.0)
     assert (cut["tokens_read"], len(cut["marks"])) == (16, 1)
+    if policy.startswith("treekv"):
+        whole = measured(cases[0], 0, float("inf"))
+        assert (whole["tokens_read"], whole["block"]) == (70, None)
+        assert len(whole["written"]) == long_context.NEW_TOKENS
