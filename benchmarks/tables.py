@@ -170,17 +170,35 @@ def _first(rows: list[dict[str, Any]], name: str, context: int, batch: Any, meas
 
 
 def long_texts() -> str:
-    """How far a text was read in what time, one row per policy, and what memory that took."""
-    measured = [row for name in ("long-context-h200.json", "long-context-10m-h200.json") for row in rows(name)]
+    """How fast texts are read in blocks, one row per policy, and what memory that takes."""
     lines = [
-        "| policy | tokens of the text | read | seconds | cache | program | full cache |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| policy | read | seconds | by arithmetic | tokens/s | cache | reading | most in use | full cache |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in measured:
-        sizes = " | ".join(f"{row[name] / 1e9:.1f} GB" for name in ("cache_bytes", "program_bytes", "full_cache_bytes"))
-        lines.append(
-            f"| `{_name(row)}` | {row['tokens']:,} | {row['tokens_read']:,} | {row['seconds']:.0f} | {sizes} |"
-        )
+    for name in ("long-context-h200.json", "long-context-4096-h200.json", "long-context-16384-h200.json"):
+        for row in rows(name):
+            held = "cache_bytes", "program_bytes", "peak_bytes", "full_cache_bytes"
+            cells = [
+                f"`{_name(row)}`",
+                f"{row['tokens_read']:,}",
+                f"{row['seconds']:.1f}",
+                f"{row['ideal_seconds']:.1f}",
+                f"{row['tokens_read'] / row['seconds']:,.0f}",
+                *(f"{row[each] / 1e9:.1f} GB" for each in held),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def blocks_and_whole() -> str:
+    """Seconds that prompts take in blocks and at once."""
+    lines = ["| policy | tokens | block | seconds | most in use |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name in ("64k-full", "64k", "128k"):
+        lines += [
+            f"| `{_name(row)}` | {row['tokens_read']:,} | {row['block'] or 'the whole prompt'} | {row['seconds']:.2f} | "
+            f"{row['peak_bytes'] / 1e9:.1f} GB |"
+            for row in rows(f"long-context-{name}-h200.json")
+        ]
     return "\n".join(lines)
 
 
@@ -240,7 +258,8 @@ def _setting(name: str, value: Any) -> str:
 
 def kernels() -> str:
     """Times of every public kernel beside XLA and the best other one, and how near it is to its floor."""
-    measured = [row for row in rows("kernels-h200.json") if hasattr(pallas_kernels, row["operation"])]
+    files = "kernels-h200.json", "kernels-reading-h200.json"
+    measured = [row for name in files for row in rows(name) if hasattr(pallas_kernels, row["operation"])]
     lines = [
         "| operation | shape | dtype | kvjax | XLA | other | of floor |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
@@ -249,7 +268,9 @@ def kernels() -> str:
         here = {
             row["implementation"]: row
             for row in measured
-            if (row["operation"], row["shape"], row["dtype"]) == case and "microseconds" in row
+            if (row["operation"], row["shape"], row["dtype"]) == case
+            and "microseconds" in row
+            and not row["implementation"].startswith("gpu ")
         }
         ours, xla = here.pop("auto"), here.pop("xla")
         other = min(here.values(), key=lambda row: row["microseconds"], default=None)
@@ -271,6 +292,7 @@ if __name__ == "__main__":
         compression(),
         published(),
         long_texts(),
+        blocks_and_whole(),
         fits(),
         peers(),
         kernels(),
