@@ -74,6 +74,18 @@ def test_tables_are_those_of_the_result_files():
     assert tables.fits() in USAGE
 
 
+def test_how_fast_a_million_tokens_are_read():
+    told = re.search(
+        r"by Chelsea within 16,384 slots in (\d+) seconds, by SnapKV within 4096 in (\d+), in at most (\S+) GB", README
+    )
+    assert told is not None
+    measured = {(row["policy"], row["settings"]["budget"]): row for row in tables.rows("long-context-h200.json")}
+    rows = measured["chelsea", 16384], measured["snapkv", 4096]
+    assert all(row["tokens"] - row["tokens_read"] < row["block"] for row in rows)
+    assert [f"{row['seconds']:.0f}" for row in rows] == list(told.groups()[:2])
+    assert f"{max(row['peak_bytes'] for row in rows) / 1e9:.1f}" == told[3]
+
+
 def test_result_files_say_what_the_docs_claim():
     """Within the trained window TreeKV is near the full cache; beyond it stays where it was while the full cache fails."""
     rows = {row["policy"]: row["parts"] for row in tables.rows("streaming-perplexity-h200.json")}

@@ -103,7 +103,8 @@ def _sized(scale: float) -> dict[str, Any]:
 
         return attend
 
-    sizes = [dict(zip(("rows", "slots", "stages"), each, strict=True)) for each in TUNED]
+    names = "rows", "slots", "stages"
+    sizes: list[dict[str, int]] = [dict(zip(names, each, strict=True)) for each in TUNED]
     return {"gpu " + " ".join(f"{name}={size}" for name, size in each.items()): variant(each) for each in sizes}
 
 

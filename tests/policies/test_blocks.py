@@ -15,7 +15,8 @@ from policies import oracle_recompress, oracle_rkv
 from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax
 from policies.oracle_quest import QuestHead
 
-from kvjax.cache import LayerSpec, Token, TokenBlock, in_rows
+from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
+from kvjax.pallas_kernels import block_attention
 from kvjax.policies import (
     H2O,
     RKV,
@@ -58,6 +59,22 @@ from kvjax.policies.transforms.quantize import PackedCache
 
 ROWS = 104
 """Rows of a batch of random texts."""
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch):
+    """Kernels for GPUs see by slots what others see by positions: where the two differ attention is NaN."""
+
+    def checked(q, k, v, q_pos, pos, weight=None, *, run, **options):
+        out = block_attention(q, k, v, q_pos, pos, weight, run=run, **options)
+        slot, query = (jnp.arange(n, dtype=jnp.int32) for n in (pos.shape[-1], q_pos.shape[-1]))
+        by_slot = (slot >= run.first[..., None, None]) & (slot <= run.own[..., None, None] + query[:, None])
+        asked, live = (q_pos >= 0)[:, None, :, None], (pos >= 0)[:, :, None]
+        same = (by_slot & live) == (live & (pos[:, :, None] <= q_pos[:, None, :, None]))
+        right = jnp.all(same | ~asked, axis=(1, 2, 3))
+        return jnp.where(right[:, None, None, None], out, jnp.nan)
+
+    monkeypatch.setattr(attention, "block_attention", checked)
 
 
 # Reading.
