@@ -63,6 +63,7 @@ html_theme_options = {
     "repository_url": "https://github.com/kvjax/kvjax",
     "use_repository_button": True,
     "path_to_docs": "docs",
+    "navbar_persistent": [],
     "show_navbar_depth": 1,
     "collapse_navbar": True,
     "show_toc_level": 2,

@@ -66,8 +66,10 @@ def test_own_policy_of_the_docs_works(tiny):
 def test_policies_are_all_listed():
     listed = re.findall(r"^\| \[`(\w+)`\]\(methods/\1\.md\) \| (?:the plain|a control|\[)", METHODS, flags=re.MULTILINE)
     assert sorted(listed) == sorted(registry.policies())
-    for cls in registry.policies().values():
+    for name, cls in registry.policies().items():
         assert f"| {cls.about.summary} |" in METHODS
+        assert (ROOT / f"docs/methods/{name}.md").is_file()
+        assert (ROOT / f"docs/pictures/{name}.png").is_file()  # python docs/draw_methods.py draws it
     (table,) = re.findall(r"^\| what happens to the past \|.*?\n\n", README, flags=re.MULTILINE | re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(registry.policies())
 

@@ -21,6 +21,9 @@ from kvjax.policies import policies
 DOCS = Path(__file__).parents[1]
 LINES = "## The lines that do it"
 
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
+MARKERS = "os^Dv<>P*"
+
 MEMORY = {
     "full": "everything is kept",
     "freed": "what is dropped takes no memory",
@@ -51,7 +54,7 @@ def complete(app: Sphinx, docname: str, content: list[str]) -> None:
             _picture(name),
             "## As it is here",
             _prose(name),
-            mark + lines.strip(),
+            f"{mark}\n\n{lines.strip()}",
             "## Options",
             _options(name),
             "## What it costs",
@@ -77,7 +80,8 @@ def _facts(name: str) -> str:
         "Positions": POSITIONS[about.positions],
         "A budget": budget if about.takes_budget else "has no effect",
     }
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in facts.items())])
+    rows = "\n".join(f"* - {key}\n  - {value}" for key, value in facts.items())
+    return f"```{{list-table}}\n:widths: 20 80\n\n{rows}\n```"
 
 
 def _picture(name: str) -> str:
@@ -154,10 +158,14 @@ def _measured(name: str) -> str:
 
 
 def _limits(page: str) -> list[str]:
-    """Items of docs/limits.md that speak of the method by its title."""
+    """Items of docs/limits.md whose first sentence speaks of the method by its title."""
     title = page.split("\n", 1)[0].removeprefix("# ").strip()
     text = (DOCS / "limits.md").read_text(encoding="utf-8")
-    found = [item.strip() for item in re.split(r"\n(?=- )", text) if re.search(rf"\b{re.escape(title)}\b", item)]
+    found = [
+        item.strip()
+        for item in re.split(r"\n(?=- )", text)
+        if re.search(rf"\b{re.escape(title)}\b", item.split(". ")[0])
+    ]
     # Links as they are from docs/methods, a folder further down.
     found = [re.sub(r"\]\((?!\w+:|#)", "](../", item) for item in found]
     return ["## Limits", "\n".join(found)] if found else []
@@ -182,26 +190,26 @@ def _citation(name: str) -> list[str]:
 def draw_quality(path: Path, marked: str = "") -> None:
     """All methods' agreement with the full cache over the bytes that they hold, one of them marked."""
     figures, _ = import_matplotlib()
-    rows = [row for row in tables.measured_quality() if row["policy"] not in ("full", "random", "knorm")]
-    figure = figures.Figure(figsize=(7, 4.2), layout="constrained")
+    far_below = {"full", "random", "knorm"} - {marked}
+    rows = [row for row in tables.measured_quality() if row["policy"] not in far_below]
+    figure = figures.Figure(figsize=(8, 4.6) if not marked else (7, 3.6), layout="constrained")
     panel = figure.subplots()
-    for policy in dict.fromkeys(row["policy"].split(",")[0] for row in rows):
+    names = dict.fromkeys(row["policy"].split(",")[0] for row in rows)
+    for i, policy in enumerate(names):
         mine = sorted(
             (row["cache_bytes"] / 1e6, 100 * row["agreement"]) for row in rows if row["policy"].split(",")[0] == policy
         )
-        chosen = policy == marked
-        style: dict[str, Any] = (
-            {"color": "#D55E00", "zorder": 3, "linewidth": 2} if chosen else {"color": "0.65", "linewidth": 0.8}
-        )
-        panel.plot(*zip(*mine, strict=True), marker="o", markersize=5 if chosen else 3, **style)
-        panel.annotate(
-            policy,
-            mine[0],
-            xytext=(4, -9),
-            textcoords="offset points",
-            fontsize=9 if chosen else 7,
-            color="#D55E00" if chosen else "0.35",
-        )
+        style: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "label": policy,
+        }
+        if policy == marked:
+            style = {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3, "label": policy}
+        elif marked:
+            style = {"color": "0.7", "marker": "o", "markersize": 3, "linewidth": 0.8}
+        panel.plot(*zip(*mine, strict=True), **{"markersize": 5, "linewidth": 1.0, **style})
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     panel.set_xlabel("bytes of cache, MB")
     panel.set_ylabel("top-1 token as the full cache's, %")
     path.parent.mkdir(parents=True, exist_ok=True)
