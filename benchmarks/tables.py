@@ -65,6 +65,88 @@ def measured_quality() -> list[dict[str, Any]]:
     return list({(row["policy"], row["budget"]): row for row in found}.values())
 
 
+def quality_of(name: str) -> str:
+    """What a method costs beside the full cache, one row per budget, and which others did better or worse; empty if not measured."""
+    mine = [row for row in measured_quality() if row["policy"].split(",")[0] == name]
+    if not mine:
+        return ""
+    lines = [
+        "| budget | perplexity | top-1 token as the full cache's | cache |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in mine:
+        budget = (
+            f"{100 * row['budget']:g} %" if row["budget"] is not None else row["policy"].partition(", ")[2] or "any"
+        )
+        cells = f"{row['perplexity']:.2f}", f"{100 * row['agreement']:.1f} %", f"{row['cache_bytes'] / 1e6:.0f} MB"
+        lines.append(f"| {budget} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def full_quality() -> str:
+    """What the full cache has in the policies' comparison."""
+    (row,) = (row for row in measured_quality() if row["policy"] == "full")
+    return f"perplexity {row['perplexity']:.2f} and {row['cache_bytes'] / 1e6:.0f} MB"
+
+
+def choices() -> str:
+    """Agreement and bytes of every method at 25 %, and milliseconds per token of long and many rows, the nearest to the full cache first."""
+    measured = [row for row in measured_quality() if row["budget"] in (0.25, None)]
+    (full,) = (row for row in measured if row["policy"] == "full")
+    fast = {
+        row["policy"]: row["tpot_ms"]
+        for row in reversed(_decoded("kvjax"))
+        if (row["context"], row["batch"]) == (65536, 8) and len(row["settings"]) <= 1
+    }
+    lines = [
+        "| policy | top-1 token as the full cache's | bytes, of the full cache's | TPOT, ms |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in sorted(measured, key=lambda row: -row["agreement"]):
+        name, _, bits = row["policy"].partition(", ")
+        shown, time = (
+            f"`{name}`" + f", {bits}" * bool(bits),
+            "" if bits else f"{fast[name]:.2f}" if name in fast else "",
+        )
+        share = 100 * row["cache_bytes"] / full["cache_bytes"]
+        lines.append(f"| {shown} | {100 * row['agreement']:.1f} % | {share:.0f} % | {time} |")
+    return "\n".join(lines)
+
+
+def rivals_of(name: str, budget: float = 0.25) -> tuple[list[str], list[str]]:
+    """Methods that agree more often with the full cache while they hold no more bytes, and those that agree less and hold no fewer.
+
+    Args:
+        budget: at which all that have one were measured; others count as they are.
+    """
+    rows = [row for row in measured_quality() if row["budget"] in (budget, None)]
+    mine = [row for row in rows if row["policy"].split(",")[0] == name]
+    better, worse = set[str](), set[str]()
+    for row in rows:
+        other = row["policy"]
+        if not mine or other.split(",")[0] in (name, "full"):
+            continue
+        if all(row["agreement"] > me["agreement"] and row["cache_bytes"] <= me["cache_bytes"] for me in mine):
+            better.add(other)
+        if all(row["agreement"] < me["agreement"] and row["cache_bytes"] >= me["cache_bytes"] for me in mine):
+            worse.add(other)
+    return sorted(better), sorted(worse)
+
+
+def speed_of(name: str) -> str:
+    """A method's milliseconds per token beside the full cache's, by length and batch; empty if not measured."""
+    measured = [row for row in _decoded("kvjax") if row["policy"] == name and row["batch"] in (1, 8)]
+    full = {
+        (row["context"], row["batch"]): row["tpot_ms"] for row in reversed(_decoded("kvjax")) if row["policy"] == "full"
+    }
+    lines = ["| policy | context × batch | TPOT, ms | full cache |", "| --- | ---: | ---: | ---: |"]
+    for key in dict.fromkeys((_name(row), row["context"], row["batch"]) for row in measured):
+        row = next(row for row in measured if (_name(row), row["context"], row["batch"]) == key)
+        if key[1:] in full:
+            lines.append(f"| `{key[0]}` | {key[1] // 1024}k × {key[2]} | {row['tpot_ms']:.2f} | {full[key[1:]]:.2f} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def speed() -> str:
     """Milliseconds per output token (TPOT) and how many times the floor that is; one row per policy, one column per length and batch."""
     measured = [row for row in _decoded("kvjax") if row["batch"] in (1, 8) and row["context"] <= 65536]

@@ -45,11 +45,17 @@ def kept_tokens(
     return draw({name: retained_positions(params, prompt, policy, max_new_tokens) for name, policy in named.items()})
 
 
-def draw(retained: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
+def draw(
+    retained: Mapping[str, Float[np.ndarray, "S P"]],
+    title: str = "What is in the cache: each row is a step, white has been dropped, grey is yet to be written",
+    label: str = "share of heads that hold the token",
+) -> "Figure":
     """One panel for each array of `retained_positions`, drawn to the same scale.
 
     Args:
         retained: panels by title.
+        title: of the whole picture; broken into two lines above a single panel.
+        label: what the shares are.
     """
     figures, colormaps = import_matplotlib()
     if not retained:
@@ -58,7 +64,7 @@ def draw(retained: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
     panels = figure.subplots(1, len(retained), sharex=True, sharey=True, squeeze=False)[0]
     colours = colormaps[_COLOURS].with_extremes(under="white", bad="0.9")
     image = None
-    for panel, (title, shares) in zip(panels, retained.items(), strict=True):
+    for panel, (name, shares) in zip(panels, retained.items(), strict=True):
         steps, positions = shares.shape
         prompt = positions - steps + 1
         unwritten = np.arange(positions) >= prompt + np.arange(steps)[:, None]
@@ -67,13 +73,11 @@ def draw(retained: Mapping[str, Float[np.ndarray, "S P"]]) -> "Figure":
             np.where(unwritten, np.nan, shares), aspect="auto", interpolation="nearest", cmap=colours, vmin=1e-9, vmax=1
         )
         panel.axvline(prompt - 0.5, color="0.3", linewidth=0.8, linestyle=":")
-        panel.set_title(title, fontsize=10)
+        panel.set_title(name, fontsize=10)
         panel.set_xlabel(f"position in tokens ({prompt} of prompt, then new)")
-    figure.suptitle(
-        "What is in the cache: each row is a step, white has been dropped, grey is yet to be written", fontsize=11
-    )
+    figure.suptitle(title if len(retained) > 1 else title.replace(": ", ":\n", 1), fontsize=11)
     panels[0].set_ylabel("tokens written since the prompt")
-    figure.colorbar(image, ax=panels, label="share of heads that hold the token", fraction=0.05, pad=0.02)
+    figure.colorbar(image, ax=panels, label=label, fraction=0.05, pad=0.02)
     return figure
 
 

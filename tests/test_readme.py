@@ -14,12 +14,20 @@ from benchmarks import tables
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]
-README, METHODS, QUALITY, SPEED, KERNELS, USAGE = (
+README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS = (
     (ROOT / page).read_text(encoding="utf-8")
-    for page in ("README.md", "docs/methods.md", "docs/quality.md", "docs/speed.md", "docs/kernels.md", "docs/usage.md")
+    for page in (
+        "README.md",
+        "docs/methods.md",
+        "docs/howto/own_policy.md",
+        "docs/quality.md",
+        "docs/speed.md",
+        "docs/kernels.md",
+        "docs/howto/weights.md",
+    )
 )
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-(POLICY,) = re.findall(r"```python\n(.*?)```", METHODS, flags=re.DOTALL)
+(POLICY,) = re.findall(r"```python\n(.*?)```", OWN_POLICY, flags=re.DOTALL)
 PRINTED = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -56,10 +64,12 @@ def test_own_policy_of_the_docs_works(tiny):
 
 
 def test_policies_are_all_listed():
-    listed = re.findall(r"^\| `(\w+)` \| (?:the plain|a control|\[)", METHODS, flags=re.MULTILINE)
+    listed = re.findall(r"^\| \[`(\w+)`\]\(methods/\1\.md\) \| (?:the plain|a control|\[)", METHODS, flags=re.MULTILINE)
     assert sorted(listed) == sorted(registry.policies())
-    for cls in registry.policies().values():
+    for name, cls in registry.policies().items():
         assert f"| {cls.about.summary} |" in METHODS
+        assert (ROOT / f"docs/methods/{name}.md").is_file()
+        assert (ROOT / f"docs/pictures/{name}.png").is_file()  # python docs/draw_methods.py draws it
     (table,) = re.findall(r"^\| what happens to the past \|.*?\n\n", README, flags=re.MULTILINE | re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(registry.policies())
 
@@ -71,7 +81,7 @@ def test_tables_are_those_of_the_result_files():
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
         assert table in SPEED
     assert tables.kernels() in KERNELS
-    assert tables.fits() in USAGE
+    assert tables.fits() in WEIGHTS
 
 
 def test_how_fast_a_million_tokens_are_read():

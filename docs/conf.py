@@ -1,0 +1,71 @@
+"""The site: `sphinx-build -W --keep-going -j auto docs site` builds it, notebooks executed (`pip install ".[docs]"`)."""
+
+import os
+import sys
+from pathlib import Path
+
+import kvjax
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # its extensions, and benchmarks, which has the tables
+# Pages are the same wherever they are built, and need no accelerator.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+project = "kvjax"
+author = "kvjax contributors"
+copyright = "kvjax contributors"
+release = version = kvjax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "extensions.docstrings",
+    "extensions.drawings",
+    "extensions.elsewhere",
+    "extensions.methods",
+    "extensions.public",
+]
+exclude_patterns = ["extensions", "_templates", "_build", "jupyter_execute"]
+templates_path = ["_templates"]
+# Not nitpicky: shapes in jaxtyping's annotations are strings that name nothing. Links in prose and roles are checked all the same.
+nitpicky = False
+# Fields of several classes have the same name, and their descriptions name their neighbours.
+suppress_warnings = ["ref.python"]
+
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autosummary_generate = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_attr_annotations = False
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+# Executed once: what the notebooks' tests have run already is taken from where they kept it (tests/test_notebooks.py).
+nb_execution_mode = "cache"
+nb_execution_cache_path = os.environ.get("KVJAX_NOTEBOOK_CACHE", "")
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_output_stderr = "error"
+nb_merge_streams = True
+
+html_theme = "sphinx_book_theme"
+html_title = "kvjax"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "repository_url": "https://github.com/kvjax/kvjax",
+    "use_repository_button": True,
+    "path_to_docs": "docs",
+    "navbar_persistent": [],
+    "show_navbar_depth": 1,
+    "collapse_navbar": True,
+    "show_toc_level": 2,
+}
+copybutton_exclude = ".linenos, .gp, .go"

@@ -1,0 +1,1 @@
+"""What the site's build does besides Sphinx."""

@@ -1,0 +1,34 @@
+"""Docstrings are plain text with code in single backticks; here they become what Sphinx reads."""
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+
+_CODE = re.compile(r"(``[^`]+``|`[^`]+`)")
+_NAME = re.compile(r"`(kvjax(?:\.\w+)+)`")
+
+
+def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Code in backticks becomes literal, or a link where it is a name of kvjax; bars and stars in prose are just that."""
+    # Code may run over the end of a line: joined, converted, and parted again, since Google's sections go by lines.
+    text = "".join(map(_converted, _CODE.split("\n".join(lines))))
+    if what in ("attribute", "property"):
+        text = f"\n{text}"  # else what stands before a colon in the first line is taken for a type
+    lines[:] = re.sub(r"``(?=[a-z])(?<=\w``)", r"``\\ ", text).split("\n")
+
+
+def _converted(part: str) -> str:
+    if part.startswith("``"):
+        return part
+    if match := _NAME.fullmatch(part):
+        return f":py:obj:`{match[1]}`"
+    if part.startswith("`"):
+        return f"`{part}`"
+    part = re.sub(r"(?<!\\)\|", r"\\|", part)
+    return re.sub(r"(?m)(?<![\\*\s])\*|(?<=\S )\*(?!\*)", r"\\*", part)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("autodoc-process-docstring", convert, priority=100)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

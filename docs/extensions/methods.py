@@ -1,0 +1,248 @@
+"""What a method's page has besides its idea and its lines of code, which are written by hand in docs/methods/NAME.md.
+
+Facts and options come from the policy and its docstring, figures from result files, limits from docs/limits.md, the paper's address from docs/methods.md.
+"""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from sphinx.application import Sphinx
+
+from benchmarks import tables
+from kvjax.extras import import_matplotlib
+from kvjax.policies import policies
+
+DOCS = Path(__file__).parents[1]
+LINES = "## The lines that do it"
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
+MARKERS = "os^Dv<>P*"
+
+MEMORY = {
+    "full": "everything is kept",
+    "freed": "what is dropped takes no memory",
+    "sparse": "everything is kept, and a part of it read",
+    "quantized": "everything is kept, in fewer bits",
+}
+STAGE = {
+    "none": "never",
+    "prompt": "once, when the prompt has been read",
+    "decoding": "while decoding",
+    "both": "when the prompt has been read, and while decoding",
+}
+POSITIONS = {"original": "as in the text", "cache_rank": "a token's place among those that are kept"}
+
+
+def complete(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Add to a method's page what is not written by hand."""
+    folder, _, name = docname.partition("/")
+    if folder != "methods" or name not in policies():
+        return
+    before, mark, lines = content[0].partition(LINES)
+    if not mark:
+        raise ValueError(f"docs/{docname}.md has no heading {LINES!r}; the rest of the page is put around it")
+    content[0] = "\n\n".join(
+        [
+            before.strip(),
+            _facts(name),
+            _picture(name),
+            "## As it is here",
+            _prose(name),
+            f"{mark}\n\n{lines.strip()}",
+            "## Options",
+            _options(name),
+            "## What it costs",
+            _measured(name),
+            *_limits(content[0]),
+            *_citation(name),
+        ]
+    )
+
+
+def _facts(name: str) -> str:
+    about = policies()[name].about
+    budget = (
+        "is of the prompt, and new tokens are kept in addition"
+        if about.budget_excludes_new_tokens
+        else "is of all tokens"
+    )
+    facts = {
+        "Asked for as": f"`{name}`, or `kvjax.policies.{policies()[name].__name__}(...)`",
+        "Keeps": about.summary,
+        "Memory": MEMORY[about.memory],
+        "Compresses": STAGE[about.stage],
+        "Positions": POSITIONS[about.positions],
+        "A budget": budget if about.takes_budget else "has no effect",
+    }
+    rows = "\n".join(f"* - {key}\n  - {value}" for key, value in facts.items())
+    return f"```{{list-table}}\n:widths: 20 80\n\n{rows}\n```"
+
+
+def _picture(name: str) -> str:
+    about = policies()[name].about
+    if name == "kivi":
+        alt = "Keys of one head as they are, and the errors that 4 and 2 bits make, by position and channel"
+    elif name == "shadowkv":
+        alt = "Which positions have exact keys at each step of a run; the others are rebuilt from low rank"
+    elif about.memory == "sparse":
+        alt = f"Which positions of a text queries of one layer read at each step under {name}"
+    else:
+        alt = f"Which positions of a text the cache holds at each step under {name}: {about.summary}"
+    return (
+        f"![{alt}](/pictures/{name}.png)\n\n"
+        "*SmolLM2-135M-Instruct reads the opening of Moby-Dick and goes on; `python docs/draw_methods.py` draws it.*"
+    )
+
+
+def _docstring(name: str) -> tuple[str, str]:
+    prose, _, fields = (inspect.getdoc(policies()[name]) or "").partition("Attributes:\n")
+    return prose.strip(), textwrap.dedent(fields)
+
+
+def _prose(name: str) -> str:
+    return _docstring(name)[0].replace("*", "\\*")
+
+
+def _options(name: str) -> str:
+    fields = dataclasses.fields(policies()[name])
+    if not fields:
+        return "It has none."
+    meanings: dict[str, str] = {}
+    for entry in re.split(r"\n(?=\S)", _docstring(name)[1]):
+        names, _, meaning = entry.partition(":")
+        meanings |= dict.fromkeys(map(str.strip, names.split(",")), " ".join(meaning.split()))
+    lines = ["| option | default | what it is |", "| --- | --- | --- |"]
+    for field in fields:
+        meaning = meanings[field.name].replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{field.default!r}` | {meaning} |")
+    return "\n".join(lines)
+
+
+def _measured(name: str) -> str:
+    parts: list[str] = []
+    if quality := tables.quality_of(name):
+        parts += [
+            "On an H200 SmolLM2-135M-Instruct read 7168 tokens of each of three texts under the policy, then 1024 more one by one "
+            "([quality](/quality.md) says how). The full cache has "
+            f"{tables.full_quality()}.",
+            quality,
+        ]
+        if name != "full":
+            draw_quality(DOCS / "pictures" / "quality" / f"{name}.svg", name)
+            parts.append(
+                f"![Share of top-1 tokens that are the full cache's, over bytes of cache: {name} among all methods measured]"
+                f"(/pictures/quality/{name}.svg)"
+            )
+            better, worse = tables.rivals_of(name)
+            said = [
+                f"{what}: {', '.join(f'`{other}`' for other in others) or 'none'}."
+                for what, others in (
+                    ("At 25 %, nearer to the full cache with no more bytes", better),
+                    ("Farther from it with no fewer bytes", worse),
+                )
+            ]
+            parts.append(" ".join(said))
+    else:
+        parts.append("Its quality has not been measured yet beside the other methods'.")
+    if speed := tables.speed_of(name):
+        parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
+    else:
+        parts.append("Its speed has not been measured yet in a decoding step ([speed](/speed.md) has those that were).")
+    return "\n\n".join(parts)
+
+
+def _limits(page: str) -> list[str]:
+    """Items of docs/limits.md whose first sentence speaks of the method by its title."""
+    title = page.split("\n", 1)[0].removeprefix("# ").strip()
+    text = (DOCS / "limits.md").read_text(encoding="utf-8")
+    found = [
+        item.strip()
+        for item in re.split(r"\n(?=- )", text)
+        if re.search(rf"\b{re.escape(title)}\b", item.split(". ")[0])
+    ]
+    # Links as they are from docs/methods, a folder further down.
+    found = [re.sub(r"\]\((?!\w+:|#)", "](../", item) for item in found]
+    return ["## Limits", "\n".join(found)] if found else []
+
+
+def _citation(name: str) -> list[str]:
+    match = re.fullmatch(r"(.+?) (\d{4}), (.+)", policies()[name].about.paper, flags=re.DOTALL)
+    if not match or name in ("full", "random"):  # which are references, and no paper's method
+        return []
+    row = re.search(
+        rf"^\| \[`{name}`\]\(\S+\) \| \[.*?\]\((\S+?)\)",
+        (DOCS / "methods.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert row, f"docs/methods.md has no address of the paper of {name}"
+    authors, year, title = match.groups()
+    author = authors.replace(" et al.", " and others")
+    entry = f"@misc{{{name},\n  title = {{{title}}},\n  author = {{{author}}},\n  year = {{{year}}},\n  url = {{{row[1]}}},\n}}"
+    return ["## Citation", f"{authors} {year}, [{title}]({row[1]})", f"```bibtex\n{entry}\n```"]
+
+
+def draw_quality(path: Path, marked: str = "") -> None:
+    """All methods' agreement with the full cache over the bytes that they hold, one of them marked."""
+    figures, _ = import_matplotlib()
+    far_below = {"full", "random", "knorm"} - {marked}
+    rows = [row for row in tables.measured_quality() if row["policy"] not in far_below]
+    figure = figures.Figure(figsize=(8, 4.6) if not marked else (7, 3.6), layout="constrained")
+    panel = figure.subplots()
+    names = dict.fromkeys(row["policy"].split(",")[0] for row in rows)
+    for i, policy in enumerate(names):
+        mine = sorted(
+            (row["cache_bytes"] / 1e6, 100 * row["agreement"]) for row in rows if row["policy"].split(",")[0] == policy
+        )
+        style: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "label": policy,
+        }
+        if policy == marked:
+            style = {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3, "label": policy}
+        elif marked:
+            style = {"color": "0.7", "marker": "o", "markersize": 3, "linewidth": 0.8}
+        panel.plot(*zip(*mine, strict=True), **{"markersize": 5, "linewidth": 1.0, **style})
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    panel.set_xlabel("bytes of cache, MB")
+    panel.set_ylabel("top-1 token as the full cache's, %")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+class Quality(Directive):
+    """The chart of all methods; its content is the words for those who do not see it."""
+
+    has_content: ClassVar[bool] = True
+
+    def run(self) -> list[Any]:
+        draw_quality(DOCS / "pictures" / "quality" / "all.svg")
+        return _parsed(self, f"![{' '.join(self.content)}](/pictures/quality/all.svg)")
+
+
+class Measured(Directive):
+    """A table of `benchmarks.tables`, by the name of its function."""
+
+    required_arguments = 1
+
+    def run(self) -> list[Any]:
+        return _parsed(self, getattr(tables, self.arguments[0])())
+
+
+def _parsed(directive: Directive, text: str) -> list[Any]:
+    node = nodes.container()
+    directive.state.nested_parse(text.splitlines(), directive.content_offset, node)
+    return node.children
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", complete, priority=400)
+    app.add_directive("quality", Quality)
+    app.add_directive("measured", Measured)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
