@@ -1,6 +1,5 @@
 """The result file, made of the parts that runs have written: a score for each sample, without the answers."""
 
-import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -30,10 +30,12 @@ CLAIMS = (
             f"At a budget of {budget} it recalls more than Quest and InfiniGen",
             "Figure 11a",
             f"a figure: higher at all budgets ({SETTING})",
+            "recall",
             "recall of important tokens",
             "clusterkv",
             ("quest", "infinigen"),
             f"budget {budget}",
+            bounds=("infinigen",),
         )
         for budget in BUDGETS
     ),
@@ -42,6 +44,7 @@ CLAIMS = (
             f"At a budget of {budget} cosine similarity clusters better than L2 distance and inner product",
             "Figure 11b",
             f"a figure: cosine above both ({SETTING})",
+            "recall",
             "recall of important tokens",
             "clusterkv",
             ("clusterkv, L2", "clusterkv, inner product"),

@@ -26,6 +26,7 @@ CLAIMS = (
         "Table 1",
         f"7.02; StreamingLLM 7.19, H2O 7.06 ({SETTING})",
         "perplexity",
+        "perplexity",
         "treekv",
         ("streaming_llm", "h2o"),
         "4096 tokens",
@@ -34,6 +35,7 @@ CLAIMS = (
         "At 4k tokens TreeKV comes within 0.02 of TOVA",
         "Table 1, section 5.2",
         f"7.02; TOVA 7.00 ({SETTING})",
+        "perplexity",
         "perplexity",
         "treekv",
         ("tova",),
@@ -45,6 +47,7 @@ CLAIMS = (
         "Table 1",
         f"6.88; StreamingLLM 7.19, H2O 7.08, TOVA 7.06 ({SETTING})",
         "perplexity",
+        "perplexity",
         "treekv",
         ("streaming_llm", "h2o", "tova"),
         "8192 tokens",
@@ -54,6 +57,7 @@ CLAIMS = (
         "Table 1",
         f"6.91; StreamingLLM 7.19, H2O 7.25, TOVA 7.15 ({SETTING})",
         "perplexity",
+        "perplexity",
         "treekv",
         ("streaming_llm", "h2o", "tova"),
         "16384 tokens",
@@ -62,6 +66,7 @@ CLAIMS = (
         "Beyond the trained window the full cache fails",
         "Table 1",
         f"at 8k 6.88; full attention more than 1000 ({SETTING})",
+        "perplexity",
         "perplexity",
         "treekv",
         (FULL,),
@@ -82,15 +87,24 @@ def measure(bench: Bench) -> Measured:
         "h2o": H2O(budget=budget, recent=recent),
         "streaming_llm": StreamingLLM(budget=budget),
     }
-    jobs = {name: lambda policy=policy: streamed(bench, policy, texts) for name, policy in methods.items()}
-    found = bench.each({**jobs, FULL: lambda: [windowed(bench.params, text, len(text)) for text in texts]})
+    jobs = {
+        name: lambda policy=policy: parts(streamed(bench, policy, texts), lengths) for name, policy in methods.items()
+    }
+    found = bench.each(
+        {**jobs, FULL: lambda: parts([windowed(bench.params, text, len(text)) for text in texts], lengths)}
+    )
     rows = [
-        Row("perplexity", name, f"{length} tokens", [score.part(0, length - 1).perplexity for score in scores])
-        for name, scores in found.items()
-        for length in lengths
+        Row("perplexity", name, f"{length} tokens", scores)
+        for name, of_lengths in found.items()
+        for length, scores in zip(lengths, of_lengths, strict=True)
     ]
     settings = {"books": books, "skipped tokens": skip, "slots": budget, "recent": recent}
     return Measured(settings | {"trained window": bench.params.config.max_position}, rows)
+
+
+def parts(scores: list[Perplexity], lengths: tuple[int, ...]) -> list[list[float]]:
+    """Perplexity of the first tokens of every text, for each number of them."""
+    return [[score.part(0, length - 1).perplexity for score in scores] for length in lengths]
 
 
 def streamed(bench: Bench, policy: Policy, texts: list[list[int]]) -> list[Perplexity]:
