@@ -55,7 +55,7 @@ def _name(header: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _press(row: Mapping[str, Any]) -> str:
-    return PRESSES.get(row["policy"], row["policy"])
+    return str(PRESSES.get(row["policy"], row["policy"]))
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -129,19 +129,28 @@ def make_suites(names: Sequence[str], form: Format, window: int, samples: int, s
         kind, _, number = name.partition("-")
         if kind not in ("ruler", "longbench", "gsm8k") or not number.isdecimal():
             raise SystemExit(f"no suite {name}; there are ruler-LENGTH, longbench-LENGTH and gsm8k-SHOTS")
-        size, shared = int(number), {"samples": samples, "seed": seed}
+        size = int(number)
         if kind == "ruler":
             tasks = [task for task in TASKS if not task.startswith("qa_") or task in data.questions]
-            inputs = {task: Inputs((size,), text=data.text, data=data.questions.get(task), **shared) for task in tasks}
+            inputs = {
+                task: Inputs((size,), text=data.text, data=data.questions.get(task), samples=samples, seed=seed)
+                for task in tasks
+            }
             found.append(Suite(name, inputs, size, form, window))
         elif kind == "longbench":
             folder = data.folder / "longbench"
             for task in LONGBENCH:
-                cut = Inputs((size - TEMPLATE - longbench_tasks()[task]["max_new_tokens"],), data=folder, **shared)
+                cut = Inputs(
+                    (size - TEMPLATE - longbench_tasks()[task]["max_new_tokens"],),
+                    data=folder,
+                    samples=samples,
+                    seed=seed,
+                )
                 found.append(Suite(f"{name}-{task}", {f"longbench-{task}": cut}, size, form, window))
         else:
-            files = {"data": data.folder / "gsm8k/test.jsonl", "examples": data.folder / "gsm8k/train_first600.jsonl"}
-            suite = Suite(name, {"gsm8k": Inputs(shots=size, **files, **shared)}, 0, form, window)
+            problems, solved = data.folder / "gsm8k/test.jsonl", data.folder / "gsm8k/train_first600.jsonl"
+            inputs = Inputs(shots=size, data=problems, examples=solved, samples=samples, seed=seed)
+            suite = Suite(name, {"gsm8k": inputs}, 0, form, window)
             longest = max(len(context) + len(question) for context, question in suite.asked["gsm8k"].pairs)
             found.append(dataclasses.replace(suite, prompt=bucket(longest)))
     return found
