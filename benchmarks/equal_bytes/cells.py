@@ -14,6 +14,9 @@ from .suite import Suite
 ABOVE = 1.02
 """Of the bytes asked for, so many times over is as good as equal: slots are rounded."""
 
+SLACK = 1.001
+"""What a policy keeps besides slots, counters of a few bytes, must not cost it a whole step of slots."""
+
 SEEING = ("adakv", "catekv", "chunkkv", "h2o", "pyramidkv", "rkv", "snapkv", "tova")
 """Policies that score a prompt's tokens by its queries, so that it matters to them whether the question is among these."""
 
@@ -73,7 +76,7 @@ def fit(suite: Suite, params: Params, policy: str, target: int) -> tuple[Policy 
             fitting = [each for each in tried if _held(suite, params, each) <= ABOVE * target]
             fitted = (fitting or tried[:1])[-1]
         else:
-            fitted = matched(asked, target, params.config, *_shape(suite), params.dtype)
+            fitted = matched(asked, round(SLACK * target), params.config, *_shape(suite), params.dtype)
         fitted.bind(params.config).validate(sum(_shape(suite)))
         held = _held(suite, params, fitted)
     except PolicyError as error:

@@ -49,7 +49,7 @@ def _ratio(row: Mapping[str, Any]) -> float:
 
 def _name(header: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """A folder's name."""
-    length, model = row["suite"].partition("-")[2], header["settings"]["model"].replace("/", "--")
+    length, model = row["suite"].partition("-")[2], header["settings"]["model"].partition(" (")[0].replace("/", "--")
     parts = ["ruler", length, model, _press(row), f"{_ratio(row):.2f}", "query_aware" if row["seen"] else ""]
     return "__".join(filter(None, parts))
 
@@ -80,7 +80,7 @@ def _config(header: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
     return {
         "dataset": "ruler",
         "data_dir": row["suite"].partition("-")[2],
-        "model": header["settings"]["model"],
+        "model": header["settings"]["model"].partition(" (")[0],
         "press_name": _press(row),
         "compression_ratio": _ratio(row),
         "query_aware": row["seen"],

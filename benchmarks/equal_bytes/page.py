@@ -69,9 +69,11 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
     policies = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
     most = max(len(row["scores"]) for row in rows if "scores" in row)
     tasks = dict.fromkeys(task for suite in settings["suites"].values() for task in suite["tasks"])
+    default = settings["model"].endswith("(the default model)")
+    model = "" if default else f" --model {settings['model']}"
     return " \\\n    ".join(
         [
-            f"python -m benchmarks.leaderboard --model {settings['model'].partition(' ')[0]} --dtype {settings['dtype']}",
+            f"python -m benchmarks.leaderboard{model} --dtype {settings['dtype']}",
             f"--suites {','.join(suites)} --samples {most} --seed {settings['seed']}",
             f"--shares {','.join(f'{share:g}' for share in shares)}",
             f"--tasks {','.join(tasks)}",
@@ -87,6 +89,12 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     scores = by_entry(rows)
     columns = sorted({(target, seen) for _, target, seen in scores if target is not None}, key=lambda c: (-c[0], c[1]))
     parts = [f"## {suite}\n", f"{len(tasks)} tasks: {', '.join(tasks)}.\n", _means(rows, scores, tasks, columns)]
+    flat = [column for column in columns if not column[1] and not headroom(scores, column)]
+    if flat:
+        parts.append(
+            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is within two standard errors of "
+            "StreamingLLM or below\nit, so differences between policies say nothing there.\n"
+        )
     unable = [row for row in rows if row["task"] is None]
     if unable:
         parts.append(_unable(unable))
@@ -103,6 +111,15 @@ def by_entry(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None,
         if "scores" in row:
             found.setdefault((row["policy"], row["target"], row["seen"]), {})[row["task"]] = merged.samples(row)
     return found
+
+
+def headroom(scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], column: Column) -> bool:
+    """Whether the full cache is above StreamingLLM by more than two standard errors; True where that cannot be told."""
+    full, streaming = scores.get(("full", None, False)), scores.get(("streaming_llm", *column))
+    if full is None or streaming is None:
+        return True
+    mean, error = compared(full, streaming)
+    return bool(mean > 2 * error)
 
 
 def compared(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> tuple[float, float]:

@@ -110,6 +110,12 @@ def test_the_page_of_made_up_numbers(tmp_path):
     assert "| `streaming_llm` | 13 | 13 |" in text
     assert "--policies snapkv,streaming_llm,tova,quest" in text
     assert "3 samples of each task" in text
+    assert "No headroom" not in text
+    for each in rows:
+        if each["policy"] == "full":
+            each["scores"] = [0.0, 0.1, 0.3]
+    text = page.render(merged.merge([written(tmp_path / "part", rows)]), "leaderboard-abacus.json")
+    assert "No headroom at 50 %: the full cache" in text
 
 
 def test_kvpress_finds_what_it_expects(tmp_path):
