@@ -1,12 +1,15 @@
 """Test the papers' claims about quality on a real model, and write docs/reproduction.md.
 
-    python -m benchmarks.reproduction                     # every section; writes benchmarks/results/reproduction-<device>.json and the page
-    python -m benchmarks.reproduction treekv chunkkv --update    # these sections (all of a paper by its name), the others as they are
-    python -m benchmarks.reproduction --render            # the page again, from the result file
+    python -m benchmarks.reproduction --model MODEL       # every section; writes benchmarks/results/reproduction-<model>-<device>.json
+    python -m benchmarks.reproduction --model MODEL --seconds 500    # for so long: the next run goes on with what is left
+    python -m benchmarks.reproduction treekv chunkkv      # these sections (all of a paper by its name), the others as they are
+    python -m benchmarks.reproduction treekv --again      # measured anew
+    python -m benchmarks.reproduction --render            # the page again, from the result files of all models
     python -m benchmarks.reproduction --small --out small.json    # sizes for a CPU: does all run?
 
-`--texts` is a folder with whole books as `books/*.txt` and `wikitext-2/test.txt` to calibrate on. Several processes may measure
-different sections with `--update` at the same time; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false for them.
+`--texts` is a folder with whole books as `books/*.txt` and `wikitext-2/test.txt` to calibrate on, `--data` one of LongBench's and
+GSM8K's files. What a section has measured so far is kept beside the result file, method by method. Several processes may measure
+different sections at the same time; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false for them.
 """
 
 import argparse
@@ -14,8 +17,9 @@ import dataclasses
 import fcntl
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +27,10 @@ from typing import Any
 import kvjax
 from benchmarks import report
 from benchmarks.reproduction_claims import page
-from benchmarks.reproduction_claims.bench import Bench
-from kvjax.evals.report import model_fingerprint, write
+from benchmarks.reproduction_claims.bench import Bench, OutOfTime
+from kvjax.evals.report import ResultFile, model_fingerprint, write
+
+RESULTS = Path(__file__).parent / "results"
 
 DOCS = Path(__file__).parents[1] / "docs" / "reproduction.md"
 
@@ -36,33 +42,45 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
     shared = os.environ.get("KVJAX_SHARED", "shared")
     parser.add_argument("--texts", type=Path, default=Path(shared) / "data" / "text", help="folder of texts")
+    parser.add_argument("--data", type=Path, default=Path(shared) / "data" / "tasks", help="folder of tasks")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long")
     parser.add_argument("--threads", type=int, default=4, help="programs compiled and run at a time")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU; nothing is to be concluded from them")
-    parser.add_argument(
-        "--update",
-        action="store_true",
-        help="keep the other sections of a result file of this device, model and versions",
-    )
+    parser.add_argument("--again", action="store_true", help="measure these sections anew, also if they are there")
     parser.add_argument("--render", action="store_true", help="measure nothing, write the page")
     parser.add_argument("--out", type=Path, help="result file; one of another place is not rendered")
     args = parser.parse_args()
-    results = Path(__file__).parent / "results" / f"reproduction-{report.device_slug()}.json"
-    out = args.out or results
     if args.render:
-        render(args.out or recorded())
+        render([args.out] if args.out else recorded())
         return
     if args.small and args.out is None:
         parser.error("--small measures nothing that is to be kept: give a file of its own as --out")
-    names = chosen(args.sections)
+    names, end = chosen(args.sections), None if args.seconds is None else time.monotonic() + args.seconds
     bench, header = prepared(args)
-    if not args.update:
-        out.unlink(missing_ok=True)
-    earlier(out, header)  # what does not fit is told before anything runs
+    name = page.model({"header": header}).split("-Instruct")[0].lower()
+    out = args.out or RESULTS / f"reproduction-{name}-{report.device_slug()}.json"
+    there = {row["section"] for row in earlier(out, header)}  # what does not fit is told before anything runs
     for name in names:
+        if name in there and not args.again:
+            continue
+        kept = out.with_suffix(f".{name}.jsonl")
+        if args.again:
+            kept.unlink(missing_ok=True)
         print(f"{name}:", flush=True)
         start = time.perf_counter()
-        measured = page.sections()[name].measure(bench)
+        jobs = ResultFile(kept, header)
+        mine = dataclasses.replace(
+            bench,
+            kept={row["job"]: row["result"] for row in jobs.rows},
+            keep=keeper(jobs),
+            in_time=lambda: end is None or time.monotonic() < end,
+        )
+        try:
+            measured = page.sections()[name].measure(mine)
+        except OutOfTime:
+            print(f"out of time in {name}: run it again", flush=True)
+            break
         row = {
             "section": name,
             "seconds": round(time.perf_counter() - start, 1),
@@ -71,10 +89,22 @@ def main() -> None:
         }
         with locked(out):
             report.write(out, header, [*(other for other in earlier(out, header) if other["section"] != name), row])
+        kept.unlink()
         print(f"{name}: {row['seconds']} s", flush=True)
-    if out == results:
+    if args.out is None:
         with locked(DOCS):
-            render(out)
+            render(recorded())
+
+
+def keeper(jobs: ResultFile) -> Callable[[str, Any], None]:
+    """What writes results of jobs down, one at a time, whichever threads they come from."""
+    lock = threading.Lock()
+
+    def keep(job: str, result: Any) -> None:
+        with lock:
+            jobs.append([{"job": job, "result": result}])
+
+    return keep
 
 
 def chosen(given: list[str]) -> list[str]:
@@ -90,7 +120,7 @@ def prepared(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     """What sections measure with, and what the result file begins with."""
     params = kvjax.load(args.model, dtype=args.dtype)
     books = sorted((args.texts / "books").glob("*.txt"))
-    bench = Bench(params, books, args.texts / "wikitext-2" / "test.txt", args.small, args.threads)
+    bench = Bench(params, books, args.texts / "wikitext-2" / "test.txt", args.small, args.threads, args.data)
     header = report.header(
         model=Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)",
         fingerprint=model_fingerprint(params),
@@ -108,7 +138,10 @@ def earlier(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     for key in ("device", "versions", "settings"):
         if content["header"][key] != header[key]:
-            raise SystemExit(f"{path} was measured with other {key} ({content['header'][key]}): run all of it again")
+            raise SystemExit(
+                f"{path} was measured with other {key} ({content['header'][key]}, {header[key]} now); remove it to measure all of it "
+                "again, or give another --out"
+            )
     return content["rows"]
 
 
@@ -124,18 +157,21 @@ def locked(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def recorded() -> Path:
-    """The result file that the page is made from."""
-    found = sorted((Path(__file__).parent / "results").glob("reproduction-*.json"))
-    if len(found) != 1:
-        raise SystemExit(f"{len(found)} result files {[path.name for path in found]}; give one as --out")
-    return found[0]
+def recorded() -> list[Path]:
+    """The result files that the page is made from: the default model's last."""
+    found = sorted((RESULTS).glob("reproduction-*.json"))
+    return sorted(found, key=lambda path: page.model(read(path)).startswith("SmolLM2"))
 
 
-def render(path: Path) -> None:
+def read(path: Path) -> dict[str, Any]:
+    """A result file's content."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def render(paths: Sequence[Path]) -> None:
     """Write the page."""
-    write(DOCS, page.render(json.loads(path.read_text(encoding="utf-8"))))
-    print(f"wrote {DOCS} from {path}")
+    write(DOCS, page.render([read(path) for path in paths]))
+    print(f"wrote {DOCS} from {', '.join(path.name for path in paths)}")
 
 
 if __name__ == "__main__":

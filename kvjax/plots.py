@@ -235,7 +235,7 @@ def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Quality over memory and over speed, one row of panels per task, one line per policy, the full cache as the reference.
+    """Quality over memory and, where it was timed, over speed: a row of panels per task, a line per policy, the full cache as the reference.
 
     With a single budget, at which all policies hold the same bytes, policies are listed instead, the best first.
 
@@ -253,8 +253,10 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     listed = len({row["target"] for row in rows if row["target"] is not None}) <= 1
     # Inches: a line of the list and one of the legend, which has to fit beside all panels, are about a quarter of one.
     panel, legend = (max(1.2 + 0.24 * len(policies), 2.2), 0.0) if listed else (3.2, 0.24 * len(policies))
-    figure = figures.Figure(figsize=(9.2, 0.6 + max(panel * len(tasks), legend)), layout="constrained")
-    grid = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
+    timed = any(row["tokens_per_second"] is not None for row in rows)
+    size = 9.2 if timed else 6.4, 0.6 + max(panel * len(tasks), legend)
+    figure = figures.Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(tasks), 2 if timed else 1, squeeze=False, sharey="row")
     for panels, task in zip(grid, tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]
         better = "higher" if mine[0]["higher_is_better"] else "lower"
@@ -275,7 +277,8 @@ def _listed(panels: Any, rows: Sequence[Mapping[str, Any]], quality: str) -> Non
     best = -1 if rows[0]["higher_is_better"] else 1
     ranked = sorted(rows, key=lambda row: math.inf if row["value"] is None else best * row["value"])
     names = [f"{row['policy']} ({100 * row['cache_bytes'] / row['full_cache_bytes']:.0f} %)" for row in ranked]
-    for panel, field, label in zip(panels, ("value", "tokens_per_second"), (quality, _SPEED), strict=True):
+    axes = (("value", quality), ("tokens_per_second", _SPEED))
+    for panel, (field, label) in zip(panels, axes[: len(panels)], strict=True):
         for place, row in enumerate(ranked):
             if row[field] is not None:
                 panel.plot(row[field], place, "o", color=_REFERENCE if row["policy"] == "full" else _SINGLE)
@@ -294,7 +297,7 @@ def _over_memory_and_speed(
     panels: Any, rows: Sequence[Mapping[str, Any]], quality: str, policies: Sequence[str]
 ) -> None:
     axes = (("cache_bytes", 1e6, "bytes held, MB"), ("tokens_per_second", 1, _SPEED))
-    for panel, (field, unit, label) in zip(panels, axes, strict=True):
+    for panel, (field, unit, label) in zip(panels, axes[: len(panels)], strict=True):
         for i, policy in enumerate(policies):
             points = sorted(
                 (row[field] / unit, row["value"])

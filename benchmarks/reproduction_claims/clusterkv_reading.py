@@ -1,6 +1,6 @@
 """ClusterKV (Liu et al. 2024), Figure 10: perplexity of a text of which each query reads 1024 tokens."""
 
-from kvjax.policies import ClusterKV, InfiniGen, Policy, Quest
+from kvjax.policies import ClusterKV, InfiniGen, Policy, Quest, StreamingLLM
 
 from .bench import FULL, Bench, continued
 from .claim import Claim, Measured
@@ -20,6 +20,7 @@ CLAIMS = (
         "Figure 10, section V-B",
         f"deviation up to 0.5 ({SETTING})",
         "perplexity",
+        "perplexity",
         "clusterkv",
         (FULL,),
         PLACE,
@@ -29,6 +30,7 @@ CLAIMS = (
         "It is better than Quest and InfiniGen",
         "Figure 10, section V-B",
         f"deviation up to 0.5; Quest about 4, InfiniGen about 2 ({SETTING})",
+        "perplexity",
         "perplexity",
         "clusterkv",
         ("quest", "infinigen"),
@@ -45,6 +47,7 @@ def measure(bench: Bench) -> Measured:
         "clusterkv": ClusterKV(budget=budget),
         "quest": Quest(budget=budget),
         "infinigen": InfiniGen(budget=budget),
+        "streaming_llm": StreamingLLM(budget=budget),
     }
     settings = {"books": books, "prompt": prompt, "tokens scored": scored, "InfiniGen's alpha": InfiniGen().alpha}
     return Measured(settings, continued(bench, methods, texts, prompt, f"budget {budget}"))

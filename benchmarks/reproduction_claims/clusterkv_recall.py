@@ -1,6 +1,7 @@
 """ClusterKV (Liu et al. 2024), Figure 11: whether what a query selects are the tokens that it would attend to most."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,19 @@ selects as many tokens as the others, so its numbers here are an upper bound; it
 prompt's queries. It selects for each KV head, the others for each query head."""
 
 BUDGETS = (256, 512, 1024, 2048)
+PER_CLUSTER = (320, 160, 80, 40)
+"""Tokens to a cluster: L / C0, where L / 80 is the paper's choice."""
+
+SWEPT = 1024
+"""The budget at which numbers of clusters are compared."""
+
 SETTING = "one text of NarrativeQA, 32k tokens"
+
+
+def sized(tokens: int) -> str:
+    """What rows call ClusterKV with clusters of so many tokens."""
+    return "clusterkv" if tokens == 80 else f"clusterkv, C0 = L/{tokens}"
+
 
 CLAIMS = (
     *(
@@ -30,10 +43,12 @@ CLAIMS = (
             f"At a budget of {budget} it recalls more than Quest and InfiniGen",
             "Figure 11a",
             f"a figure: higher at all budgets ({SETTING})",
+            "recall",
             "recall of important tokens",
             "clusterkv",
             ("quest", "infinigen"),
             f"budget {budget}",
+            bounds=("infinigen",),
         )
         for budget in BUDGETS
     ),
@@ -42,6 +57,7 @@ CLAIMS = (
             f"At a budget of {budget} cosine similarity clusters better than L2 distance and inner product",
             "Figure 11b",
             f"a figure: cosine above both ({SETTING})",
+            "recall",
             "recall of important tokens",
             "clusterkv",
             ("clusterkv, L2", "clusterkv, inner product"),
@@ -49,12 +65,25 @@ CLAIMS = (
         )
         for budget in BUDGETS
     ),
+    *(
+        Claim(
+            f"C0 = L/{more} recalls more than L/{fewer}",
+            "section V-B",
+            f"recall improves with C0, less so above L/80 ({SETTING})",
+            "recall",
+            "recall of important tokens",
+            sized(more),
+            (sized(fewer),),
+            f"budget {SWEPT}",
+        )
+        for fewer, more in itertools.pairwise(PER_CLUSTER)
+    ),
 )
 
 
 def measure(bench: Bench) -> Measured:
     """One book at a time is recorded, and replayed to every method at every budget."""
-    prompt, steps, books, budgets = (176, 8, 2, (48, 96)) if bench.small else (8160, 32, 6, BUDGETS)
+    prompt, steps, books, budgets = (352, 8, 2, (48, 96)) if bench.small else (8160, 32, 6, BUDGETS)
     methods = {
         "clusterkv": ClusterKV(),
         "clusterkv, L2": ClusterKV(distance="l2"),
@@ -66,6 +95,12 @@ def measure(bench: Bench) -> Measured:
         (name, budget): dataclasses.replace(policy, budget=budget)
         for name, policy in methods.items()
         for budget in budgets
+    }
+    cases |= {
+        (sized(tokens), budgets[-1] if bench.small else SWEPT): ClusterKV(
+            budget=budgets[-1] if bench.small else SWEPT, tokens_per_cluster=tokens
+        )
+        for tokens in PER_CLUSTER
     }
     every = max(1, bench.params.config.num_layers // 4)
     layers = range(min(2, every), bench.params.config.num_layers, every)

@@ -1,15 +1,15 @@
-"""docs/reproduction.md, from the result file alone; the rules by which claims are judged are applied here, not stored."""
+"""docs/reproduction.md, from the result files alone; the rules by which claims are judged are applied here, not stored."""
 
 import importlib
 import pkgutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks import reproduction_claims
 
-from .claim import Claim, Row, Table, table
+from .claim import Claim, Row, Table, Verdict, table
 
 ORDER = ("treekv", "chelsea", "clusterkv", "chunkkv", "catekv")
 """Of the papers' sections on the page."""
@@ -17,16 +17,26 @@ ORDER = ("treekv", "chelsea", "clusterkv", "chunkkv", "catekv")
 INTRODUCTION = """\
 # Reproduction
 
-What the five papers claim about quality, tested here: on another model, other texts and other sizes than theirs, all
-of which each section gives. `python -m benchmarks.reproduction` measures, and writes this page from what it has
-measured.
+What the five papers claim about quality, tested here on other models, texts and sizes than theirs, which each section gives.
+`python -m benchmarks.reproduction --model MODEL` measures (with `--seconds` for so long; the next run goes on), and
+writes this page from what it has measured.
 
-Where a section compares methods, it compares them sample by sample (a book, or a question). A claim **holds**
-("yes") if the mean difference is in its favour by more than two standard errors of that mean, against every method
-that it names; it **fails** ("no") if it is as clearly against it for any of them; else it is **undecided**. A
-margin, where a claim has one, is taken off the difference. A claim that fails here need not be wrong where the paper
-tested it: this model is far smaller, and in most sections the measure is another one.
+Methods are compared sample by sample (a book, or a question), each pair by itself. By the paper's own measure (RULER,
+LongBench, GSM8K, perplexity, recall, needles) a claim **holds** if the mean difference is in its favour by more than two standard
+errors of that mean, **fails** if it is as clearly against it, and else is **undecided**. A margin, where a claim has one,
+is taken off the difference. There is no verdict
+
+- where the measure is another than the paper's: a *proxy*;
+- where there is *no headroom*: the full cache and StreamingLLM, which forgets all but the latest tokens, are within two standard
+  errors of each other, so nothing can be told apart;
+- against an upper *bound*, which everything falls short of.
+
+Perplexity of the text that follows rewards knowing the latest tokens: what is near predicts most of what comes next. So it says
+little of whether a method still has what stands far back, which needles, RULER and questions about a text ask for.
 """
+
+Contents = Sequence[Mapping[str, Any]]
+"""Result files, one for each model, in the order of the page."""
 
 
 def sections() -> dict[str, ModuleType]:
@@ -37,51 +47,65 @@ def sections() -> dict[str, ModuleType]:
     return dict(sorted(found.items(), key=lambda item: (ORDER.index(item[0].split("_")[0]), item[0])))
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """The page, of a result file's content."""
-    header, measured = content["header"], {row["section"]: row for row in content["rows"]}
+def render(contents: Contents) -> str:
+    """The page, of result files' contents."""
     modules = sections()
-    tables = {name: table(measured[name]["rows"] if name in measured else []) for name in modules}
-    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    settings = header["settings"]
-    parts = [
-        INTRODUCTION,
-        f"Measured with {settings['model']} in {settings['dtype']} on {header['device']}; {versions}.\n",
-        _summary({name: module.CLAIMS for name, module in modules.items()}, tables),
-    ]
-    for name, module in modules.items():
-        if name not in measured:
-            parts.append(
-                f"## {module.TITLE}\n\n{module.ABOUT}\n\nNot measured.\n\n{_claims(module.CLAIMS, tables[name])}"
-            )
-            continue
-        about = ", ".join(f"{key} {value}" for key, value in measured[name]["settings"].items())
-        parts += [
-            f"## {module.TITLE}\n\n{module.ABOUT}\n\nHere: {about}.\n",
-            _claims(module.CLAIMS, tables[name]),
-            f"All that was measured, means over {_samples(tables[name])} samples:\n",
-            _numbers(list(tables[name].values())),
-        ]
+    measured = [{row["section"]: row for row in content["rows"]} for content in contents]
+    tables = [{name: table(of[name]["rows"] if name in of else []) for name in modules} for of in measured]
+    models = [model(content) for content in contents]
+    parts = [INTRODUCTION, *(_measured_with(content) for content in contents)]
+    for name, each in zip(models, tables, strict=True):
+        parts += [f"{name}:\n", _summary({section: module.CLAIMS for section, module in modules.items()}, each)]
+    for section, module in modules.items():
+        parts.append(f"## {module.TITLE}\n\n{module.ABOUT}\n")
+        for name, of, each in zip(models, measured, tables, strict=True):
+            if section not in of:
+                parts.append(f"{name}: not measured yet.\n")
+                continue
+            about = ", ".join(f"{key} {value}" for key, value in of[section]["settings"].items())
+            parts.append(f"{name}: {about}; {_samples(each[section])} samples.\n")
+        parts.append(_claims(module.CLAIMS, models, [each[section] for each in tables]))
+        for name, of, each in zip(models, measured, tables, strict=True):
+            if section in of:
+                parts += [f"{name}, means of all that was measured:\n", _numbers(list(each[section].values()))]
     return "\n".join(parts)
 
 
+def model(content: Mapping[str, Any]) -> str:
+    """What the page calls a file's model."""
+    return content["header"]["settings"]["model"].partition(" (")[0].removesuffix(".gguf")
+
+
+def _measured_with(content: Mapping[str, Any]) -> str:
+    header, settings = content["header"], content["header"]["settings"]
+    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    return (
+        f"Measured with {settings['model']} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; "
+        f"{versions}.\n"
+    )
+
+
 def _summary(claims: Mapping[str, Sequence[Claim]], tables: Mapping[str, Table]) -> str:
-    """How many claims of each section hold."""
-    verdicts = ("yes", "no", "undecided", "not measured")
-    lines = ["| section | holds | fails | undecided | not measured |", "| --- |" + " ---: |" * len(verdicts)]
+    """How many comparisons of each section hold."""
+    verdicts = get_args(Verdict)
+    lines = [f"| section | {' | '.join(verdicts)} |", "| --- |" + " ---: |" * len(verdicts)]
+    total: Counter[str] = Counter()
     for name, of_section in claims.items():
-        counts = Counter(claim.verdict(tables[name]) for claim in of_section)
+        counts = Counter(pair.verdict(tables[name]) for claim in of_section for pair in claim.pairs)
+        total += counts
         lines.append(f"| `{name}` | " + " | ".join(str(counts[verdict]) for verdict in verdicts) + " |")
+    lines.append("| all | " + " | ".join(str(total[verdict]) for verdict in verdicts) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _claims(claims: Sequence[Claim], measured: Table) -> str:
-    """A row a claim: what the paper says, what was found here, the rule, and whether it holds."""
-    lines = ["| claim | in the paper | here | rule | holds |", "| --- | --- | --- | --- | --- |"]
-    for claim in claims:
-        verdict = claim.verdict(measured)
-        here = "" if verdict == "not measured" else f"{claim.ours(measured)} ({claim.at})"
-        cells = claim.says, f"{claim.where}: {claim.paper}", here, claim.rule, verdict
+def _claims(claims: Sequence[Claim], models: Sequence[str], measured: Sequence[Table]) -> str:
+    """A row for each pair of methods: what the paper says, the rule, and of every model what was found and what that amounts to."""
+    heads = ["claim", "in the paper", "rule", *(name for model in models for name in (model, "verdict"))]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    for pair in (pair for claim in claims for pair in claim.pairs):
+        claim = pair.claim
+        found = [cell for each in measured for cell in (pair.ours(each), pair.verdict(each))]
+        cells = claim.says, f"{claim.where}: {claim.paper}", f"{pair.rule} ({claim.at})", *found
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

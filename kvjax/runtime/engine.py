@@ -206,12 +206,15 @@ class Engine:
             decode=program_bytes(decode),
         )
 
-    def executables(self, state: Decoding | None = None, sampler: Sampler | None = None) -> tuple[Any, Any]:
+    def executables(
+        self, state: Decoding | None = None, sampler: Sampler | None = None, given: int | None = None
+    ) -> tuple[Any, Any]:
         """The programs that read prompts and decode, compiled.
 
         Args:
             state: shapes of what decoding begins with; then there is None in place of the other program.
             sampler: as for `compile`.
+            given: tokens, padding included, that are read before decoding, as by `answering`; then its program is the second.
         """
         batch, size = self.batch, self.specs[0].prompt_len
         tokens, rows, seeds, count = (
@@ -232,7 +235,10 @@ class Engine:
         elif state is None:
             prefill = self._compiled(decoding.prefill, *prompt, *how)
             state = decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
-        return prefill, self._compiled(decoding.decode, state, count, *how)
+        if given is None:
+            return prefill, self._compiled(decoding.decode, state, count, *how)
+        tokens = jax.ShapeDtypeStruct((batch, given), jnp.int32)
+        return prefill, self._compiled(decoding.answer, state, tokens, rows, count, *how)
 
     def begin(self, total: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> Decoding:
         """The state of rows that have read nothing yet.

@@ -1,0 +1,153 @@
+"""How it is run: batches of one task's prompts, in programs that are compiled ahead, for a given time."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from kvjax.evals.runner import described
+from kvjax.models import Params
+from kvjax.runtime.engine import Engine
+from kvjax.runtime.generation import Row, Run
+from kvjax.runtime.request import check_request
+
+from .cells import Cell
+
+
+class Roomy(Engine):
+    """An engine of a suite's sizes, whatever the lengths of the prompts and questions at hand."""
+
+    def __init__(self, params: Params, cell: Cell, batch: int) -> None:
+        super().__init__(
+            params, cell.fitted or cell.policy, batch=batch, prompt_len=cell.suite.prompt, max_new_tokens=cell.suite.new
+        )
+        self.given = None if cell.seen else cell.suite.question
+
+    def compile_all(self) -> None:
+        """Have both programs compiled."""
+        self.executables(given=self.given)
+
+    def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
+        return super().answering(*args, **options | {"size": self.given})
+
+
+class FixedRun(Run):
+    """A call of `generate` in an engine that is there already."""
+
+    engine: Engine
+
+    def engine_for(self, rows: Sequence[Row]) -> Engine:
+        return self.engine
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Some samples of one task for one cell.
+
+    Attributes:
+        first, count: which samples.
+    """
+
+    cell: Cell
+    task: str
+    first: int
+    count: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What makes it this one, in result files."""
+        return {**self.cell.key, "task": self.task, "first": self.first}
+
+
+def batches(cells: Sequence[Cell], samples: int, size: int) -> Iterator[Batch]:
+    """All batches: of each cell in turn `size` samples of every task, then the next of each. So a run that is cut short has asked
+    all cells as much, but for the last round.
+    """
+    for first in range(0, samples, size):
+        for cell in cells:
+            for name, asked in cell.suite.asked.items():
+                if first < len(asked.examples):
+                    yield Batch(cell, name, first, min(size, samples - first, len(asked.examples) - first))
+
+
+def run(params: Params, engine: Engine, batch: Batch, size: int) -> dict[str, Any]:
+    """Answer and score: a row of the result file. Programs have `size` rows; a shorter batch is filled up with its last prompt."""
+    cell, asked = batch.cell, batch.cell.suite.asked[batch.task]
+    chosen = range(batch.first, batch.first + batch.count)
+    padded = [*chosen, *[chosen[-1]] * (size - batch.count)]
+    examples, pairs = [asked.examples[i] for i in chosen], [asked.pairs[i] for i in padded]
+    request = check_request(params, examples[0].max_new_tokens, stop=examples[0].stop)
+    prompts = [context + question for context, question in pairs] if cell.seen else [context for context, _ in pairs]
+    questions = None if cell.seen else [question for _, question in pairs]
+    running = FixedRun(params, prompts, engine.policy, None, request, questions)
+    running.engine = engine
+    answers = running.finish()
+    assert isinstance(answers, list)
+    texts = [answer.text or "" for answer in answers[: batch.count]]
+    return {
+        **batch.key,
+        "settings": described(engine.policy if cell.fitted is None else cell.fitted),
+        "held": cell.held,
+        "full": cell.full,
+        "scores": [round(asked.task.score(text, each), 6) for text, each in zip(texts, examples, strict=True)],
+        "answers": texts,
+        "references": [list(each.answers) for each in examples],
+        "prompt_tokens": [sum(map(len, asked.pairs[i])) for i in chosen],
+        "prefill_seconds": round(answers[0].stats.prefill_seconds, 3),
+        "decode_seconds": round(answers[0].stats.decode_seconds, 3),
+    }
+
+
+class Clock:
+    """Whether there is time for one more: as long as the longest so far took.
+
+    Args:
+        seconds: in all, from now on; None for as long as it takes.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._longest: dict[str, float] = {}
+
+    def allows(self, *kinds: str) -> bool:
+        """Whether there is time for one of each kind."""
+        return self._end is None or time.monotonic() + sum(self._longest.get(kind, 0.0) for kind in kinds) < self._end
+
+    def took(self, kind: str, seconds: float) -> None:
+        """That one of a kind took so long."""
+        self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
+
+
+class Compiled:
+    """Engines of cells, compiled in threads ahead of their turn; as they are used up, the next ones are begun.
+
+    Args:
+        order: cells, in the order of their turns.
+        ahead: how many are compiled at a time.
+    """
+
+    def __init__(self, params: Params, order: Sequence[Cell], size: int, ahead: int, clock: Clock) -> None:
+        self._params, self._order, self._size, self._clock = params, list(order), size, clock
+        self._pool = ThreadPoolExecutor(ahead, thread_name_prefix="compile")
+        self._begun: dict[int, Future[Roomy]] = {}
+        self._ahead = ahead
+
+    def get(self, cell: Cell) -> Roomy:
+        """A cell's engine, once it is compiled."""
+        at = self._order.index(cell)
+        for each in self._order[at : at + self._ahead + 1]:
+            if id(each) not in self._begun and (each is cell or self._clock.allows("compile")):
+                self._begun[id(each)] = self._pool.submit(self._make, each)
+        return self._begun[id(cell)].result()
+
+    def close(self) -> None:
+        """Begin no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, cell: Cell) -> Roomy:
+        start = time.monotonic()
+        engine = Roomy(self._params, cell, self._size)
+        engine.compile_all()
+        self._clock.took("compile", time.monotonic() - start)
+        return engine

@@ -1,0 +1,223 @@
+"""docs/leaderboard.md and its picture, from the result file alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax import plots
+from kvjax.evals.report import write as write_file
+
+from . import merged
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+PICTURE = "leaderboard.png"
+
+Column = tuple[float, bool]
+"""A share of the full cache's bytes, and whether policies saw the question."""
+
+INTRODUCTION = """\
+# Leaderboard
+
+Every policy at the same *bytes held*. A budget means different things to different methods: of the prompt or of everything, slots
+or bits, in all heads or in some. So each policy gets the largest budget at which it holds no more than a share of the full cache's
+bytes, on device and host together, room for question and answer included (slots are rounded, so up to 2 % more counts as equal).
+
+*Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of. *Seen*: the
+question is part of the prompt, for policies that score tokens by queries; most of the methods' papers measure so.
+
+Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
+**Bold** are those that no other of the column is above by more than two standard errors of the paired difference.
+"""
+
+
+def write(path: Path) -> None:
+    """Write page and picture."""
+    content = merged.read(path)
+    write_file(DOCS / "leaderboard.md", render(content, path.name))
+    plots.save(plots.tradeoff(points(content["rows"])), DOCS / PICTURE)
+    print(f"wrote {DOCS / 'leaderboard.md'} and {DOCS / PICTURE} from {path}")
+
+
+def render(content: Mapping[str, Any], file: str) -> str:
+    """The page, of a result file's content."""
+    header, rows = content["header"], content["rows"]
+    settings, versions = header["settings"], header["versions"]
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
+    parts = [
+        INTRODUCTION,
+        f"Measured with {settings['model']} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
+        f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
+        "```bash\n" + command(settings, rows) + "\n```\n",
+        f"Results are in `benchmarks/results/{file}`, a score for each sample. `--export` writes those of RULER as kvpress'\n"
+        "evaluation does, whose public leaderboard is the best known.\n",
+        f"![Mean score over bytes held, a line for each policy]({PICTURE})\n",
+    ]
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        mine = [row for row in rows if row["suite"] == suite]
+        parts += suite_parts(suite, mine)
+    return "\n".join(parts)
+
+
+def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What measured, to be run again until it says that it is done."""
+    suites = dict.fromkeys("-".join(name.split("-")[:2]) for name in settings["suites"])
+    shares = sorted({row["target"] for row in rows if row["target"] is not None}, reverse=True)
+    policies = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
+    most = max(len(row["scores"]) for row in rows if "scores" in row)
+    tasks = dict.fromkeys(task for suite in settings["suites"].values() for task in suite["tasks"])
+    default = settings["model"].endswith("(the default model)")
+    model = "" if default else f" --model {settings['model']}"
+    return " \\\n    ".join(
+        [
+            f"python -m benchmarks.leaderboard{model} --dtype {settings['dtype']}",
+            f"--suites {','.join(suites)} --samples {most} --seed {settings['seed']}",
+            f"--shares {','.join(f'{share:g}' for share in shares)}",
+            f"--tasks {','.join(tasks)}",
+            f"--policies {','.join(policies)}",
+            "--out part.jsonl",
+        ]
+    )
+
+
+def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the page has of one suite."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows if row["task"] is not None))
+    scores = by_entry(rows)
+    columns = sorted({(target, seen) for _, target, seen in scores if target is not None}, key=lambda c: (-c[0], c[1]))
+    parts = [f"## {suite}\n", f"{len(tasks)} tasks: {', '.join(tasks)}.\n", _means(rows, scores, tasks, columns)]
+    flat = [column for column in columns if not column[1] and not headroom(scores, column)]
+    if flat:
+        parts.append(
+            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is within two standard errors of "
+            "StreamingLLM or below\nit, so differences between policies say nothing there.\n"
+        )
+    unable = [row for row in rows if row["task"] is None]
+    if unable:
+        parts.append(_unable(unable))
+    if len(tasks) > 1:
+        for column in columns:
+            parts += [f"### {suite}, {_titled(column)}, by task\n", _tasks(scores, tasks, column)]
+    return parts
+
+
+def by_entry(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None, bool], dict[str, np.ndarray]]:
+    """Scores by task, of every policy at every share."""
+    found: dict[tuple[str, float | None, bool], dict[str, np.ndarray]] = {}
+    for row in rows:
+        if "scores" in row:
+            found.setdefault((row["policy"], row["target"], row["seen"]), {})[row["task"]] = merged.samples(row)
+    return found
+
+
+def headroom(scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], column: Column) -> bool:
+    """Whether the full cache is above StreamingLLM by more than two standard errors; True where that cannot be told."""
+    full, streaming = scores.get(("full", None, False)), scores.get(("streaming_llm", *column))
+    if full is None or streaming is None:
+        return True
+    mean, error = compared(full, streaming)
+    return bool(mean > 2 * error)
+
+
+def compared(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> tuple[float, float]:
+    """Mean and standard error of the paired difference, over what both have."""
+    tasks = [task for task in ours if task in theirs]
+    size = {task: min(len(ours[task]), len(theirs[task])) for task in tasks}
+    return merged.mean_and_error([ours[task][: size[task]] - theirs[task][: size[task]] for task in tasks])
+
+
+def _means(
+    rows: Sequence[Mapping[str, Any]],
+    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]],
+    tasks: Sequence[str],
+    columns: Sequence[Column],
+) -> str:
+    full = scores.get(("full", None, False))
+    held = {(row["policy"], row["target"]): row["held"] / row["full"] for row in rows}
+    lines = ["| policy | " + " | ".join(map(_titled, columns)) + " |", "| --- |" + " ---: |" * len(columns)]
+    if full is not None:
+        lines.append(f"| `full` (100 %) |{f' {_shown(full)} |' * len(columns)}")
+    whole = {name: each for name, each in scores.items() if set(tasks) <= set(each)}
+    for policy in dict.fromkeys(policy for policy, target, _ in scores if target is not None):
+        cells = []
+        for column in columns:
+            mine = scores.get((policy, *column))
+            if mine is None:
+                cells.append("")
+            elif (policy, *column) not in whole:
+                cells.append(f"{len(mine)} of {len(tasks)} tasks")
+            else:
+                others = [each for (_, *place), each in whole.items() if tuple(place) == column and each is not mine]
+                best = not any(mean > 2 * error for mean, error in (compared(each, mine) for each in others))
+                shown = f"**{_shown(mine)}**" if best else _shown(mine)
+                cells.append(f"{shown} ({100 * held[policy, column[0]]:.1f} %)")
+        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+    return "In parentheses: bytes held, of the full cache's.\n\n" + "\n".join(lines) + "\n"
+
+
+def _tasks(
+    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], tasks: Sequence[str], column: Column
+) -> str:
+    lines = ["| policy | " + " | ".join(f"`{task}`" for task in tasks) + " |", "| --- |" + " ---: |" * len(tasks)]
+    for (policy, *place), mine in scores.items():
+        if tuple(place) == column or policy == "full":
+            cells = [f"{100 * np.nanmean(mine[task]):.0f}" if task in mine else "" for task in tasks]
+            lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Policies that cannot hold so little."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        shares = found.setdefault((row["policy"], row["why"]), [])
+        if row["target"] not in shares:
+            shares.append(row["target"])
+    lines = [
+        f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in shares)}: {why}"
+        for (policy, why), shares in found.items()
+    ]
+    return "Not in the table, as they cannot hold so little:\n\n" + "\n".join(lines) + "\n"
+
+
+def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the picture is drawn from: the question unseen, a point for each policy at each share."""
+    found = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        mine = [row for row in rows if row["suite"] == suite and "scores" in row and not row["seen"]]
+        tasks = {row["task"] for row in mine}
+        bytes_held = {(row["policy"], row["target"]): (row["held"], row["full"]) for row in mine}
+        for (policy, target, _), scores in by_entry(mine).items():
+            if set(scores) == tasks:
+                held, full = bytes_held[policy, target]
+                mean, _ = merged.mean_and_error(scores.values())
+                found.append(
+                    {
+                        "task": suite,
+                        "policy": policy,
+                        "target": target,
+                        "metric": "mean score",
+                        "value": mean,
+                        "higher_is_better": True,
+                        "cache_bytes": held,
+                        "full_cache_bytes": full,
+                        "tokens_per_second": None,
+                    }
+                )
+    return found
+
+
+def _titled(column: Column) -> str:
+    return f"{100 * column[0]:g} %, {'seen' if column[1] else 'unseen'}"
+
+
+def _shown(tasks: Mapping[str, np.ndarray]) -> str:
+    mean, error = merged.mean_and_error(tasks.values())
+    return f"{100 * mean:.1f}" + ("" if np.isnan(error) else f" ± {100 * error:.1f}")
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

@@ -1,0 +1,218 @@
+"""Six methods of kvpress on the same weights and the same prompts: do both libraries answer alike?
+
+    python -m benchmarks.peer_quality ask FOLDER --model MODEL      # writes model, prompts and kvjax's answers
+    python benchmarks/peer_presses.py FOLDER                        # kvpress' answers, by the Python that has it
+    python -m benchmarks.peer_quality compare FOLDER                # writes benchmarks/results/peer-quality-<device>.json
+
+The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
+so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
+with kvpress' settings of every method. Scores are compared in pairs; every prompt that the two answer differently is listed with the
+reason that can be told: methods that go on evicting while they answer (which kvpress' prompt presses do not), or else numerics.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from benchmarks import report
+from benchmarks.equal_bytes import merged
+from benchmarks.equal_bytes.suite import Data, make_suites
+from kvjax.evals import Format
+from kvjax.evals.report import ResultFile, header, model_fingerprint
+from kvjax.evals.ruler.scoring import match_all
+from kvjax.policies import TOVA, ChunkKV, ExpectedAttention, Full, KeyDiff, Policy, SnapKV, StreamingLLM
+
+SHARED = Path(os.environ.get("KVJAX_SHARED", "shared")) / "data"
+
+
+def methods(budget: int) -> dict[str, Policy]:
+    """kvjax's policies with the settings that kvpress has by default."""
+    return {
+        "full": Full(),
+        "snapkv": SnapKV(budget=budget, window=64, pool="avg", kernel=5),
+        "chunkkv": ChunkKV(budget=budget, chunk=20, window=64, agg="mean", pool=5, shared_heads=True, rule="kvpress"),
+        "streaming_llm": StreamingLLM(budget=budget, sinks=4),
+        "tova": TOVA(budget=budget),
+        "keydiff": KeyDiff(budget=budget),
+        "expected_attention": ExpectedAttention(budget=budget, sinks=4, future=512, epsilon=0.0),
+    }
+
+
+EVICTING = ("streaming_llm", "tova", "keydiff")
+"""Of these, kvjax's go on evicting as the question is read and answered; kvpress' do not."""
+
+
+def main() -> None:
+    """Ask, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("ask", "compare"))
+    parser.add_argument("folder", type=Path, help="holds the model, prompts and answers")
+    parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of RULER's prompts")
+    parser.add_argument("--tasks", default="niah_single_2,niah_multikey_1,niah_multivalue,vt,fwe")
+    parser.add_argument("--samples", type=int, default=10, help="of every task")
+    parser.add_argument("--share", type=float, default=0.25, help="of the length, the tokens that are kept")
+    parser.add_argument("--batch", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long; the next run goes on")
+    parser.add_argument("--text", type=Path, default=SHARED / "text/books/1661_The_Adventures_of_Sherlock_Holmes.txt")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if args.what == "ask":
+        ask(args)
+    else:
+        compare(args.folder, args.out)
+
+
+def ask(args: argparse.Namespace) -> None:
+    """Write the model and the prompts, if they are not there, and answer them."""
+    end = None if args.seconds is None else time.monotonic() + args.seconds
+    params = kvjax.load(args.model, dtype=args.dtype)
+    tokenizer = params.tokenizer
+    assert tokenizer is not None
+    form = Format(tokenizer, tokenizer.chat_template is not None)
+    data, name = Data(args.text, args.text, {}), f"ruler-{args.length}"
+    (whole,) = make_suites([name], form, params.config.max_position, args.samples, 0, data)
+    suite = whole.only(args.tasks.split(","))
+    if suite is None:
+        raise SystemExit(f"--tasks {args.tasks}; give some of {', '.join(whole.tasks)}")
+    budget = round(args.share * args.length)
+    policies = methods(budget)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if not (args.folder / "model").exists():
+        kvjax.save(params, args.folder / "model", format="safetensors")
+    settings = {"dtype": args.dtype, "budget": budget, "methods": list(policies), "length": args.length}
+    (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    prompts = [
+        {
+            "prompt": i,
+            "task": task,
+            "context": context,
+            "question": question,
+            "answers": list(example.answers),
+            "max_new_tokens": example.max_new_tokens,
+        }
+        for i, (task, example, (context, question)) in enumerate(
+            (task, example, pair)
+            for task, asked in suite.asked.items()
+            for example, pair in zip(asked.examples, asked.pairs, strict=True)
+        )
+    ]
+    lines = [json.dumps(prompt) + "\n" for prompt in prompts]
+    (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    model = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)"
+    told = {"model": model, "fingerprint": model_fingerprint(params), "suite": suite.settings, **settings}
+    results = ResultFile(args.folder / "ours.jsonl", header(**told))
+    done = {(row["method"], row["prompt"]) for row in results.rows}
+    for first in range(0, len(prompts), args.batch):
+        for method, policy in policies.items():
+            batch = [prompt for prompt in prompts[first : first + args.batch] if (method, prompt["prompt"]) not in done]
+            if not batch:
+                continue
+            if end is not None and time.monotonic() > end:
+                print("out of time; run it again")
+                return
+            answers = kvjax.generate(
+                params,
+                [prompt["context"] for prompt in batch],
+                policy,
+                max_new_tokens=max(prompt["max_new_tokens"] for prompt in batch),
+                question=[prompt["question"] for prompt in batch],
+            )
+            texts = [
+                tokenizer.decode_after([], answer.tokens[: prompt["max_new_tokens"]])
+                for prompt, answer in zip(batch, answers, strict=True)
+            ]
+            results.append(
+                [
+                    {"method": method, "prompt": prompt["prompt"], "answer": text}
+                    for prompt, text in zip(batch, texts, strict=True)
+                ]
+            )
+            print(f"{method:20s} {len(batch)} prompts from {first}", flush=True)
+    print("done")
+
+
+def compare(folder: Path, out: Path | None) -> None:
+    """Write the result file, and print it."""
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    (ours_header, *ours), (theirs_header, *theirs) = (
+        [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("ours.jsonl", "theirs.jsonl")
+    )
+    begun = ours_header["header"]
+    begun["peer"] = theirs_header
+    rows = compared(prompts, ours, theirs)
+    device = begun["device"].partition(" x ")[2].partition(" (")[0].lower().replace("nvidia", "").split()
+    path = out or merged.RESULTS / f"peer-quality-{'-'.join(device)}.json"
+    report.write(path, begun, rows)
+    for row in rows:
+        print(line(row))
+    print(f"wrote {path}")
+
+
+def compared(
+    prompts: list[dict[str, Any]], ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A row for each method: scores of both, the paired difference with its standard error, and prompts that differ."""
+    asked = {prompt["prompt"]: prompt for prompt in prompts}
+    answers = [{(row["method"], row["prompt"]): row["answer"] for row in rows} for rows in (ours, theirs)]
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in ours):
+        both = [i for i in asked if all((method, i) in of for of in answers)]
+        if not both:
+            continue
+        mine, other = ([match_all(of[method, i], asked[i]["answers"]) for i in both] for of in answers)
+        apart = np.asarray(mine) - np.asarray(other)
+        error = float(np.std(apart, ddof=1)) / len(apart) ** 0.5 if len(apart) > 1 else None
+        rows.append(
+            {
+                "method": method,
+                "prompts": len(both),
+                "kvjax": float(np.mean(mine)),
+                "kvpress": float(np.mean(other)),
+                "difference": float(np.mean(apart)),
+                "error": error,
+                "within_two_errors": error is not None and abs(float(np.mean(apart))) <= 2 * error,
+                "same_answers": sum(answers[0][method, i].strip() == answers[1][method, i].strip() for i in both),
+                "scores": [mine, other],
+                "differing": [
+                    {
+                        "prompt": i,
+                        "task": asked[i]["task"],
+                        "scores": [a, b],
+                        "answers": [of[method, i] for of in answers],
+                        "why": reason(method),
+                    }
+                    for i, a, b in zip(both, mine, other, strict=True)
+                    if a != b
+                ],
+            }
+        )
+    return rows
+
+
+def reason(method: str) -> str:
+    """What can be told of why answers to a prompt differ."""
+    if method in EVICTING:
+        return "kvjax goes on evicting while question and answer are read, the press does not"
+    return "numerics: tokens with almost equal scores, or words with almost equal probabilities"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    error = "" if row["error"] is None else f" ± {row['error']:.3f}"
+    return (
+        f"{row['method']:20s} kvjax {row['kvjax']:.3f}  kvpress {row['kvpress']:.3f}  difference {row['difference']:+.3f}{error}  "
+        f"{row['same_answers']} of {row['prompts']} answers the same, {len(row['differing'])} scores differ"
+    )
+
+
+if __name__ == "__main__":
+    main()

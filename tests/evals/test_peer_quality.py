@@ -1,0 +1,31 @@
+"""Both libraries' answers beside one another: by hand, and that every method that is asked of one is known to the other."""
+
+import inspect
+
+import pytest
+
+from benchmarks import peer_presses, peer_quality
+
+
+def test_answers_are_compared_in_pairs():
+    """Of the differences 0.5, 0 and 0.5 the mean is 1/3 and its standard error √(1/12 / 3) = 1/6."""
+    prompts = [{"prompt": i, "task": "vt", "answers": ["AA", "BB"]} for i in range(4)]
+
+    def answers(method: str, *texts: str) -> list[dict]:
+        return [{"method": method, "prompt": i, "answer": text} for i, text in enumerate(texts)]
+
+    ours = answers("tova", "AA BB", "aa", "AA", "AA") + answers("snapkv", "AA")
+    theirs = answers("tova", "AA", "AA", "nothing") + answers("snapkv", " AA ")
+    tova, snapkv = peer_quality.compared(prompts, ours, theirs)
+    assert (tova["prompts"], tova["kvjax"], tova["kvpress"]) == (3, pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert (tova["difference"], tova["error"]) == (pytest.approx(1 / 3), pytest.approx(1 / 6))
+    assert tova["within_two_errors"]
+    assert tova["same_answers"] == 0
+    assert [each["prompt"] for each in tova["differing"]] == [0, 2]
+    assert "evicting" in tova["differing"][0]["why"]
+    assert (snapkv["same_answers"], snapkv["differing"], snapkv["error"]) == (1, [], None)
+
+
+def test_every_method_has_a_press():
+    source = inspect.getsource(peer_presses.made)
+    assert all(f'"{method}"' in source for method in peer_quality.methods(256))
