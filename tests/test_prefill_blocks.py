@@ -57,6 +57,14 @@ def test_rows_are_what_they_are_alone(tiny: Params, policy: Policy) -> None:
     )
 
 
+def test_progress_by_blocks(tiny: Params) -> None:
+    told: list[tuple[int, int]] = []
+    got = kvjax.generate(tiny, PROMPTS, prefill_block=16, **OPTIONS, progress=lambda *done: told.append(done))
+    count = -(-max(map(len, PROMPTS)) // 16)
+    assert told == [(i + 1, count) for i in range(count)]
+    same(got, kvjax.generate(tiny, PROMPTS, prefill_block=16, **OPTIONS))
+
+
 def test_a_question_follows(tiny: Params) -> None:
     want = kvjax.generate(tiny, PROMPTS[0] + PROMPTS[1], **OPTIONS)
     got = kvjax.generate(tiny, PROMPTS[0], question=PROMPTS[1], prefill_block=16, **OPTIONS)

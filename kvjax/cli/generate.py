@@ -28,7 +28,7 @@ from .options import (
     read_model,
     read_prompt,
 )
-from .progress import waiting
+from .progress import bar, waiting
 
 if TYPE_CHECKING:
     from kvjax.models import Params
@@ -151,10 +151,10 @@ def _print_result(
 def _print_text(params: "Params", text: str, request: Any, options: dict[str, Any], verbose: bool) -> None:
     import kvjax
 
-    pieces = _Pieces(kvjax.stream(params, request, **options))
-    written = iter(pieces)
-    # Both programs are compiled by the time of the second piece; a spinner must not draw into a line of text.
-    with waiting("Compiling"):
+    # Both programs are compiled by the time of the second piece; a bar must not draw into a line of text.
+    with bar() as begin:
+        pieces = _Pieces(kvjax.stream(params, request, **options, progress=begin("Compiling and reading")))
+        written = iter(pieces)
         opening = list(itertools.islice(written, 2))
     if console.on_terminal():
         console.output().print(

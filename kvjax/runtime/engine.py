@@ -256,6 +256,7 @@ class Engine:
         seeds: Sequence[int] | None = None,
         sampler: Sampler | None = None,
         eos_ids: Sequence[int] = (),
+        progress: Callable[[int, int], Any] | None = None,
     ) -> tuple[Decoding, Float[Array, " B"]]:
         """Read a prompt per row, whole or in blocks, and sample the first token.
 
@@ -264,6 +265,7 @@ class Engine:
             seeds: of each row's samples; 0 by default.
             sampler: how tokens are sampled; greedily by default.
             eos_ids: tokens that end a row.
+            progress: called with the blocks that have been read, and all of them, where there are blocks.
 
         Returns:
             The state, and the first tokens' log-probabilities under the model.
@@ -282,8 +284,12 @@ class Engine:
             given = *decoding.padded(prompts, self.specs[0].prompt_len), self._total(total), self._seeds(seeds)
             return self.ready(decoding.prefill, *given, *self.how(sampler, eos_ids))()
         state, logprobs = self.begin(total, seeds), jnp.zeros(self.batch, jnp.float32)
-        for tokens in blocks(prompts, self.block):
+        count = -(-max(lengths) // self.block)
+        for i, tokens in enumerate(blocks(prompts, self.block)):
             state, logprobs = self.extend(state, tokens, total, sampler, eos_ids)
+            if progress is not None:
+                jax.block_until_ready(logprobs)
+                progress(i + 1, count)
         return state, logprobs
 
     def extend(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -174,6 +174,7 @@ def generate(
     question: Question | Sequence[Question] | None = None,
     prefill_block: int | None = None,
     mesh: Mesh | str | None = None,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> Generation | list[Generation]:
     """Continue one prompt, or several at once.
 
@@ -201,6 +202,7 @@ def generate(
             their keys and values would not fit beside the weights, as `GenerationStats.prefill_block` tells. Not for policies that
             choose from a prompt as a whole.
         mesh: devices to run over, as for `kvjax.Engine`. Load the weights there (`kvjax.load(..., mesh=...)`), or each call deals them anew.
+        progress: called with the blocks of prompts that have been read, and all of them, where prompts are read in blocks.
 
     Returns:
         A `Generation`; for a list of prompts a list of them.
@@ -210,7 +212,7 @@ def generate(
         PolicyError: the policy is unknown, or cannot work with this budget.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
-    return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh).finish()
+    return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh, progress=progress).finish()
 
 
 def stream(
@@ -223,6 +225,7 @@ def stream(
     question: Question | None = None,
     prefill_block: int | None = None,
     mesh: Mesh | str | None = None,
+    progress: Callable[[int, int], Any] | None = None,
     **options: Unpack[RequestOptions],
 ) -> Iterator[str]:
     """Continue one prompt and yield its text as it comes.
@@ -236,7 +239,8 @@ def stream(
     request = check_request(params, max_new_tokens, **options)
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
-    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, streamed=True, mesh=mesh))
+    how: dict[str, Any] = {"streamed": True, "mesh": mesh, "progress": progress}
+    return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, **how))
 
 
 def _pieces(run: "Run") -> Iterator[str]:
@@ -308,8 +312,9 @@ class Run:
         prefill_block: int | None = None,
         streamed: bool = False,
         mesh: Mesh | str | None = None,
+        progress: Callable[[int, int], Any] | None = None,
     ) -> None:
-        self.params, self.request = params, request
+        self.params, self.request, self.progress = params, request, progress
         self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
@@ -442,7 +447,7 @@ class Run:
         how = self.request.sampler, self.request.ends
         rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
-            state, first = engine.prefill(prompts, new, seeds, *how)
+            state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
             tokens = on_host(state.token)
         self._count_bytes(engine, state)
         given = rest if rest[0] else None

@@ -1,7 +1,7 @@
 """What is asked of a continuation, checked in one place for every way of asking."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -34,6 +34,7 @@ class GenerateOptions(RequestOptions, total=False):
 
     prefill_block: int | None
     mesh: Mesh | str | None
+    progress: Callable[[int, int], Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
