@@ -8,18 +8,16 @@
 
 A budget means different things to different methods; here each gets the largest at which it holds a given share of the full cache's
 bytes, room for question and answer included. Policies that cannot hold so little say so. The prompt is compressed before its question is
-known; policies that score tokens by queries are asked with the question in sight as well.
+known; those of `--seeing`, which score tokens by queries, are asked with the question in sight as well.
 
 All tasks of a suite share one compiled program for each policy and share, and programs are compiled in threads while others run.
 Batches go round: `--batch` samples of every task for every policy, then as many again, so that all policies that a run which was cut
 short has asked twice it has asked once. A second process compiles anew: on a bare machine let a batch be all samples, that is one round.
-
-Qwen2.5-Coder-1.5B on one H200, 26 policies, 3 shares, 13 tasks, 20 samples: about 30 s of running and 30 s of compiling (in threads) for
-each policy and share, so an hour in all; in runs of 500 s about eight, each with its own part of the cells (`--part 1/8` and so on).
 """
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,42 +100,55 @@ def measure(args: argparse.Namespace) -> None:
         )
     ]
     results = ResultFile(args.out, head(args, params, form, suites))
-    done = {key(row) for row in results.rows}
     mine = part(planned, args.part)
+    check_same_budgets(mine, results.rows)
+    done = {sample for row in results.rows for sample in samples_of(row, len(row.get("scores", [None])))}
     unable = [
         {**cell.key, "task": None, "first": 0, "why": cell.why, "held": cell.held, "full": cell.full}
         for cell in mine
         if cell.why
     ]
-    results.append([row for row in unable if key(row) not in done])
+    results.append([row for row in unable if not samples_of(row, 1) <= done])
     able = [cell for cell in mine if not cell.why]
-    work = [batch for batch in batches(able, args.samples, args.batch) if key(batch.key) not in done]
+    work = [each for each in batches(able, args.samples, args.batch) if not samples_of(each.key, each.count) <= done]
     print(f"{len(able)} of {len(mine)} policies at their shares; {len(work)} batches to run", flush=True)
     left = run_all(args, params, work, results, clock)
-    print("done" if not left else f"out of time; {left} batches left: run it again", flush=True)
+    print("done" if not left else f"{left} batches left: run it again", flush=True)
 
 
 def run_all(
     args: argparse.Namespace, params: kvjax.Params, work: Sequence[Batch], results: ResultFile, clock: Clock
 ) -> int:
-    """Run batches in order; how many are left when time is up."""
+    """Run batches in order; how many are left when time is up. What fails is told, and left out."""
     compiled = Compiled(params, list(dict.fromkeys(batch.cell for batch in work)), args.batch, args.ahead, clock)
-    previous = None
+    previous, failed = None, 0
+    broken: set[Cell] = set()
     for i, batch in enumerate(work):
         if not clock.allows("run") or (batch.cell is not previous and not clock.allows("run", "turn")):
             compiled.close()
-            return len(work) - i
+            return len(work) - i + failed
+        if batch.cell in broken:
+            failed += 1
+            continue
         start = time.monotonic()
-        engine = compiled.get(batch.cell)
-        if batch.cell is not previous:
-            clock.took("turn", time.monotonic() - start)
-        previous, start = batch.cell, time.monotonic()
-        row = run(params, engine, batch, args.batch)
+        try:
+            engine = compiled.get(batch.cell)
+            if batch.cell is not previous:
+                clock.took("turn", time.monotonic() - start)
+            previous, start = batch.cell, time.monotonic()
+            row = run(params, engine, batch, args.batch)
+        except (
+            Exception
+        ) as error:  # of the compiler or the device: it must not keep the other policies from their turns
+            broken.add(batch.cell)
+            failed += 1
+            print(f"{batch.cell.policy}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            continue
         clock.took("run", time.monotonic() - start)
         results.append([row])
         print(line(batch, row, time.monotonic() - start), flush=True)
     compiled.close()
-    return 0
+    return failed
 
 
 def head(args: argparse.Namespace, params: kvjax.Params, form: Format, suites: Sequence[Suite]) -> dict[str, Any]:
@@ -154,9 +165,25 @@ def head(args: argparse.Namespace, params: kvjax.Params, form: Format, suites: S
     )
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a row the one it is."""
-    return tuple(row[name] for name in ("suite", "policy", "target", "seen", "task", "first"))
+def samples_of(row: dict[str, Any], count: int) -> set[tuple[Any, ...]]:
+    """So many samples, each by what makes it the one it is, from the first of a row or batch on."""
+    of = tuple(row[name] for name in ("suite", "policy", "target", "seen", "task"))
+    return {(*of, row["first"] + i) for i in range(count)}
+
+
+def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse to go on with a file in which a policy has held other bytes at the same share.
+
+    Raises:
+        SystemExit: it has.
+    """
+    held = {tuple(cell.key.values()): cell.held for cell in planned}
+    for row in rows:
+        mine = held.get(tuple(row[name] for name in ("suite", "policy", "target", "seen")))
+        if mine is not None and mine != row["held"]:
+            raise SystemExit(
+                f"{row['policy']} would hold {mine} bytes, and held {row['held']} in the file: begin another"
+            )
 
 
 def part(planned: Sequence[Cell], which: str) -> list[Cell]:
@@ -184,4 +211,5 @@ def line(batch: Batch, row: dict[str, Any], seconds: float) -> str:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
     os._exit(0)  # threads that compile for a turn that will not come would be waited for

@@ -6,8 +6,8 @@
 
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
-with kvpress' settings of every method. Scores are compared in pairs; every prompt that the two answer differently is listed with the
-reason that can be told: methods that go on evicting while they answer (which kvpress' prompt presses do not), or else numerics.
+with kvpress' settings of every method. Scores are compared in pairs; every prompt that the two answer differently is listed, with a
+difference between the two that may be why: some methods here go on evicting while they answer, which kvpress' prompt presses do not.
 """
 
 import argparse
@@ -188,7 +188,7 @@ def compared(
                         "task": asked[i]["task"],
                         "scores": [a, b],
                         "answers": [of[method, i] for of in answers],
-                        "why": reason(method),
+                        "possible": reason(method),
                     }
                     for i, a, b in zip(both, mine, other, strict=True)
                     if a != b
@@ -199,10 +199,10 @@ def compared(
 
 
 def reason(method: str) -> str:
-    """What can be told of why answers to a prompt differ."""
+    """A difference between the two that may be why answers differ; nothing has been looked into."""
     if method in EVICTING:
         return "kvjax goes on evicting while question and answer are read, the press does not"
-    return "numerics: tokens with almost equal scores, or words with almost equal probabilities"
+    return "none known but rounding: tokens with almost equal scores, or words with almost equal probabilities"
 
 
 def line(row: dict[str, Any]) -> str:

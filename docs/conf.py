@@ -1,4 +1,4 @@
-"""The site: `sphinx-build -W --keep-going -j auto docs site` builds it, notebooks executed (`pip install ".[docs]"`)."""
+"""The site: `python -m sphinx -W --keep-going -j 2 docs site` builds it, notebooks executed (`pip install ".[docs]"`)."""
 
 import os
 import sys

@@ -71,6 +71,7 @@ def fit(suite: Suite, params: Params, policy: str, target: int) -> tuple[Policy 
     """The policy with the largest budget (or number of bits) at which it holds `target` bytes, what it holds, and why it cannot."""
     try:
         asked = get_policy(policy)
+        asked.bind(params.config)  # for what it says itself, such as that it has no profile of this model
         if "bits" in {field.name for field in dataclasses.fields(asked)}:
             tried = [get_policy(asked, bits=bits) for bits in (2, 4, 8)]
             fitting = [each for each in tried if _held(suite, params, each) <= ABOVE * target]

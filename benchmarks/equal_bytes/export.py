@@ -32,10 +32,12 @@ def write(folder: Path, parts: Sequence[Path]) -> list[Path]:
     for part in parts:
         for row in read_rows(part):
             if "scores" in row and row["suite"].startswith("ruler-"):
-                batches = found.setdefault(_name(header, row), {})
-                batches.setdefault((row["task"], row["first"]), row)
-    for name, batches in found.items():
-        rows = list(batches.values())
+                samples = found.setdefault(_name(header, row), {})
+                for i in range(len(row["scores"])):
+                    one = {name: [row[name][i]] for name in ("scores", "answers", "references")}
+                    samples.setdefault((row["task"], row["first"] + i), {**row, **one})
+    for name, samples in found.items():
+        rows = list(samples.values())
         write_file(folder / name / "metrics.json", json.dumps(_metrics(rows), indent=4) + "\n")
         write_file(folder / name / "predictions.csv", _predictions(rows))
         write_file(folder / name / "config.yaml", yaml.safe_dump(_config(header, rows[0]), sort_keys=False))

@@ -58,6 +58,9 @@ def _add(found: dict[tuple[Any, ...], dict[str, Any]], row: Mapping[str, Any]) -
     key = tuple(row[name] for name in KEY)
     kept = ("settings", "held", "full", "why")
     entry = found.setdefault(key, {**{name: row[name] for name in (*KEY, *kept) if name in row}})
+    for name in kept:
+        if name in row and entry.get(name) != row[name]:
+            raise SystemExit(f"{key}: {name} is {row[name]} in one part, and {entry.get(name)} in another")
     if "scores" in row:
         scores = entry.setdefault("scores", {})
         for i, score in enumerate(row["scores"], row["first"]):

@@ -15,6 +15,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 PICTURE = "leaderboard.png"
 
+FEW = 20
+"""Samples of a task, below which nothing is said of methods."""
+
 Column = tuple[float, bool]
 """A share of the full cache's bytes, and whether policies saw the question."""
 
@@ -23,13 +26,14 @@ INTRODUCTION = """\
 
 Every policy at the same *bytes held*. A budget means different things to different methods: of the prompt or of everything, slots
 or bits, in all heads or in some. So each policy gets the largest budget at which it holds no more than a share of the full cache's
-bytes, on device and host together, room for question and answer included (slots are rounded, so up to 2 % more counts as equal).
+bytes, on device and host together, room for a suite's longest question and answer included, other settings as they are by default (slots are rounded, so up to 2 % more counts as equal).
 
 *Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of. *Seen*: the
-question is part of the prompt, for policies that score tokens by queries; most of the methods' papers measure so.
+question is part of the prompt, for some policies that score tokens by queries; most of the methods' papers measure so.
 
 Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
-**Bold** are those that no other of the column is above by more than two standard errors of the paired difference.
+**Bold** are those that no other of the column is above by more than two standard errors of the paired difference, where there is headroom.
+Of many comparisons some are beyond two standard errors by chance.
 """
 
 
@@ -56,6 +60,8 @@ def render(content: Mapping[str, Any], file: str) -> str:
         "evaluation does, whose public leaderboard is the best known.\n",
         f"![Mean score over bytes held, a line for each policy]({PICTURE})\n",
     ]
+    if counts[-1] < FEW:
+        parts.insert(1, "So far this is a small run that shows the form of the page; it says nothing of the methods.\n")
     for suite in dict.fromkeys(row["suite"] for row in rows):
         mine = [row for row in rows if row["suite"] == suite]
         parts += suite_parts(suite, mine)
@@ -151,7 +157,9 @@ def _means(
                 cells.append(f"{len(mine)} of {len(tasks)} tasks")
             else:
                 others = [each for (_, *place), each in whole.items() if tuple(place) == column and each is not mine]
-                best = not any(mean > 2 * error for mean, error in (compared(each, mine) for each in others))
+                best = headroom(scores, (column[0], False)) and not any(
+                    mean > 2 * error for mean, error in (compared(each, mine) for each in others)
+                )
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)
                 cells.append(f"{shown} ({100 * held[policy, column[0]]:.1f} %)")
         lines.append(f"| `{policy}` | {' | '.join(cells)} |")
@@ -180,7 +188,7 @@ def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
         f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in shares)}: {why}"
         for (policy, why), shares in found.items()
     ]
-    return "Not in the table, as they cannot hold so little:\n\n" + "\n".join(lines) + "\n"
+    return "Not in the table:\n\n" + "\n".join(lines) + "\n"
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

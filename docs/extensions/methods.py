@@ -65,13 +65,21 @@ def complete(app: Sphinx, docname: str, content: list[str]) -> None:
     )
 
 
+BUDGET = {
+    "catekv": "is of consistent heads, for the prompt; new tokens are kept in addition",
+    "duoattention": "is of streaming heads; the others keep everything",
+}
+"""What a budget is of where only some heads have it."""
+
+
 def _facts(name: str) -> str:
     about = policies()[name].about
-    budget = (
-        "is of the prompt, and new tokens are kept in addition"
-        if about.budget_excludes_new_tokens
-        else "is of all tokens"
-    )
+    budget = "is of all tokens"
+    if about.memory == "sparse":
+        budget = "is what a query reads; nothing is dropped"
+    elif about.budget_excludes_new_tokens:
+        budget = "is of the prompt, and new tokens are kept in addition"
+    budget = BUDGET.get(name, budget)
     facts = {
         "Asked for as": f"`{name}`, or `kvjax.policies.{policies()[name].__name__}(...)`",
         "Keeps": about.summary,
@@ -150,6 +158,8 @@ def _measured(name: str) -> str:
             parts.append(" ".join(said))
     else:
         parts.append("Its quality has not been measured yet beside the other methods'.")
+    if name == "infinigen":
+        parts.append("These were measured with `alpha` 4 and 13 of 64 channels; the defaults are 5 and up to 24.")
     if speed := tables.speed_of(name):
         parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
     else:

@@ -23,7 +23,7 @@ def bench(
         typer.Option("--out", "-o", metavar="FILE", help="Result file, JSON; what it has already is not run again."),
     ] = Path("bench.json"),
     policies: Annotated[
-        str, typer.Option(help="NAME[:BUDGET][:SETTING=VALUE]..., separated by commas.")
+        str, typer.Option(help="NAME[:BUDGET][,SETTING=VALUE]..., separated by commas.")
     ] = "full,streaming_llm:0.2,treekv:0.2",
     budgets: Annotated[
         str | None,

@@ -116,6 +116,7 @@ def test_the_page_of_made_up_numbers(tmp_path):
             each["scores"] = [0.0, 0.1, 0.3]
     text = page.render(merged.merge([written(tmp_path / "part", rows)]), "leaderboard-abacus.json")
     assert "No headroom at 50 %: the full cache" in text
+    assert "| `snapkv` | 90.0 ± 4.1 (50.0 %) |" in text
 
 
 def test_kvpress_finds_what_it_expects(tmp_path):
@@ -126,6 +127,8 @@ def test_kvpress_finds_what_it_expects(tmp_path):
     folders = [path.name for path in export.write(tmp_path / "out", [part])]
     press = "ruler__64__toy__observed_attention__0.50"
     assert folders == [press, "ruler__64__toy__no_press__0.00", f"{press}__query_aware"]
+    again = written(tmp_path / "again", [row("h2o", "vt", [0.5, 0.0], first=1)])  # what another batch has asked, too
+    export.write(tmp_path / "out", [part, again])
     folder = tmp_path / "out" / press
     assert json.loads((folder / "metrics.json").read_text()) == {"vt": {"string_match": 50.0}}
     with (folder / "predictions.csv").open() as file:
@@ -135,6 +138,20 @@ def test_kvpress_finds_what_it_expects(tmp_path):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert (config["dataset"], config["data_dir"], config["press_name"]) == ("ruler", "64", "observed_attention")
     assert (config["compression_ratio"], config["query_aware"]) == (0.5, False)
+
+
+def test_samples_are_asked_once_whatever_the_batch():
+    small, large = row("snapkv", "vt", [1, 0]), row("snapkv", "vt", [1, 0, 1])
+    assert leaderboard.samples_of(small, 2) < leaderboard.samples_of(large, 3)
+    assert leaderboard.samples_of(small | {"first": 2}, 1) <= leaderboard.samples_of(large, 3)
+    assert not leaderboard.samples_of(small, 2) & leaderboard.samples_of(small | {"seen": True}, 2)
+
+
+def test_parts_of_other_budgets_are_refused(tmp_path):
+    one = written(tmp_path / "1", [row("snapkv", "vt", [1.0])])
+    other = written(tmp_path / "2", [row("snapkv", "vt", [1.0], first=1) | {"held": 1}])
+    with pytest.raises(SystemExit, match="held is 1 in one part"):
+        merged.merge([one, other])
 
 
 def test_parts_deal_everything_once():
@@ -180,7 +197,7 @@ def command(talker, shared, monkeypatch, tmp_path):
 def test_runs_go_round_and_go_on(command, talker, capsys):
     """Each policy's first samples before any one's next; a run that is cut short goes on; answers are those of `evaluate`."""
     assert [each["why"] != "" for each in command("--seconds", "0")] == [True]  # Quest keeps everything
-    assert "out of time; 12 batches left" in capsys.readouterr().out
+    assert "12 batches left" in capsys.readouterr().out
     rows = command()
     ran = [each for each in rows if each["task"] is not None]
     assert len(ran) == 12

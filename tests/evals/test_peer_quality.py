@@ -22,7 +22,7 @@ def test_answers_are_compared_in_pairs():
     assert tova["within_two_errors"]
     assert tova["same_answers"] == 0
     assert [each["prompt"] for each in tova["differing"]] == [0, 2]
-    assert "evicting" in tova["differing"][0]["why"]
+    assert "evicting" in tova["differing"][0]["possible"]
     assert (snapkv["same_answers"], snapkv["differing"], snapkv["error"]) == (1, [], None)
 
 
