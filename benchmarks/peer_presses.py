@@ -38,13 +38,10 @@ def main() -> None:
     pipeline = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer, device=device)
 
     out = args.folder / "theirs.jsonl"
-    done = set()
-    if out.exists():
-        rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()[1:]]
-        done = {(row["method"], row["prompt"]) for row in rows}
-    else:
-        versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
-        out.write_text(json.dumps({"versions": versions, "device": kind}) + "\n", encoding="utf-8")
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
+    begin = {"versions": versions, "device": kind, "prompts": settings["prompts"]}
+    rows = begun(out, begin)
+    done = {(row["method"], row["prompt"]) for row in rows}
     with out.open("a", encoding="utf-8") as file:
         for prompt in prompts:  # all methods have answered as many when time is up, but for one prompt
             for method in settings["methods"]:
@@ -59,6 +56,24 @@ def main() -> None:
                 file.flush()
                 print(f"{prompt['prompt']:3d} {method:20s} {answer[:80]!r}", flush=True)
     print("done")
+
+
+def begun(out: Path, begin: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows that a file has, which is begun if there is none; a last line that was cut short is taken away.
+
+    Raises:
+        SystemExit: its answers are to other prompts, or of other versions or another device.
+    """
+    lines = out.read_text(encoding="utf-8").splitlines(keepends=True) if out.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    if not whole:
+        whole = [json.dumps(begin) + "\n"]
+    there, *rows = (json.loads(line) for line in whole)
+    if there != begin:
+        raise SystemExit(f"{out} was begun with {there}, now it would be {begin}; remove it, or take another folder")
+    if whole != lines:
+        out.write_text("".join(whole), encoding="utf-8")
+    return rows
 
 
 def answered(pipeline: Any, method: str, prompt: dict[str, Any], budget: int) -> str:

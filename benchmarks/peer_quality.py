@@ -11,6 +11,7 @@ difference between the two that may be why: some methods here go on evicting whi
 """
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -88,7 +89,6 @@ def ask(args: argparse.Namespace) -> None:
     if not (args.folder / "model").exists():
         kvjax.save(params, args.folder / "model", format="safetensors")
     settings = {"dtype": args.dtype, "budget": budget, "methods": list(policies), "length": args.length}
-    (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     prompts = [
         {
             "prompt": i,
@@ -105,10 +105,12 @@ def ask(args: argparse.Namespace) -> None:
         )
     ]
     lines = [json.dumps(prompt) + "\n" for prompt in prompts]
-    (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    settings["prompts"] = hashlib.sha256("".join(lines).encode()).hexdigest()  # answers to others are not compared
     model = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)"
     told = {"model": model, "fingerprint": model_fingerprint(params), "suite": suite.settings, **settings}
-    results = ResultFile(args.folder / "ours.jsonl", header(**told))
+    results = ResultFile(args.folder / "ours.jsonl", header(**told))  # refuses to go on with other ones
+    (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     done = {(row["method"], row["prompt"]) for row in results.rows}
     for first in range(0, len(prompts), args.batch):
         for method, policy in policies.items():
@@ -147,6 +149,8 @@ def compare(folder: Path, out: Path | None) -> None:
         for name in ("ours.jsonl", "theirs.jsonl")
     )
     begun = ours_header["header"]
+    if begun["settings"]["prompts"] != theirs_header["prompts"]:
+        raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
     begun["peer"] = theirs_header
     rows = compared(prompts, ours, theirs)
     device = begun["device"].partition(" x ")[2].partition(" (")[0].lower().replace("nvidia", "").split()

@@ -3,7 +3,7 @@
     python -m benchmarks.reproduction --model MODEL       # every section; writes benchmarks/results/reproduction-<model>-<device>.json
     python -m benchmarks.reproduction --model MODEL --seconds 500    # for so long: the next run goes on with what is left
     python -m benchmarks.reproduction treekv chunkkv      # these sections (all of a paper by its name), the others as they are
-    python -m benchmarks.reproduction treekv --again      # measured anew
+    python -m benchmarks.reproduction treekv --again      # measured anew: what there is goes; later runs go on without --again
     python -m benchmarks.reproduction --render            # the page again, from the result files of all models
     python -m benchmarks.reproduction --small --out small.json    # sizes for a CPU: does all run?
 
@@ -65,7 +65,9 @@ def main() -> None:
         if name in there and not args.again:
             continue
         kept = out.with_suffix(f".{name}.jsonl")
-        if args.again:
+        if args.again and name in there:
+            with locked(out):
+                report.write(out, header, [other for other in earlier(out, header) if other["section"] != name])
             kept.unlink(missing_ok=True)
         print(f"{name}:", flush=True)
         start = time.perf_counter()

@@ -26,6 +26,19 @@ def test_answers_are_compared_in_pairs():
     assert (snapkv["same_answers"], snapkv["differing"], snapkv["error"]) == (1, [], None)
 
 
+def test_what_was_cut_short_goes_on(tmp_path):
+    out, begin = tmp_path / "theirs.jsonl", {"versions": {"torch": "2"}, "prompts": "a"}
+    assert peer_presses.begun(out, begin) == []
+    whole = out.read_text()
+    out.write_text(whole + '{"method": "tova", "prompt": 0, "answer": ""}\n{"method": "to')
+    assert [row["prompt"] for row in peer_presses.begun(out, begin)] == [0]
+    assert out.read_text().endswith("}\n")
+    out.write_text("")
+    assert peer_presses.begun(out, begin) == []
+    with pytest.raises(SystemExit, match="was begun with"):
+        peer_presses.begun(out, begin | {"prompts": "b"})
+
+
 def test_every_method_has_a_press():
     source = inspect.getsource(peer_presses.made)
     assert all(f'"{method}"' in source for method in peer_quality.methods(256))
