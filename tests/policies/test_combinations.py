@@ -7,8 +7,6 @@ import pytest
 import kvjax
 from kvjax.policies import CateKV, Chelsea, ChunkKV, DuoAttention, Quest, ShadowKV, pyramid, quantized
 
-pytestmark = pytest.mark.slow
-
 PROMPT = (Path(__file__).parents[2] / "docs" / "loomings.txt").read_text(encoding="utf-8").strip()
 QUEST = Quest(budget=128, page=8, recent=32, dense_layers=0, gqa="sum")
 SHADOW = ShadowKV(budget=128, outlier_chunks=8)
@@ -22,6 +20,8 @@ COMBINATIONS = {
     "Chelsea × its outlier heads on the host": Chelsea(budget=0.6, offload_outliers=True),
 }
 
+SLOW = {"CateKV × Quest", "ChunkKV × KIVI"}
+"""One that reads a part and one that drops and quantises; the others compile as long, and are among the long tests."""
 
 OPTIONS = {"max_new_tokens": 8, "ignore_eos": True}
 
@@ -31,7 +31,9 @@ def full(smollm2):
     return kvjax.generate(smollm2, PROMPT, **OPTIONS)
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long) for name in COMBINATIONS]
+)
 def test_text_goes_on_as_with_the_full_cache(name, smollm2, full):
     """The first words are the full cache's, from less memory, as much as was predicted."""
     got = kvjax.generate(smollm2, PROMPT, policy=COMBINATIONS[name], **OPTIONS)
