@@ -17,17 +17,17 @@ PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5 + [1, 5], [2, 7, 1, 8, 2, 8, 1,
 OPTIONS = {"max_new_tokens": 6, "ignore_eos": True}
 
 SLOW = [
-    compositions(16)[0],
     kvjax.TreeKV(budget=16, sinks=2, block=4),
     get_policy("h2o", budget=16),
     get_policy("expected_attention", budget=16),
-    get_policy("chelsea", budget=16, sinks=2, recent=4, chunk=4, every=4),
     get_policy("quest", budget=8, page=4, dense_layers=1),
     get_policy("cam", budget=16),
 ]
+LONG = [compositions(16)[0], get_policy("chelsea", budget=16, sinks=2, recent=4, chunk=4, every=4)]
 POLICIES = [
     get_policy("snapkv", budget=16, window=4),
     *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW),
+    *(pytest.param(policy, marks=pytest.mark.long) for policy in LONG),
 ]
 
 
