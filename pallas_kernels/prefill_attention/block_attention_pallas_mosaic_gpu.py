@@ -9,7 +9,6 @@ function gives in 16 bits alone.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..device import hopper
 from ..masking import MASKED
 from ..tuning import tuned
+from ..wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
 from .types import Run
 
 SIZES = {"rows": 64, "slots": 128, "stages": 2}
@@ -30,23 +29,13 @@ SIZES = {"rows": 64, "slots": 128, "stages": 2}
 WARPGROUPS = 2
 """That multiply."""
 
-SWIZZLE = 128
-"""Bytes of a row of shared memory that are interleaved."""
-
-LOG2_E = math.log2(math.e)
-
 
 def unsupported_reason(
     q: Array, k: Array, v: Array, q_pos: Array, pos: Array, weight: Array | None = None, **options: Any
 ) -> str | None:
     """Why this kernel does not serve a case, or None if it does."""
-    dim = k.shape[-1]
-    if not hopper():
-        return "this program is not for a Hopper GPU"
-    if q.dtype != k.dtype or k.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries are {q.dtype} and keys {k.dtype}"
-    if dim not in (64, 128):
-        return f"head dim {dim} is neither 64 nor 128"
+    if reason := wgmma_unsupported(q, k):
+        return reason
     if options.get("run") is None:
         return "slots stand in any order"
     return "there is a sliding window" if options.get("window") is not None else None
@@ -192,7 +181,6 @@ def _attend(
                 added = plgpu.layout_cast(bias_smem[stage], plgpu.Layout.WGMMA.reduce(0))
                 added = jax.lax.broadcast_in_dim(added, (rows, width), [1])
                 plgpu.barrier_arrive(k_read.at[stage])
-                # Powers of two throughout, which the processor has an instruction for.
                 logits = logits * (scale * LOG2_E) + added
                 if masked:
                     query, slot = (
@@ -230,11 +218,8 @@ def _attend(
                 take_turns()
                 take_turns()
 
-            def along_rows(fill: float) -> Array:
-                return plgpu.layout_cast(jnp.full((rows,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-
             acc = plgpu.layout_cast(jnp.zeros((rows, dim), jnp.float32), plgpu.Layout.WGMMA)
-            sums = acc, along_rows(MASKED), along_rows(0.0)
+            sums = acc, along_rows(plgpu, rows, MASKED), along_rows(plgpu, rows, 0.0)
             sums = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), sums)
             acc, _, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), sums)
             jax.lax.fori_loop(stop, last, let_pass, None)
@@ -245,7 +230,6 @@ def _attend(
             plgpu.copy_smem_to_gmem(mine, span)
             plgpu.wait_smem_to_gmem(0)
 
-    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -254,9 +238,9 @@ def _attend(
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((WARPGROUPS, rows, dim), q.dtype, transforms=tiled),
-            plgpu.SMEM((stages, width, dim), k.dtype, transforms=tiled),
-            plgpu.SMEM((stages, width, dim), v.dtype, transforms=tiled),
+            plgpu.SMEM((WARPGROUPS, rows, dim), q.dtype, transforms=tiled(plgpu)),
+            plgpu.SMEM((stages, width, dim), k.dtype, transforms=tiled(plgpu)),
+            plgpu.SMEM((stages, width, dim), v.dtype, transforms=tiled(plgpu)),
             plgpu.SMEM((stages, width), jnp.float32),
             plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),

@@ -6,7 +6,6 @@ that one computes exponentials while the other multiplies. Nothing of the size o
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -14,19 +13,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..device import hopper
 from ..masking import MASKED
+from ..wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
 
 TILE = 128
 """Queries, and tokens, at a time."""
 
 STAGES = 2
 """Tiles under way."""
-
-SWIZZLE = 128
-"""Bytes of a row of shared memory that are interleaved."""
-
-LOG2_E = math.log2(math.e)
 
 NOTHING = 1e30
 """The normaliser of a query that there is not: it gives nothing to any token."""
@@ -36,13 +30,8 @@ def unsupported_reason(
     q: Array, k: Array, first: Array, count: Array, *, scale: float, sliding_window: int | None
 ) -> str | None:
     """Why these kernels do not serve a case, or None if they do."""
-    dim = k.shape[-1]
-    if not hopper():
-        return "this program is not for a Hopper GPU"
-    if q.dtype != k.dtype or k.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries are {q.dtype} and keys {k.dtype}"
-    if dim not in (64, 128):
-        return f"head dim {dim} is neither 64 nor 128"
+    if reason := wgmma_unsupported(q, k):
+        return reason
     return None if sliding_window is None else "there is a sliding window"
 
 
@@ -113,7 +102,7 @@ def _normalisers(
             share = jnp.exp2(logits - jax.lax.broadcast_in_dim(higher, logits.shape, [0]))
             return higher, total * jnp.exp2(top - higher) + jnp.sum(share, axis=1)
 
-        start = _along_rows(plgpu, MASKED), _along_rows(plgpu, 0.0)
+        start = along_rows(plgpu, TILE, MASKED), along_rows(plgpu, TILE, 0.0)
         top, total = jax.lax.fori_loop(begin, end, fold, start)
         out_smem[...] = top + jnp.log(total) * LOG2_E
         plgpu.commit_smem()
@@ -185,7 +174,7 @@ def _sums(
             seen = slot + base <= query + (at(step)[1] + before)
             return total + jnp.sum(jnp.where(seen, jnp.exp2(logits), 0.0), axis=1)
 
-        out_smem[...] = jax.lax.fori_loop(0, steps, add, _along_rows(plgpu, 0.0))
+        out_smem[...] = jax.lax.fori_loop(0, steps, add, along_rows(plgpu, TILE, 0.0))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, kv_head, pl.ds(base, TILE)])
         plgpu.wait_smem_to_gmem(0)
@@ -216,16 +205,11 @@ def _meet(plgpu: Any, barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def _along_rows(plgpu: Any, fill: float) -> Array:
-    return plgpu.layout_cast(jnp.full((TILE,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-
-
 def _scratch(plgpu: Any, dtype: Any, dim: int, lines: int) -> list[Any]:
     """Room for what is kept, what streams past it and the result, and barriers; with `lines` a normaliser per query besides."""
-    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
     return [
-        plgpu.SMEM((TILE, dim), dtype, transforms=tiled),
-        plgpu.SMEM((STAGES, TILE, dim), dtype, transforms=tiled),
+        plgpu.SMEM((TILE, dim), dtype, transforms=tiled(plgpu)),
+        plgpu.SMEM((STAGES, TILE, dim), dtype, transforms=tiled(plgpu)),
         plgpu.SMEM((TILE,), jnp.float32),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=1 + lines, num_barriers=STAGES),

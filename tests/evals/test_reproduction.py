@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,6 +108,16 @@ def test_no_runs_are_counted_twice():
         if pair.counted
     ]
     assert len(set(counted)) == len(counted) >= 30
+
+
+def test_no_claim_is_judged_in_two_sections():
+    judged = defaultdict(set)
+    for name, module in SECTIONS.items():
+        for claim in module.CLAIMS:
+            for pair in claim.pairs:
+                if pair.counted:
+                    judged[name.split("_")[0], claim.where, claim.method, pair.other].add(name)
+    assert {key: names for key, names in judged.items() if len(names) > 1} == {}
 
 
 def made_up(claims, samples: int = 3) -> list[dict]:

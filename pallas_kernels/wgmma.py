@@ -1,0 +1,34 @@
+"""What kernels of attention in Pallas' Mosaic dialect share on Hopper GPUs, whose warpgroups multiply matrices by `wgmma`."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .device import hopper
+
+LOG2_E = math.log2(math.e)
+"""Exponentials are taken as powers of two, which the processor has an instruction for."""
+
+SWIZZLE = 128
+"""Bytes of a row of shared memory that are interleaved."""
+
+
+def wgmma_unsupported(q: Array, k: Array) -> str | None:
+    """Why queries and keys are not multiplied so, or None if they are."""
+    if not hopper():
+        return "this program is not for a Hopper GPU"
+    if q.dtype != k.dtype or k.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {q.dtype} and keys {k.dtype}"
+    return None if k.shape[-1] in (64, 128) else f"head dim {k.shape[-1]} is neither 64 nor 128"
+
+
+def tiled(plgpu: Any) -> tuple[Any, ...]:
+    """How operands lie in shared memory."""
+    return plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
+
+
+def along_rows(plgpu: Any, rows: int, fill: float) -> Array:
+    """A number for each row of a product."""
+    return plgpu.layout_cast(jnp.full((rows,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
