@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels.masking import MASKED
+from kvjax.pallas_kernels.ties import SHARE
 
 from .base import Layer, Traits
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
@@ -160,7 +161,9 @@ def leverage(
     mean = jnp.sum(k, axis=2, keepdims=True) / jnp.maximum(
         jnp.sum(there, axis=2, keepdims=True, dtype=jnp.float32), 1.0
     )
-    rows = jnp.where(there, k - mean, 0.0)
+    # Keys that are all alike stand out by rounding alone, which a small deviation would blow up into a choice.
+    nothing = SHARE * jnp.max(jnp.abs(k), axis=(2, 3), keepdims=True)
+    rows = jnp.where(there & (jnp.abs(k - mean) > nothing), k - mean, 0.0)
     if sketch is not None:
         rows = jnp.einsum("bkth,khd->bktd", rows, sketch, precision="highest")
     gram = jnp.einsum("bktd,bkte->bkde", rows, rows, precision="highest")
