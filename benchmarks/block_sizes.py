@@ -1,27 +1,45 @@
 """What reading a prompt in blocks costs in quality, by the size of the blocks and against the whole prompt.
 
-    python -m benchmarks.block_sizes --text BOOK.txt --policies snapkv,treekv --blocks 512,2048,8192
+    python -m benchmarks.block_sizes --text BOOK.txt --text OTHER.txt --length 8192 --policies snapkv,treekv --jobs 6
 
-For each policy and size of block: perplexity of the text that follows a prompt (`benchmarks.analyses.continuation`), and the share of
-needles that are found in a haystack (`needle-number`). A block of 0 is the whole prompt. Policies that need it whole have that row alone.
+For each policy and size of block: perplexity of the text that follows a prompt (`benchmarks.analyses.continuation`), and scores in tasks of
+RULER, asked twice: with the question out of the policy's sight, so that it comes when all of the prompt has been read, and with the
+question at the end of what is read. Of that only the last token is read as new tokens are, so that both run in the same programs.
+A block of 0 is the whole prompt. Policies that need it whole have that row alone.
+
+A result file that is there is gone on with.
 """
 
 import argparse
-import math
+import os
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 import kvjax
 from benchmarks import report
 from benchmarks.analyses.continuation import continuation
-from benchmarks.policy_quality import read
-from kvjax.evals.measure import measure
-from kvjax.evals.tasks import Inputs
+from benchmarks.equal_bytes.batches import FixedRun
+from benchmarks.equal_bytes.suite import Asked, Data, Suite, make_suites
+from kvjax.evals import Format
 from kvjax.policies.text import split_policies
+from kvjax.runtime.engine import Engine
+from kvjax.runtime.request import check_request
+
+TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt"
+"""A needle in a text, one among others that look like it, four at once, and a chain that has to be followed."""
+
+POLICIES = (
+    "full,streaming_llm,snapkv,pyramidkv,adakv,chunkkv,expected_attention,h2o,tova,keydiff,knorm,treekv,chelsea,"
+    "clusterkv,kivi:4,rkv"
+)
+"""Those that need no profile of the model, but CaM, which reads token by token whatever the size of blocks."""
 
 
 def main() -> None:
@@ -29,66 +47,136 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, action="append", required=True, help="a plain text file; may be repeated")
     parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
-    parser.add_argument("--prompt", type=int, default=7168, help="tokens of each text that are its prompt")
-    parser.add_argument("--scored", type=int, default=1024, help="tokens read after them")
-    parser.add_argument(
-        "--needles", type=int, default=4, help="haystacks of so many tokens for each of 5 depths; 0: none"
-    )
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
+    parser.add_argument("--tasks", default=TASKS, help="of RULER; those that hide something in a text hide it in the first")
+    parser.add_argument("--samples", type=int, default=8, help="of every task, and texts, which run as one batch")
     parser.add_argument("--budget", type=float, default=0.25, help="a fraction of prompt + new tokens")
-    parser.add_argument("--policies", default="full,streaming_llm,snapkv,chunkkv,h2o,tova,keydiff,treekv,chelsea")
+    parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--blocks", default="512,2048,8192")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, so that some compile while others run")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing that would end after so long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/block-sizes.json"))
     args = parser.parse_args()
+    started = time.monotonic()
     params = kvjax.load(args.model, dtype=args.dtype)
-    texts = [read(params, path, 0, args.prompt + args.scored) for path in args.text]
-    header = report.header(
-        model=Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)",
-        texts=[path.name for path in args.text],
-        prompt_tokens=args.prompt,
-        scored_tokens=args.scored,
-        needles=args.needles,
-        budget=args.budget,
-        dtype=args.dtype,
+    suite = make_suite(params, args)
+    texts = passages(params, args.text, args.samples, suite.prompt + suite.new)
+    header, rows = report.begun(
+        args.out,
+        report.header(
+            model=Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)",
+            texts=[path.name for path in args.text],
+            tasks=args.tasks.split(","),
+            prompt_tokens=suite.prompt,
+            scored_tokens=suite.new - 1,
+            samples=args.samples,
+            budget=args.budget,
+            dtype=args.dtype,
+        ),
     )
-    sizes = [None, *(int(size) for size in args.blocks.split(","))]
-    cases = [(text, size) for text in split_policies(args.policies) for size in sizes]
-    rows: list[dict[str, Any]] = []
+    sizes = [0, *(int(size) for size in args.blocks.split(","))]
+    there = [(row["policy"], row["block"]) for row in rows]
+    cases = [(text, size) for text in split_policies(args.policies) for size in sizes if (text, size) not in there]
+    longest = 0.0
 
-    def one(case: tuple[str, int | None]) -> dict[str, Any] | kvjax.PolicyError:
+    def one(case: tuple[str, int]) -> dict[str, Any] | str:
+        nonlocal longest
+        text, size = case
+        begun = time.monotonic()
+        if begun - started + longest > args.seconds:
+            return f"{text}, block {size}: left, for want of time"
         try:
-            return row(params, kvjax.get_policy(case[0], budget=args.budget), case[1], texts, args)
-        except kvjax.PolicyError as error:
-            return error
+            policy = kvjax.get_policy(text)
+            found = row(params, kvjax.get_policy(policy, budget=args.budget), size, suite, texts)
+        except (kvjax.PolicyError, jax.errors.JaxRuntimeError) as error:  # the compiler or the device refuses: go on with others
+            return f"{text}, block {size}: {error}".splitlines()[0]
+        longest = max(longest, time.monotonic() - begun)
+        return {"policy": text, **found}
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for found in tqdm(pool.map(one, cases), total=len(cases), unit="case"):
-            if isinstance(found, kvjax.PolicyError):
-                tqdm.write(str(found))
+            if isinstance(found, str):
+                tqdm.write(found)
                 continue
             rows.append(found)
-            tqdm.write("{policy}, block {block}: perplexity {perplexity:.3f}, needles {needles}".format(**found))
+            tqdm.write(line(found))
             report.write(args.out, header, rows)
 
 
+def make_suite(params: kvjax.Params, args: argparse.Namespace) -> Suite:
+    """The tasks, with prompts of one length."""
+    assert params.tokenizer is not None
+    form = Format(params.tokenizer, params.tokenizer.chat_template is not None)
+    data = Data(args.text[0], Path(os.devnull), {})
+    (suite,) = make_suites([f"ruler-{args.length}"], form, params.config.max_position, args.samples, 0, data)
+    chosen = suite.only(args.tasks.split(","))
+    if chosen is None or len(chosen.tasks) < len(args.tasks.split(",")):
+        raise SystemExit(f"--tasks {args.tasks}; there are {', '.join(suite.tasks)}")
+    return chosen
+
+
+def passages(params: kvjax.Params, paths: Sequence[Path], count: int, size: int) -> list[list[int]]:
+    """So many passages of `size` tokens, dealt from the texts in turn, from their beginnings on."""
+    assert params.tokenizer is not None
+    tokens = [params.tokenizer.encode(path.read_text(encoding="utf-8")) for path in paths]
+    found = [tokens[i % len(paths)][i // len(paths) * size :][:size] for i in range(count)]
+    if min(map(len, found)) < size:
+        raise SystemExit(f"the texts have no {count} passages of {size} tokens; give more of --text, or fewer --samples")
+    return found
+
+
 def row(
-    params: kvjax.Params, policy: kvjax.Policy, block: int | None, texts: list[list[int]], args: argparse.Namespace
+    params: kvjax.Params, policy: kvjax.Policy, block: int, suite: Suite, texts: list[list[int]]
 ) -> dict[str, Any]:
-    """A row of the result file. Perplexity is exp of the mean over all predicted tokens of all texts."""
-    found = continuation(params, texts, args.prompt, policy, prefill_block=block)
-    scores = np.concatenate([text.scores.logprobs for text in found])
-    needles = None
-    if args.needles:
-        inputs = Inputs(text=args.text[0], lengths=(args.prompt,), samples=args.needles)
-        needles = measure(params, "needle-number", inputs, policy, prefill_block=block).value
+    """A row of the result file: log-probabilities and scores, for each sample its own."""
+    found = continuation(params, texts, suite.prompt, policy, prefill_block=block or None)
+    engine = Reading(params, policy, suite, len(texts), block)
     return {
-        "policy": policy.info.name,
-        "block": block or 0,
-        "perplexity": math.exp(-float(np.mean(scores, dtype=np.float64))),
-        "needles": needles,
+        "block": block,
+        "nll": [text.scores.nll for text in found],
+        "unseen": {name: scores(engine, params, asked, ahead=0) for name, asked in suite.asked.items()},
+        "seen": {name: scores(engine, params, asked, ahead=-1) for name, asked in suite.asked.items()},
         "cache_bytes": found[0].scores.cache_bytes,
+        "full_cache_bytes": engine.full_cache_bytes // engine.batch,
     }
+
+
+class Reading(Engine):
+    """An engine of the suite's sizes, whatever the lengths of prompts and questions at hand, and of those of `continuation`."""
+
+    def __init__(self, params: kvjax.Params, policy: kvjax.Policy, suite: Suite, batch: int, block: int) -> None:
+        super().__init__(
+            params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=suite.new, block=block or None
+        )
+        self.given = suite.question
+
+    def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
+        return super().answering(*args, **options | {"size": self.given})
+
+
+def scores(engine: Reading, params: kvjax.Params, asked: Asked, ahead: int) -> list[float]:
+    """A task's scores, where of a question all but the last `-ahead` tokens, or none for 0, are read with the prompt."""
+    prompts = [context + (question[:ahead] if ahead else []) for context, question in asked.pairs]
+    questions = [question[ahead:] if ahead else question for _, question in asked.pairs]
+    request = check_request(params, asked.examples[0].max_new_tokens, stop=asked.examples[0].stop)
+    running = FixedRun(params, prompts, engine.policy, None, request, questions)
+    running.engine = engine
+    answers = running.finish()
+    assert isinstance(answers, list)
+    return [
+        round(asked.task.score(answer.text or "", example), 6)
+        for answer, example in zip(answers, asked.examples, strict=True)
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a row. Perplexity is exp of the mean over all predicted tokens of all texts."""
+    means = {name: 100 * np.mean(list(row[name].values())) for name in ("unseen", "seen")}
+    return (
+        f"{row['policy']:20s} block {row['block'] or 'all':>5}  perplexity {np.exp(np.mean(row['nll'])):7.3f}  "
+        f"question unseen {means['unseen']:5.1f}  seen {means['seen']:5.1f}"
+    )
 
 
 if __name__ == "__main__":

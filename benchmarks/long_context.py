@@ -1,14 +1,17 @@
 """A text of which the device could not hold the whole cache: read in blocks to its end, and gone on with.
 
-    python -m benchmarks.long_context --policies chelsea:16384 --tokens 1000000
-    python -m benchmarks.long_context --policies treekv:4096 --tokens 10000000 --seconds 720
+    python -m benchmarks.long_context --policies snapkv:4096,chelsea:16384 --tokens 1003520
+    python -m benchmarks.long_context --policies treekv:4096 --tokens 10002432
     python -m benchmarks.long_context --policies snapkv:0.2 --tokens 65536
     python -m benchmarks.long_context --policies full --tokens 65536 --block 0    # the whole prompt at once, beside the former
 
 Random weights read random tokens and then write some. A row has in what time how many were read, beside the time that arithmetic allows
 (`ideal_seconds`: operations of the matrices and of attention, each over the rate that it reaches on an H200), bytes of the cache and of
 the program that reads a block, which is all the memory that this takes, the most that the device says was in use, and bytes that the full
-cache would have. What `--seconds` cuts short says how far it came.
+cache would have; and ten times on the way how far it was, and what was in use by then. What `--seconds` cuts short says how far it came.
+
+A result file that is there is gone on with: what it has is not read again, so a run may be stopped at any time, by `--limit` before
+a policy that would not come to its end.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine, program_bytes
 
 MARKS = 10
-"""Points on the way of which the time is noted."""
+"""Points on the way of which time and memory are noted."""
 
 NEW_TOKENS = 16
 """Tokens written after the text."""
@@ -51,22 +54,36 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop reading after so long, for each policy"
     )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds in all, after which no policy begins"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    started, longest = time.perf_counter(), 0.0
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
-    header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
+    header, rows = report.begun(
+        out, report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
+    )
+    there = [(row["policy"], row["settings"], row["tokens"], row["block"]) for row in rows]
     cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
-        cases.append(Case(name, settings, args.tokens, 1, args.shape, dtype=args.dtype, layers=args.layers))
+        if (name, settings, args.tokens, args.block) not in there:
+            cases.append(Case(name, settings, args.tokens, 1, args.shape, dtype=args.dtype, layers=args.layers))
+    if not cases:
+        return print(f"{out} has all of them")
     params = init(cases[0].config, jax.random.key(0), cases[0].dtype)
 
-    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(args.compile_jobs) as pool:
         made = pool.map(lambda case: compiled(case, params, args.block), cases)
         engines = list(tqdm(made, total=len(cases), unit="policy", desc="compiling"))
+    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
     for case, engine in zip(cases, engines, strict=True):
+        if time.perf_counter() - started + longest > args.limit:
+            return print(f"{case.policy} and what follows it are left: run it again")
+        begun = time.perf_counter()
         rows.append(measure(case, engine, args.seconds))
+        longest = max(longest, time.perf_counter() - begun)
         print("{policy}: {tokens_read} tokens in {seconds:.1f} s, cache {cache_bytes} B".format(**rows[-1]), flush=True)
         report.write(out, header, rows)
 
@@ -98,7 +115,7 @@ def measure(case: Case, engine: Engine, seconds: float) -> dict[str, Any]:
         "written": np.asarray(written)[0, : int(state.steps)].tolist(),
         "cache_bytes": caches,
         "program_bytes": program_bytes(program),
-        "peak_bytes": in_use(),
+        "peak_bytes": in_use("peak_bytes_in_use"),
         "full_cache_bytes": engine.full_cache_bytes,
     }
 
@@ -124,9 +141,9 @@ def read_in_blocks(case: Case, engine: Engine, seconds: float, program: Any) -> 
         state, _ = jax.block_until_ready(engine.extend(state, tokens))
         taken = time.perf_counter() - start
         progress.update(size)
-        progress.set_postfix_str(f"{(in_use() or program_bytes(program)) / 1e9:.1f} GB")
+        progress.set_postfix_str(f"{(in_use('peak_bytes_in_use') or program_bytes(program)) / 1e9:.1f} GB")
         if (i + 1) * MARKS // blocks > i * MARKS // blocks or taken > seconds:
-            marks.append({"tokens": (i + 1) * size, "seconds": taken})
+            marks.append({"tokens": (i + 1) * size, "seconds": taken, "in_use_bytes": in_use("bytes_in_use")})
         if taken > seconds:
             break
     progress.close()
@@ -142,9 +159,9 @@ def ideal_seconds(engine: Engine, tokens: int) -> float:
     return tokens * (2 * weights / MATRICES + attention / ATTENTION)
 
 
-def in_use() -> int | None:
-    """The most memory that has been in use on the device; None where it does not tell."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def in_use(which: str) -> int | None:
+    """Memory in use on the device, or the most that has been; None where it does not tell."""
+    return (jax.devices()[0].memory_stats() or {}).get(which)
 
 
 if __name__ == "__main__":
