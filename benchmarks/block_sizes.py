@@ -7,15 +7,17 @@ RULER, asked twice: with the question out of the policy's sight, so that it come
 question at the end of what is read. Of that only the last token is read as new tokens are, so that both run in the same programs.
 A block of 0 is the whole prompt. Policies that need it whole have that row alone.
 
-A result file that is there is gone on with.
+A result file that is there is gone on with. With `--lock FILE` several runs compile beside each other, and run one after the other;
+`--merge PART...` makes one file of theirs.
 """
 
 import argparse
+import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ from benchmarks.analyses.continuation import continuation
 from benchmarks.equal_bytes.batches import FixedRun
 from benchmarks.equal_bytes.suite import Asked, Data, Suite, make_suites
 from kvjax.evals import Format
+from kvjax.evals.perplexity import compile_read
 from kvjax.policies.text import split_policies
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.request import check_request
@@ -45,20 +48,28 @@ POLICIES = (
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, action="append", required=True, help="a plain text file; may be repeated")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="a plain text file; may be repeated")
     parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
-    parser.add_argument("--tasks", default=TASKS, help="of RULER; those that hide something in a text hide it in the first")
+    parser.add_argument(
+        "--tasks", default=TASKS, help="of RULER; those that hide something in a text hide it in the first"
+    )
     parser.add_argument("--samples", type=int, default=8, help="of every task, and texts, which run as one batch")
     parser.add_argument("--budget", type=float, default=0.25, help="a fraction of prompt + new tokens")
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--blocks", default="512,2048,8192")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, so that some compile while others run")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing that would end after so long")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cases that are compiled, and without --lock also run, at a time"
+    )
+    parser.add_argument("--lock", type=Path, help="a file that is locked while a case runs")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="PART", help="write --out from these")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/block-sizes.json"))
     args = parser.parse_args()
-    started = time.monotonic()
+    if args.merge:
+        return merge(args.merge, args.out)
+    if not args.text:
+        parser.error("give at least one --text")
     params = kvjax.load(args.model, dtype=args.dtype)
     suite = make_suite(params, args)
     texts = passages(params, args.text, args.samples, suite.prompt + suite.new)
@@ -78,23 +89,25 @@ def main() -> None:
     sizes = [0, *(int(size) for size in args.blocks.split(","))]
     there = [(row["policy"], row["block"]) for row in rows]
     cases = [(text, size) for text in split_policies(args.policies) for size in sizes if (text, size) not in there]
-    longest = 0.0
+
+    compiling = Semaphore(args.jobs)
 
     def one(case: tuple[str, int]) -> dict[str, Any] | str:
-        nonlocal longest
         text, size = case
-        begun = time.monotonic()
-        if begun - started + longest > args.seconds:
-            return f"{text}, block {size}: left, for want of time"
         try:
-            policy = kvjax.get_policy(text)
-            found = row(params, kvjax.get_policy(policy, budget=args.budget), size, suite, texts)
-        except (kvjax.PolicyError, jax.errors.JaxRuntimeError) as error:  # the compiler or the device refuses: go on with others
-            return f"{text}, block {size}: {error}".splitlines()[0]
-        longest = max(longest, time.monotonic() - begun)
-        return {"policy": text, **found}
+            policy = kvjax.get_policy(kvjax.get_policy(text), budget=args.budget)
+            engine = Reading(params, policy, suite, len(texts), size)
+            with compiling:
+                engine.compile_all()
+            with report.alone(args.lock):
+                return {"policy": text, **row(params, engine, suite, texts)}
+        except (
+            kvjax.PolicyError,
+            jax.errors.JaxRuntimeError,
+        ) as error:  # what is refused must not keep others from running
+            return f"{text}, block {size}: {' '.join(str(error).split())[:300]}"
 
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(len(cases) if args.lock else args.jobs) as pool:
         for found in tqdm(pool.map(one, cases), total=len(cases), unit="case"):
             if isinstance(found, str):
                 tqdm.write(found)
@@ -122,18 +135,17 @@ def passages(params: kvjax.Params, paths: Sequence[Path], count: int, size: int)
     tokens = [params.tokenizer.encode(path.read_text(encoding="utf-8")) for path in paths]
     found = [tokens[i % len(paths)][i // len(paths) * size :][:size] for i in range(count)]
     if min(map(len, found)) < size:
-        raise SystemExit(f"the texts have no {count} passages of {size} tokens; give more of --text, or fewer --samples")
+        raise SystemExit(
+            f"the texts have no {count} passages of {size} tokens; give more of --text, or fewer --samples"
+        )
     return found
 
 
-def row(
-    params: kvjax.Params, policy: kvjax.Policy, block: int, suite: Suite, texts: list[list[int]]
-) -> dict[str, Any]:
+def row(params: kvjax.Params, engine: "Reading", suite: Suite, texts: list[list[int]]) -> dict[str, Any]:
     """A row of the result file: log-probabilities and scores, for each sample its own."""
-    found = continuation(params, texts, suite.prompt, policy, prefill_block=block or None)
-    engine = Reading(params, policy, suite, len(texts), block)
+    found = continuation(params, texts, suite.prompt, engine.policy, prefill_block=engine.block or None)
     return {
-        "block": block,
+        "block": engine.block,
         "nll": [text.scores.nll for text in found],
         "unseen": {name: scores(engine, params, asked, ahead=0) for name, asked in suite.asked.items()},
         "seen": {name: scores(engine, params, asked, ahead=-1) for name, asked in suite.asked.items()},
@@ -151,8 +163,23 @@ class Reading(Engine):
         )
         self.given = suite.question
 
+    def compile_all(self) -> None:
+        """Have all programs compiled that `continuation` and answers need."""
+        self.executables(given=self.given)
+        compile_read(self, self.reading()[1].caches)
+
     def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
         return super().answering(*args, **options | {"size": self.given})
+
+
+def merge(parts: Sequence[Path], out: Path) -> None:
+    """One result file of several, which must be of the same settings, versions and device; of equal rows the first counts."""
+    header = json.loads(parts[0].read_text())["header"]
+    rows = {(row["policy"], row["block"]): row for part in reversed(parts) for row in report.begun(part, header)[1]}
+    order = [policy.partition(":")[0] for policy in split_policies(POLICIES)]
+    report.write(
+        out, header, sorted(rows.values(), key=lambda row: (order.index(row["policy"].partition(":")[0]), row["block"]))
+    )
 
 
 def scores(engine: Reading, params: kvjax.Params, asked: Asked, ahead: int) -> list[float]:

@@ -10,8 +10,8 @@ Random weights read random tokens and then write some. A row has in what time ho
 the program that reads a block, which is all the memory that this takes, the most that the device says was in use, and bytes that the full
 cache would have; and ten times on the way how far it was, and what was in use by then. What `--seconds` cuts short says how far it came.
 
-A result file that is there is gone on with: what it has is not read again, so a run may be stopped at any time, by `--limit` before
-a policy that would not come to its end.
+A result file that is there is gone on with: what it has is not read again, so a run may be stopped at any time. With `--lock FILE` several
+runs compile beside each other, and read one after the other.
 """
 
 import argparse
@@ -54,17 +54,12 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop reading after so long, for each policy"
     )
-    parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds in all, after which no policy begins"
-    )
+    parser.add_argument("--lock", type=Path, help="a file that is locked while a policy reads")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    started, longest = time.perf_counter(), 0.0
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
-    header, rows = report.begun(
-        out, report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
-    )
-    there = [(row["policy"], row["settings"], row["tokens"], row["block"]) for row in rows]
+    mine = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
+    there = [(row["policy"], row["settings"], row["tokens"], row["block"]) for row in report.begun(out, mine)[1]]
     cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
@@ -77,15 +72,12 @@ def main() -> None:
     with ThreadPoolExecutor(args.compile_jobs) as pool:
         made = pool.map(lambda case: compiled(case, params, args.block), cases)
         engines = list(tqdm(made, total=len(cases), unit="policy", desc="compiling"))
-    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
     for case, engine in zip(cases, engines, strict=True):
-        if time.perf_counter() - started + longest > args.limit:
-            return print(f"{case.policy} and what follows it are left: run it again")
-        begun = time.perf_counter()
-        rows.append(measure(case, engine, args.seconds))
-        longest = max(longest, time.perf_counter() - begun)
-        print("{policy}: {tokens_read} tokens in {seconds:.1f} s, cache {cache_bytes} B".format(**rows[-1]), flush=True)
-        report.write(out, header, rows)
+        with report.alone(args.lock):
+            row = measure(case, engine, args.seconds)
+            header, rows = report.begun(out, mine)
+            report.write(out, header, [*rows, row])
+        print("{policy}: {tokens_read} tokens in {seconds:.1f} s, cache {cache_bytes} B".format(**row), flush=True)
 
 
 def compiled(case: Case, params: Params, block: int) -> Engine:

@@ -1,10 +1,12 @@
 """How the result files of benchmarks are written; they begin as those of `kvjax.evals` do."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
+from filelock import FileLock
 
 from kvjax import strict_json
 from kvjax.evals import report
@@ -27,8 +29,15 @@ def begun(path: Path, header: dict[str, Any]) -> tuple[dict[str, Any], list[dict
     there = strict_json.loads(path.read_text())
     for group in ("settings", "versions", "device"):
         if there["header"][group] != strict_json.loads(strict_json.dumps(header[group])):
-            raise SystemExit(f"{path} has other {group}: {there['header'][group]}, now {header[group]}; give another --out")
+            raise SystemExit(
+                f"{path} has other {group}: {there['header'][group]}, now {header[group]}; give another --out"
+            )
     return there["header"], there["rows"]
+
+
+def alone(path: Path | None) -> AbstractContextManager[Any]:
+    """Wait until no other program that was given this lock file uses the device; None: there is none to wait for."""
+    return nullcontext() if path is None else FileLock(path)
 
 
 def device_slug() -> str:

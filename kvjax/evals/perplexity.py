@@ -181,6 +181,18 @@ def read(
     return np.concatenate(scores, axis=1), np.concatenate(best, axis=1)
 
 
+def compile_read(engine: Engine, caches: Any) -> None:
+    """Have the program compiled that `read` runs.
+
+    Args:
+        caches: shapes of the policy's state of each layer, as `engine.reading()[1].caches` has them.
+    """
+    texts, pos, count = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((engine.batch, CHUNK), (engine.batch,), ())
+    )
+    engine.ready(stream, caches, texts, texts, pos, count)
+
+
 def _stream_chunk(
     policy: Policy,
     specs: decoding.Specs,

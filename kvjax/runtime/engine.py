@@ -216,29 +216,37 @@ class Engine:
             sampler: as for `compile`.
             given: tokens, padding included, that are read before decoding, as by `answering`; then its program is the second.
         """
-        batch, size = self.batch, self.specs[0].prompt_len
-        tokens, rows, seeds, count = (
-            jax.ShapeDtypeStruct(shape, dtype)
-            for shape, dtype in (
-                ((batch, size), jnp.int32),
-                ((batch,), jnp.int32),
-                ((batch,), jnp.uint32),
-                ((), jnp.int32),
-            )
-        )
-        prompt, how = (tokens, rows, rows, seeds), self.how(sampler, ())
-        prefill = None
-        if state is None and self.block:
-            state = decoding.begin.shapes(self.policy, self.specs, seeds, rows)
-            tokens = jax.ShapeDtypeStruct((batch, self.block), jnp.int32)
-            prefill = self._compiled(decoding.extend, state, tokens, rows, rows, *how)
-        elif state is None:
-            prefill = self._compiled(decoding.prefill, *prompt, *how)
-            state = decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
+        rows, count = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((self.batch,), ()))
+        how, prefill = self.how(sampler, ()), None
+        if state is None:
+            prefill, state = self.reading(sampler)
         if given is None:
             return prefill, self._compiled(decoding.decode, state, count, *how)
-        tokens = jax.ShapeDtypeStruct((batch, given), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self.batch, given), jnp.int32)
         return prefill, self._compiled(decoding.answer, state, tokens, rows, count, *how)
+
+    def reading(self, sampler: Sampler | None = None) -> tuple[Any, Decoding]:
+        """The program that reads prompts, compiled, and shapes and places of the state that it leaves.
+
+        Args:
+            sampler: as for `compile`.
+        """
+        size = self.block or self.specs[0].prompt_len
+        tokens, rows, seeds = (
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((self.batch, size), jnp.int32),
+                ((self.batch,), jnp.int32),
+                ((self.batch,), jnp.uint32),
+            )
+        )
+        how = self.how(sampler, ())
+        if self.block:
+            state = decoding.begin.shapes(self.policy, self.specs, seeds, rows)
+            return self._compiled(decoding.extend, state, tokens, rows, rows, *how), state
+        prompt = (tokens, rows, rows, seeds)
+        prefill = self._compiled(decoding.prefill, *prompt, *how)
+        return prefill, decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
 
     def begin(self, total: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> Decoding:
         """The state of rows that have read nothing yet.
