@@ -32,3 +32,9 @@ def tiled(plgpu: Any) -> tuple[Any, ...]:
 def along_rows(plgpu: Any, rows: int, fill: float) -> Array:
     """A number for each row of a product."""
     return plgpu.layout_cast(jnp.full((rows,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def meet(plgpu: Any, barrier: Any) -> None:
+    """Until all warps have read what is to be overwritten: a product ends for each warp by itself, and the copy engine waits for none."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)

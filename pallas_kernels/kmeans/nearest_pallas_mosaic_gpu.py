@@ -16,13 +16,11 @@ from jaxtyping import Array, Float
 from ..device import hopper
 from ..triton import triton_unsupported
 from ..tuning import tuned
+from ..wgmma import SWIZZLE, meet, tiled
 from .types import Nearest
 
 SIZES = {"queries": 128, "keys": 128, "stages": 2}
 """Block sizes where none were measured."""
-
-SWIZZLE = 128
-"""Bytes of a row of shared memory that are interleaved."""
 
 
 def unsupported_reason(queries: Array, keys: Array, bias: Array | None = None) -> str | None:
@@ -70,9 +68,8 @@ def nearest(
         inputs.append(bias.reshape(groups, steps, columns).astype(jnp.float32))
 
     def body(queries_ref: Any, keys_ref: Any, *refs: Any) -> None:
-        *bias_refs, score_ref, place_ref, queries_smem, keys_smem, bias_smem, score_smem, place_smem, ready, arrived = (
-            refs
-        )
+        *bias_refs, score_ref, place_ref, queries_smem, keys_smem, bias_smem, score_smem, place_smem = refs[:-3]
+        ready, arrived, read = refs[-3:]
         group, first = jax.lax.axis_index("group"), jax.lax.axis_index("block") * rows
 
         def fetch(step: Any, slot: Any) -> None:
@@ -97,6 +94,7 @@ def nearest(
                 return scores_ref[...]
 
             scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
+            meet(plgpu, read)
             for _ in bias_refs:
                 added = plgpu.layout_cast(bias_smem[step], plgpu.Layout.WGMMA.reduce(0))
                 added = jax.lax.broadcast_in_dim(added, (rows, columns), [1])
@@ -123,7 +121,6 @@ def nearest(
         plgpu.copy_smem_to_gmem(place_smem, place_ref.at[group, pl.ds(first, rows)])
         plgpu.wait_smem_to_gmem(0)
 
-    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
     score, place = plgpu.kernel(
         body,
         out_type=[
@@ -133,13 +130,14 @@ def nearest(
         grid=(groups, count // rows),
         grid_names=("group", "block"),
         scratch_types=[
-            plgpu.SMEM((rows, dim), queries.dtype, transforms=tiled),
-            plgpu.SMEM((stages, columns, dim), keys.dtype, transforms=tiled),
+            plgpu.SMEM((rows, dim), queries.dtype, transforms=tiled(plgpu)),
+            plgpu.SMEM((stages, columns, dim), keys.dtype, transforms=tiled(plgpu)),
             plgpu.SMEM((steps if bias is not None else 1, columns), jnp.float32),
             plgpu.SMEM((rows,), jnp.float32),
             plgpu.SMEM((rows,), jnp.int32),
             plgpu.Barrier(num_arrivals=len(inputs) - 1),
             plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(),
         ],
     )(*inputs)
     return Nearest(score.reshape(*batch, count), place.reshape(*batch, count))

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
-from ..wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
+from ..wgmma import LOG2_E, along_rows, meet, tiled, wgmma_unsupported
 
 TILE = 128
 """Queries, and tokens, at a time."""
@@ -94,7 +94,7 @@ def _normalisers(
             stage = jax.lax.rem(tile - begin, jnp.asarray(STAGES, jnp.int32))
             plgpu.barrier_wait(arrived.at[stage])
             logits = _product(plgpu, q_smem, k_smem.at[stage]) * scale
-            _meet(plgpu, read)
+            meet(plgpu, read)
             pl.when(tile + STAGES < end)(functools.partial(fetch, tile + STAGES, stage))
             place = slot + tile * TILE
             logits = jnp.where((place >= least) & (place <= query + (before + base)), logits, MASKED)
@@ -169,7 +169,7 @@ def _sums(
             logits = _product(plgpu, k_smem, q_smem.at[stage]) * scale
             line = plgpu.layout_cast(lines_smem[stage], plgpu.Layout.WGMMA.reduce(0))
             logits -= jax.lax.broadcast_in_dim(line, logits.shape, [1])
-            _meet(plgpu, read)
+            meet(plgpu, read)
             pl.when(step + STAGES < steps)(functools.partial(fetch, step + STAGES, stage))
             seen = slot + base <= query + (at(step)[1] + before)
             return total + jnp.sum(jnp.where(seen, jnp.exp2(logits), 0.0), axis=1)
@@ -197,12 +197,6 @@ def _product(plgpu: Any, a_smem: Any, b_smem: Any) -> Array:
         return products_ref[...]
 
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))
-
-
-def _meet(plgpu: Any, barrier: Any) -> None:
-    """Until all warps have read what is to be overwritten."""
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
 
 
 def _scratch(plgpu: Any, dtype: Any, dim: int, lines: int) -> list[Any]:
