@@ -14,8 +14,9 @@ A result file that is there is gone on with. With `--lock FILE` several runs com
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Semaphore
 from typing import Any
@@ -100,7 +101,9 @@ def main() -> None:
             with compiling:
                 engine.compile_all()
             with report.alone(args.lock):
-                return {"policy": text, **row(params, engine, suite, texts)}
+                start = time.monotonic()
+                found = row(params, engine, suite, texts)
+                return {"policy": text, **found, "seconds": round(time.monotonic() - start, 2)}
         except (
             kvjax.PolicyError,
             jax.errors.JaxRuntimeError,
@@ -108,13 +111,16 @@ def main() -> None:
             return f"{text}, block {size}: {' '.join(str(error).split())[:300]}"
 
     with ThreadPoolExecutor(len(cases) if args.lock else args.jobs) as pool:
-        for found in tqdm(pool.map(one, cases), total=len(cases), unit="case"):
+        begun = [pool.submit(one, case) for case in cases]
+        for future in tqdm(as_completed(begun), total=len(cases), unit="case"):
+            found = future.result()
             if isinstance(found, str):
                 tqdm.write(found)
                 continue
             rows.append(found)
             tqdm.write(line(found))
             report.write(args.out, header, rows)
+    print(tables(rows))
 
 
 def make_suite(params: kvjax.Params, args: argparse.Namespace) -> Suite:
@@ -176,10 +182,48 @@ def merge(parts: Sequence[Path], out: Path) -> None:
     """One result file of several, which must be of the same settings, versions and device; of equal rows the first counts."""
     header = json.loads(parts[0].read_text())["header"]
     rows = {(row["policy"], row["block"]): row for part in reversed(parts) for row in report.begun(part, header)[1]}
-    order = [policy.partition(":")[0] for policy in split_policies(POLICIES)]
-    report.write(
-        out, header, sorted(rows.values(), key=lambda row: (order.index(row["policy"].partition(":")[0]), row["block"]))
+    report.write(out, header, list(rows.values()))
+    print(tables(list(rows.values())))
+
+
+def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0) -> str:
+    """Scores with the question unseen and seen and perplexity, one row per policy, one column per size of block; and who loses by them.
+
+    Args:
+        size: of the blocks that are set against whole prompts.
+        points: losses up to so many, of a hundred, are not named.
+    """
+    measured = {(row["policy"], row["block"]): row for row in rows}
+    sizes = sorted({block for _, block in measured})
+    policies = [text for text in split_policies(POLICIES) if (text, 0) in measured]
+    policies += [policy for policy in dict.fromkeys(policy for policy, _ in measured) if policy not in policies]
+    lines = [
+        "| policy | " + " | ".join(f"{block}" if block else "whole prompt" for block in sizes) + " |",
+        "| --- |" + " ---: |" * len(sizes),
+    ]
+    losses = []
+    for policy in policies:
+        cells = [_cell(measured[policy, block]) if (policy, block) in measured else "" for block in sizes]
+        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+        if {(policy, 0), (policy, size)} <= set(measured):
+            for sight in ("unseen", "seen"):
+                whole, blocks = (np.ravel(list(measured[policy, block][sight].values())) for block in (0, size))
+                lost = 100 * (whole - blocks)
+                if lost.mean() > points:
+                    losses.append(
+                        f"`{policy}`, {sight} ({lost.mean():.0f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.0f})"
+                    )
+    told = "; ".join(losses) if losses else "none"
+    return (
+        "\n".join(lines)
+        + f"\n\nBlocks of {size} lose more than {points:g} points to the whole prompt (mean of the paired differences ± its standard "
+        f"error) with: {told}."
     )
+
+
+def _cell(row: dict[str, Any]) -> str:
+    unseen, seen = (100 * np.mean(list(row[sight].values())) for sight in ("unseen", "seen"))
+    return f"{unseen:.0f}, {seen:.0f}, {np.exp(np.mean(row['nll'])):.2f}"
 
 
 def scores(engine: Reading, params: kvjax.Params, asked: Asked, ahead: int) -> list[float]:
@@ -202,7 +246,7 @@ def line(row: dict[str, Any]) -> str:
     means = {name: 100 * np.mean(list(row[name].values())) for name in ("unseen", "seen")}
     return (
         f"{row['policy']:20s} block {row['block'] or 'all':>5}  perplexity {np.exp(np.mean(row['nll'])):7.3f}  "
-        f"question unseen {means['unseen']:5.1f}  seen {means['seen']:5.1f}"
+        f"question unseen {means['unseen']:5.1f}  seen {means['seen']:5.1f}  {row['seconds']:6.1f} s"
     )
 
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvjax import pallas_kernels
 from kvjax.policies import policies
 
@@ -276,37 +274,6 @@ def long_texts() -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def block_sizes(name: str) -> str:
-    """Scores with the question unseen and seen, and perplexity, one row per policy, one column per size of block."""
-    measured = {(row["policy"], row["block"]): row for row in rows(name)}
-    sizes = sorted({block for _, block in measured})
-    titles = [f"{size}" if size else "whole prompt" for size in sizes]
-    lines = ["| policy | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(sizes)]
-    for policy in dict.fromkeys(policy for policy, _ in measured):
-        cells = [_block_cell(measured[policy, size]) if (policy, size) in measured else "" for size in sizes]
-        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _block_cell(row: dict[str, Any]) -> str:
-    unseen, seen = (100 * np.mean(list(row[sight].values())) for sight in ("unseen", "seen"))
-    return f"{unseen:.0f}, {seen:.0f}, {np.exp(np.mean(row['nll'])):.2f}"
-
-
-def block_losses(name: str, size: int = 2048, points: float = 2.0) -> str:
-    """Which policies lose more than so many points by blocks of this size, each with the mean of the paired differences and its error."""
-    measured = {(row["policy"], row["block"]): row for row in rows(name)}
-    found = []
-    for policy in dict.fromkeys(policy for policy, _ in measured):
-        if {(policy, 0), (policy, size)} <= set(measured):
-            for sight in ("unseen", "seen"):
-                whole, blocks = (np.ravel(list(measured[policy, block][sight].values())) for block in (0, size))
-                lost = 100 * (whole - blocks)
-                if lost.mean() > points:
-                    found.append(f"`{policy}`, {sight} ({lost.mean():.0f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.0f})")
-    return "; ".join(found) if found else "none"
 
 
 def blocks_and_whole() -> str:
