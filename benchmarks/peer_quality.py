@@ -24,6 +24,7 @@ import kvjax
 from benchmarks import report
 from benchmarks.equal_bytes import merged
 from benchmarks.equal_bytes.suite import Data, make_suites
+from benchmarks.intervals import mean_interval
 from kvjax.evals import Format
 from kvjax.evals.report import ResultFile, header, model_fingerprint
 from kvjax.evals.ruler.scoring import match_all
@@ -164,7 +165,7 @@ def compare(folder: Path, out: Path | None) -> None:
 def compared(
     prompts: list[dict[str, Any]], ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each method: scores of both, the paired difference with its standard error, and prompts that differ."""
+    """A row for each method: scores of both, the paired difference with half its 95 % interval, and prompts that differ."""
     asked = {prompt["prompt"]: prompt for prompt in prompts}
     answers = [{(row["method"], row["prompt"]): row["answer"] for row in rows} for rows in (ours, theirs)]
     rows = []
@@ -174,16 +175,16 @@ def compared(
             continue
         mine, other = ([match_all(of[method, i], asked[i]["answers"]) for i in both] for of in answers)
         apart = np.asarray(mine) - np.asarray(other)
-        error = float(np.std(apart, ddof=1)) / len(apart) ** 0.5 if len(apart) > 1 else None
+        mean, width = mean_interval(apart)
         rows.append(
             {
                 "method": method,
                 "prompts": len(both),
                 "kvjax": float(np.mean(mine)),
                 "kvpress": float(np.mean(other)),
-                "difference": float(np.mean(apart)),
-                "error": error,
-                "within_two_errors": error is not None and abs(float(np.mean(apart))) <= 2 * error,
+                "difference": mean,
+                "interval": None if np.isnan(width) else width,
+                "within_sampling_error": abs(mean) <= width,
                 "same_answers": sum(answers[0][method, i].strip() == answers[1][method, i].strip() for i in both),
                 "scores": [mine, other],
                 "differing": [
@@ -211,7 +212,7 @@ def reason(method: str) -> str:
 
 def line(row: dict[str, Any]) -> str:
     """A row as it is printed."""
-    error = "" if row["error"] is None else f" ± {row['error']:.3f}"
+    error = "" if row["interval"] is None else f" ± {row['interval']:.3f}"
     return (
         f"{row['method']:20s} kvjax {row['kvjax']:.3f}  kvpress {row['kvpress']:.3f}  difference {row['difference']:+.3f}{error}  "
         f"{row['same_answers']} of {row['prompts']} answers the same, {len(row['differing'])} scores differ"
