@@ -16,8 +16,10 @@ from benchmarks.reproduction_claims import (
     bench,
     catekv_ratios,
     catekv_recall,
+    catekv_retained,
     catekv_ruler,
     chunkkv_layers,
+    clusterkv_lengths,
     clusterkv_recall,
     page,
     papers_tasks,
@@ -228,14 +230,14 @@ def pretended(monkeypatch):
     monkeypatch.setattr(catekv_recall, "kept", kept)
     for name in ("recall", "page_recall", "top_recall"):
         monkeypatch.setattr(catekv_recall.heads, name, lambda *args: np.ones(3))
-    for module in (chunkkv_layers, catekv_recall, clusterkv_recall):
+    for module in (chunkkv_layers, catekv_recall, clusterkv_lengths, clusterkv_recall):
         monkeypatch.setattr(module, "record", lambda params, text: [None] * shape.num_layers)
     monkeypatch.setattr(clusterkv_recall, "rate", lambda policy, layers, prompt: policy.validate(prompt) or 1.0)
     monkeypatch.setattr(treekv, "streamed", streamed)
     monkeypatch.setattr(treekv, "windowed", lambda params, text, window: Perplexity(-np.ones(window - 1)))
     monkeypatch.setattr(catekv_ratios, "cut", lambda *args: (np.zeros((2, 4)), "zeros"))
     scores = np.random.default_rng(1).normal(size=(2, shape.num_layers, shape.num_kv_heads))
-    for module in (catekv_ratios, catekv_ruler):
+    for module in (catekv_ratios, catekv_retained, catekv_ruler):
         monkeypatch.setattr(module, "head_scores", lambda *args: scores)
     monkeypatch.setattr(papers_tasks, "calibration", lambda *args: np.zeros((2, 4)))
     book = SimpleNamespace(read_text=lambda encoding: "A book.", name="book.txt")
@@ -259,16 +261,19 @@ def test_claims_are_about_what_is_measured(name, pretended):
 def test_sections_are_chosen_by_paper():
     assert reproduction.chosen([]) == list(SECTIONS)
     assert reproduction.chosen(["catekv", "treekv"]) == [
-        *("treekv", "catekv_needle", "catekv_reading", "catekv_recall", "catekv_ruler")
+        *("treekv", "treekv_longbench"),
+        *("catekv_needle", "catekv_reading", "catekv_recall", "catekv_retained", "catekv_ruler"),
     ]
-    with pytest.raises(SystemExit, match="no section streaming; there are treekv, chelsea"):
+    with pytest.raises(SystemExit, match="no section streaming; there are treekv, treekv_longbench, chelsea"):
         reproduction.chosen(["streaming"])
 
 
 @pytest.fixture
 def command(pretended, monkeypatch, tmp_path):
-    """Runs the program, and tells which sections its file has."""
+    """Runs the program, and tells which sections its file has; of TreeKV's there is but one."""
     out = tmp_path / "results.json"
+    sections = {name: module for name, module in SECTIONS.items() if name != "treekv_longbench"}
+    monkeypatch.setattr(page, "sections", lambda: sections)
     header = {"date": "now", "device": "abacus", "versions": {}, "settings": {"model": "toy"}}
     monkeypatch.setattr(reproduction, "prepared", lambda args: (pretended, header))
 
