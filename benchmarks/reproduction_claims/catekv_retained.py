@@ -57,7 +57,7 @@ CLAIMS = (
 
 def measure(bench: Bench) -> Measured:
     """Five tasks at each share."""
-    length = 1024 if bench.small else LENGTH
+    length = 2048 if bench.small else LENGTH
     scores = head_scores(bench.params, papers_tasks.calibration(bench, length), Settings())
     labels = vote(adaptive_by_sample(scores, 0.4), 0.4)
     budget = max(length // 16, 64)

@@ -67,7 +67,7 @@ CLAIMS = tuple(
 def measure(bench: Bench) -> Measured:
     """Five tasks under each method at each length."""
     rows = list[Row]()
-    for length in (1024,) if bench.small else LENGTHS:
+    for length in (2048,) if bench.small else LENGTHS:
         scores = head_scores(bench.params, papers_tasks.calibration(bench, length), Settings())
         labels = vote(adaptive_by_sample(scores, 0.4), 0.4)
         budget, same = max(length // 16, 64), round(length * (0.4 + 0.6 / 16))

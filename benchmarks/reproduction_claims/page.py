@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from benchmarks import reproduction_claims
 
+from . import times
 from .claim import Claim, Row, Table, Verdict, table
 
 ORDER = ("treekv", "chelsea", "clusterkv", "chunkkv", "catekv")
@@ -68,6 +69,7 @@ def render(contents: Contents) -> str:
         for name, of, each in zip(models, measured, tables, strict=True):
             if section in of:
                 parts += [f"{name}, means of all that was measured:\n", _numbers(list(each[section].values()))]
+    parts.append(times.render(times.recorded()))
     return "\n".join(parts)
 
 
