@@ -6,8 +6,9 @@
 
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
-with kvpress' settings of every method. Scores are compared in pairs; every prompt that the two answer differently is listed, with a
-difference between the two that may be why: some methods here go on evicting while they answer, which kvpress' prompt presses do not.
+with kvpress' settings of every method, and new tokens are kept in both. Scores are compared in pairs; every prompt that the two answer
+differently is listed. No difference between the two is known but rounding: of tokens with almost equal scores, or words with almost equal
+probabilities.
 """
 
 import argparse
@@ -24,29 +25,36 @@ import kvjax
 from benchmarks import report
 from benchmarks.equal_bytes import merged
 from benchmarks.equal_bytes.suite import Data, make_suites
+from benchmarks.intervals import mean_interval
 from kvjax.evals import Format
 from kvjax.evals.report import ResultFile, header, model_fingerprint
 from kvjax.evals.ruler.scoring import match_all
-from kvjax.policies import TOVA, ChunkKV, ExpectedAttention, Full, KeyDiff, Policy, SnapKV, StreamingLLM
+from kvjax.policies import (
+    TOVA,
+    ChunkKV,
+    ExpectedAttention,
+    Full,
+    KeyDiff,
+    Policy,
+    SnapKV,
+    StreamingLLM,
+    prompt_only,
+)
 
 SHARED = Path(os.environ.get("KVJAX_SHARED", "shared")) / "data"
 
 
 def methods(budget: int) -> dict[str, Policy]:
-    """kvjax's policies with the settings that kvpress has by default."""
+    """kvjax's policies with the settings that kvpress has by default, all of them in the form that leaves new tokens alone."""
     return {
         "full": Full(),
         "snapkv": SnapKV(budget=budget, window=64, pool="avg", kernel=5),
         "chunkkv": ChunkKV(budget=budget, chunk=20, window=64, agg="mean", pool=5, shared_heads=True, rule="kvpress"),
-        "streaming_llm": StreamingLLM(budget=budget, sinks=4),
-        "tova": TOVA(budget=budget),
-        "keydiff": KeyDiff(budget=budget),
+        "streaming_llm": prompt_only(StreamingLLM(budget=budget, sinks=4)),
+        "tova": prompt_only(TOVA(budget=budget, keep_newest=True)),
+        "keydiff": prompt_only(KeyDiff(budget=budget)),
         "expected_attention": ExpectedAttention(budget=budget, sinks=4, future=512, epsilon=0.0),
     }
-
-
-EVICTING = ("streaming_llm", "tova", "keydiff")
-"""Of these, kvjax's go on evicting as the question is read and answered; kvpress' do not."""
 
 
 def main() -> None:
@@ -164,7 +172,7 @@ def compare(folder: Path, out: Path | None) -> None:
 def compared(
     prompts: list[dict[str, Any]], ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each method: scores of both, the paired difference with its standard error, and prompts that differ."""
+    """A row for each method: scores of both, the paired difference with half its 95 % interval, and prompts that differ."""
     asked = {prompt["prompt"]: prompt for prompt in prompts}
     answers = [{(row["method"], row["prompt"]): row["answer"] for row in rows} for rows in (ours, theirs)]
     rows = []
@@ -174,16 +182,16 @@ def compared(
             continue
         mine, other = ([match_all(of[method, i], asked[i]["answers"]) for i in both] for of in answers)
         apart = np.asarray(mine) - np.asarray(other)
-        error = float(np.std(apart, ddof=1)) / len(apart) ** 0.5 if len(apart) > 1 else None
+        mean, width = mean_interval(apart)
         rows.append(
             {
                 "method": method,
                 "prompts": len(both),
                 "kvjax": float(np.mean(mine)),
                 "kvpress": float(np.mean(other)),
-                "difference": float(np.mean(apart)),
-                "error": error,
-                "within_two_errors": error is not None and abs(float(np.mean(apart))) <= 2 * error,
+                "difference": mean,
+                "interval": None if np.isnan(width) else width,
+                "within_sampling_error": abs(mean) <= width,
                 "same_answers": sum(answers[0][method, i].strip() == answers[1][method, i].strip() for i in both),
                 "scores": [mine, other],
                 "differing": [
@@ -192,7 +200,6 @@ def compared(
                         "task": asked[i]["task"],
                         "scores": [a, b],
                         "answers": [of[method, i] for of in answers],
-                        "possible": reason(method),
                     }
                     for i, a, b in zip(both, mine, other, strict=True)
                     if a != b
@@ -202,16 +209,9 @@ def compared(
     return rows
 
 
-def reason(method: str) -> str:
-    """A difference between the two that may be why answers differ; nothing has been looked into."""
-    if method in EVICTING:
-        return "kvjax goes on evicting while question and answer are read, the press does not"
-    return "none known but rounding: tokens with almost equal scores, or words with almost equal probabilities"
-
-
 def line(row: dict[str, Any]) -> str:
     """A row as it is printed."""
-    error = "" if row["error"] is None else f" ± {row['error']:.3f}"
+    error = "" if row["interval"] is None else f" ± {row['interval']:.3f}"
     return (
         f"{row['method']:20s} kvjax {row['kvjax']:.3f}  kvpress {row['kvpress']:.3f}  difference {row['difference']:+.3f}{error}  "
         f"{row['same_answers']} of {row['prompts']} answers the same, {len(row['differing'])} scores differ"

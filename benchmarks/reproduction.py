@@ -60,9 +60,9 @@ def main() -> None:
     bench, header = prepared(args)
     name = page.model({"header": header}).split("-Instruct")[0].lower()
     out = args.out or RESULTS / f"reproduction-{name}-{report.device_slug()}.json"
-    there = {row["section"] for row in earlier(out, header)}  # what does not fit is told before anything runs
+    there = {row["section"]: row for row in earlier(out, header)}  # what does not fit is told before anything runs
     for name in names:
-        if name in there and not args.again:
+        if name in there and not args.again and not new_claims(name, there[name]):
             continue
         kept = out.with_suffix(f".{name}.jsonl")
         if args.again and name in there:
@@ -87,6 +87,7 @@ def main() -> None:
             "section": name,
             "seconds": round(time.perf_counter() - start, 1),
             "settings": measured.settings,
+            "claims": comparisons(name),
             "rows": [dataclasses.asdict(row) for row in measured.rows],
         }
         with locked(out):
@@ -96,6 +97,23 @@ def main() -> None:
     if args.out is None:
         with locked(DOCS):
             render(recorded())
+
+
+def comparisons(section: str) -> list[list[str]]:
+    """What a section's claims compare: measure, place, and two methods."""
+    pairs = (pair for claim in page.sections()[section].CLAIMS for pair in claim.pairs)
+    return [[pair.claim.measure, pair.claim.at, pair.claim.method, pair.other] for pair in pairs]
+
+
+def new_claims(section: str, row: dict[str, Any]) -> list[list[str]]:
+    """Comparisons that have come since a section was measured; of files that do not say what was compared then, those without numbers.
+
+    What a section had and could not measure, such as a text longer than the model reads, is not measured again.
+    """
+    if "claims" in row:
+        return [each for each in comparisons(section) if each not in row["claims"]]
+    numbers = {(each["measure"], each["at"], each["method"]) for each in row["rows"]}
+    return [[*at, a, b] for *at, a, b in comparisons(section) if not {(*at, a), (*at, b)} <= numbers]
 
 
 def keeper(jobs: ResultFile) -> Callable[[str, Any], None]:

@@ -1,6 +1,9 @@
 """`kvjax.aot_compile`: programs made ahead of time are the ones that run, and tell what they take."""
 
 import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -103,3 +106,25 @@ def test_requests_that_the_programs_cannot_serve(tiny: Params, served: kvjax.Com
     other = tiny.replace(config=dataclasses.replace(tiny.config, norm_eps=1e-3))
     with pytest.raises(ValueError, match="another shape or type"):
         served.generate(other, PROMPTS)
+
+
+def test_threads_that_ask_for_one_program_compile_it_once() -> None:
+    """All get the same executable; traces are counted, as the function runs once for each."""
+    traced, together = [], threading.Barrier(4)
+
+    def doubled(x: jax.Array) -> jax.Array:
+        traced.append(x.shape)
+        time.sleep(0.2)  # so that the others come while it is traced
+        return 2 * x
+
+    program = Program(doubled, static=0)
+
+    def ask(size: int) -> object:
+        together.wait()
+        return program.compiled(jax.ShapeDtypeStruct((size,), jnp.float32))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, [3, 3, 5, 3]))
+    assert found[0] is found[1] is found[3] is not found[2]
+    assert sorted(traced) == [(3,), (5,)]
+    assert len(program.executables) == 2

@@ -19,14 +19,16 @@ class Roomy(Engine):
     """An engine of a suite's sizes, whatever the lengths of the prompts and questions at hand."""
 
     def __init__(self, params: Params, cell: Cell, batch: int) -> None:
-        super().__init__(
-            params, cell.fitted or cell.policy, batch=batch, prompt_len=cell.suite.prompt, max_new_tokens=cell.suite.new
-        )
-        self.given = None if cell.seen else cell.suite.question
+        suite, policy = cell.suite, cell.fitted or cell.policy
+        super().__init__(params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=suite.new(cell.seen))
+        self.given = None if cell.seen else suite.question
+        self.goes_on = suite.goes_on
 
     def compile_all(self) -> None:
-        """Have both programs compiled."""
+        """Have all programs compiled that answers take."""
         self.executables(given=self.given)
+        if self.given is not None and self.goes_on:
+            self.executables()
 
     def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
         return super().answering(*args, **options | {"size": self.given})

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.intervals import means_interval
 from kvjax import plots
 from kvjax.evals.report import write as write_file
 
@@ -25,15 +26,17 @@ INTRODUCTION = """\
 # Leaderboard
 
 Every policy at the same *bytes held*. A budget means different things to different methods: of the prompt or of everything, slots
-or bits, in all heads or in some. So each policy gets the largest budget at which it holds no more than a share of the full cache's
-bytes, on device and host together, room for a suite's longest question and answer included, other settings as they are by default (slots are rounded, so up to 2 % more counts as equal).
+or bits, in all heads or in some. So each policy gets the largest budget, as a fraction of each row's own tokens, at which rows hold no
+more than a share of the bytes that they themselves would hold in full: on device and host together, and all rows of a suite together.
+Room for a suite's longest question and answer is included, once; other settings are as they are by default. (Slots are rounded, so
+up to 2 % more counts as equal.)
 
 *Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of. *Seen*: the
 question is part of the prompt, for some policies that score tokens by queries; most of the methods' papers measure so.
 
 Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
-**Bold** are those that no other of the column is above by more than two standard errors of the paired difference, where there is headroom.
-Of many comparisons some are beyond two standard errors by chance.
+**Bold** are those that no other of the column is clearly above, where there is headroom: the 95 % interval of the paired difference
+(Student's t) reaches zero. Of many comparisons one in twenty does not by chance.
 """
 
 
@@ -98,8 +101,8 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     flat = [column for column in columns if not column[1] and not headroom(scores, column)]
     if flat:
         parts.append(
-            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is within two standard errors of "
-            "StreamingLLM or below\nit, so differences between policies say nothing there.\n"
+            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not clearly above "
+            "StreamingLLM,\nso differences between policies say nothing there.\n"
         )
     unable = [row for row in rows if row["task"] is None]
     if unable:
@@ -120,19 +123,22 @@ def by_entry(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None,
 
 
 def headroom(scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], column: Column) -> bool:
-    """Whether the full cache is above StreamingLLM by more than two standard errors; True where that cannot be told."""
+    """Whether the full cache is clearly above StreamingLLM; True where one of them is missing."""
     full, streaming = scores.get(("full", None, False)), scores.get(("streaming_llm", *column))
     if full is None or streaming is None:
         return True
-    mean, error = compared(full, streaming)
-    return bool(mean > 2 * error)
+    return clearly_above(full, streaming)
 
 
-def compared(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Mean and standard error of the paired difference, over what both have."""
-    tasks = [task for task in ours if task in theirs]
-    size = {task: min(len(ours[task]), len(theirs[task])) for task in tasks}
-    return merged.mean_and_error([ours[task][: size[task]] - theirs[task][: size[task]] for task in tasks])
+def clearly_above(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> bool:
+    """Whether the interval of the paired difference, over what both have, is above zero."""
+    apart = []
+    for task in (task for task in ours if task in theirs):
+        size = min(len(ours[task]), len(theirs[task]))
+        each = ours[task][:size] - theirs[task][:size]
+        apart.append(each[~np.isnan(each)])
+    mean, width = means_interval(apart)
+    return mean > width
 
 
 def _means(
@@ -142,7 +148,7 @@ def _means(
     columns: Sequence[Column],
 ) -> str:
     full = scores.get(("full", None, False))
-    held = {(row["policy"], row["target"]): row["held"] / row["full"] for row in rows}
+    held = {(row["policy"], row["target"], row["seen"]): row["held"] / row["full"] for row in rows}
     lines = ["| policy | " + " | ".join(map(_titled, columns)) + " |", "| --- |" + " ---: |" * len(columns)]
     if full is not None:
         lines.append(f"| `full` (100 %) |{f' {_shown(full)} |' * len(columns)}")
@@ -157,11 +163,9 @@ def _means(
                 cells.append(f"{len(mine)} of {len(tasks)} tasks")
             else:
                 others = [each for (_, *place), each in whole.items() if tuple(place) == column and each is not mine]
-                best = headroom(scores, (column[0], False)) and not any(
-                    mean > 2 * error for mean, error in (compared(each, mine) for each in others)
-                )
+                best = headroom(scores, (column[0], False)) and not any(clearly_above(each, mine) for each in others)
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)
-                cells.append(f"{shown} ({100 * held[policy, column[0]]:.1f} %)")
+                cells.append(f"{shown} ({100 * held[policy, *column]:.1f} %)")
         lines.append(f"| `{policy}` | {' | '.join(cells)} |")
     return "In parentheses: bytes held, of the full cache's.\n\n" + "\n".join(lines) + "\n"
 

@@ -11,9 +11,16 @@ from kvjax.evals import Example, Format, Task
 from kvjax.evals.longbench import tasks as longbench_tasks
 from kvjax.evals.ruler import TASKS
 from kvjax.evals.tasks import Inputs, make_task
+from kvjax.runtime.decoding import CHUNK
 
 LONGBENCH = ("multi_news", "multifieldqa_zh", "passage_retrieval_zh")
 """LongBench's tasks that the page has."""
+
+STRATA = 4
+"""Lengths of prompts that stand for all of a suite's."""
+
+GRAIN = 128
+"""Tokens that these lengths are multiples of."""
 
 TEMPLATE = 64
 """Tokens left free for the chat template around a prompt that LongBench cuts."""
@@ -57,7 +64,7 @@ class Suite:
         name: what is asked and how long it is, such as "ruler-4096".
         tasks: their names, as results have them.
         inputs: what each is made from.
-        prompt: tokens of the longest prompt, question included.
+        prompt: tokens that prompts, questions included, have at most.
         form: how examples become tokens.
         window: tokens that the model was trained on.
     """
@@ -86,18 +93,43 @@ class Suite:
     @cached_property
     def question(self) -> int:
         """Tokens, padding included, of the longest question."""
-        return bucket(max(len(question) for asked in self.asked.values() for _, question in asked.pairs))
+        return bucket(max(question for _, question, _ in self._sizes))
+
+    def new(self, seen: bool) -> int:
+        """Room for the longest answer, and for the question before it unless that is seen as part of the prompt; padding included."""
+        return bucket(max(answer if seen else question + answer for _, question, answer in self._sizes))
+
+    def longest(self, seen: bool) -> int:
+        """Tokens of the longest prompt, the question among them if it is seen."""
+        return max(context + question if seen else context for context, question, _ in self._sizes)
+
+    def lengths(self, seen: bool) -> tuple[int, ...]:
+        """Tokens of prompts that stand for all of them: the middles of `STRATA` equal parts of their sorted lengths, rounded up.
+
+        A row's bytes are about linear in its length, so these tell the mean over all rows.
+        """
+        found = sorted(context + question if seen else context for context, question, _ in self._sizes)
+        middles = [found[(2 * i + 1) * len(found) // (2 * STRATA)] for i in range(STRATA)]
+        return tuple(-(-length // GRAIN) * GRAIN for length in middles)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens that the row which reaches the fewest has in all."""
+        return min(map(sum, self._sizes))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some answers take more than the one call of a program that reads the question."""
+        return any(each.stop or each.max_new_tokens > CHUNK for asked in self.asked.values() for each in asked.examples)
 
     @cached_property
-    def new(self) -> int:
-        """Room for a question and the longest answer, padding included."""
-        return bucket(
-            max(
-                len(question) + example.max_new_tokens
-                for asked in self.asked.values()
-                for example, (_, question) in zip(asked.examples, asked.pairs, strict=True)
-            )
-        )
+    def _sizes(self) -> list[tuple[int, int, int]]:
+        """Of every example, tokens of the context and of the question, and the most of its answer."""
+        return [
+            (len(context), len(question), example.max_new_tokens)
+            for asked in self.asked.values()
+            for example, (context, question) in zip(asked.examples, asked.pairs, strict=True)
+        ]
 
     def only(self, names: Sequence[str]) -> "Suite | None":
         """With these of its tasks alone; None if it has none of them."""
@@ -106,9 +138,13 @@ class Suite:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes its examples and programs what they are, besides how many there are; paths by their names alone."""
+        """What makes its examples, programs and budgets what they are; paths by their names alone.
+
+        The lengths that budgets are for are those of the samples at hand: more of a task whose prompts differ in length are another run.
+        """
         tasks = {name: _named(inputs) for name, inputs in self.inputs.items()}
-        return {"prompt": self.prompt, "question": self.question, "new": self.new, "tasks": tasks}
+        sizes = {"unseen": [self.lengths(False), self.new(False)], "seen": [self.lengths(True), self.new(True)]}
+        return {"prompt": self.prompt, "question": self.question, "sizes": sizes, "tasks": tasks}
 
 
 def _named(inputs: Inputs) -> dict[str, Any]:

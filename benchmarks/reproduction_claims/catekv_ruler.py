@@ -10,12 +10,12 @@ from .claim import Claim, Measured, Row
 TITLE = "CateKV: RULER"
 
 ABOUT = """\
-RULER's retrieval, tracking and counting at two lengths. A share of 0.4 of the KV heads keeps everything, the others a
+RULER's retrieval, tracking and counting at three lengths. A share of 0.4 of the KV heads keeps everything, the others a
 sixteenth of the prompt; StreamingLLM and SnapKV keep as much in all heads as CateKV does on average; Quest and
 ShadowKV keep everything and read a sixteenth. Policies see the question. Heads are told apart as in the paper: on RULER's
 variable tracking at the length that is tested, other examples than those."""
 
-LENGTHS = (8192, 16384)
+LENGTHS = (8192, 16384, 32768)
 SETTING = "12 tasks of RULER at 128k tokens, Llama-3-8B-1M, 41 % of the cache"
 
 
@@ -67,7 +67,7 @@ CLAIMS = tuple(
 def measure(bench: Bench) -> Measured:
     """Five tasks under each method at each length."""
     rows = list[Row]()
-    for length in (1024,) if bench.small else LENGTHS:
+    for length in (2048,) if bench.small else LENGTHS:
         scores = head_scores(bench.params, papers_tasks.calibration(bench, length), Settings())
         labels = vote(adaptive_by_sample(scores, 0.4), 0.4)
         budget, same = max(length // 16, 64), round(length * (0.4 + 0.6 / 16))

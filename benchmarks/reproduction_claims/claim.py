@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.intervals import mean_interval
+
 Kind = Literal["perplexity", "needle", "RULER", "LongBench", "GSM8K", "recall", "layers"]
 """What a paper measures by. "layers" are likenesses and losses of caches, which say nothing of quality by themselves."""
 
@@ -129,8 +131,8 @@ class Claim:
 class Pair:
     """A claim against one other method: a row of the page.
 
-    Samples are compared one by one. A difference counts if its mean over the samples is more than two standard errors of that mean
-    away from the margin; else, or if there is but one sample, it is undecided.
+    Samples are compared one by one. A difference counts if the 95 % interval of its mean (`mean_interval`) does not reach the margin; else,
+    or if there is but one sample, it is undecided.
     """
 
     claim: Claim
@@ -160,13 +162,13 @@ class Pair:
         return _clear(ours - other - claim.margin)
 
     def ours(self, measured: Table) -> str:
-        """The numbers that the verdict is about, and the difference with its standard error."""
+        """The numbers that the verdict is about, and the difference with half its 95 % interval."""
         rows = self._rows(measured)
         if rows is None:
             return ""
         show, (mine, other) = MEASURES[self.claim.measure].show, rows
-        mean, error = difference(np.asarray(mine.samples) - np.asarray(other.samples))
-        about = "" if np.isnan(error) else f" (difference {show.format(mean)} ± {show.format(error)})"
+        mean, width = mean_interval(np.asarray(mine.samples) - np.asarray(other.samples))
+        about = "" if np.isnan(width) else f" (difference {show.format(mean)} ± {show.format(width)})"
         return f"{mine.shown}, {other.shown}{about}"
 
     @property
@@ -185,17 +187,10 @@ class Pair:
         return [measured[key] for key in keys] if all(key in measured for key in keys) else None
 
 
-def difference(differences: np.ndarray) -> tuple[float, float]:
-    """Mean and standard error of paired differences; the error of a single one is not known, NaN."""
-    count = len(differences)
-    error = float(np.std(differences, ddof=1)) / count**0.5 if count > 1 else np.nan
-    return float(np.mean(differences)), error
-
-
 def _clear(differences: np.ndarray) -> Verdict:
-    """Whether paired differences are above zero."""
-    mean, error = difference(differences)
-    if np.isnan(error) or abs(mean) <= 2 * error or mean == 0:
+    """Whether the mean of paired differences is above zero, by its interval."""
+    mean, width = mean_interval(differences)
+    if np.isnan(width) or abs(mean) <= width:
         return "undecided"
     return "holds" if mean > 0 else "fails"
 

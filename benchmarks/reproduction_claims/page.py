@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from benchmarks import reproduction_claims
 
+from . import times
 from .claim import Claim, Row, Table, Verdict, table
 
 ORDER = ("treekv", "chelsea", "clusterkv", "chunkkv", "catekv")
@@ -22,13 +23,13 @@ What the five papers claim about quality, tested here on other models, texts and
 writes this page from what it has measured.
 
 Methods are compared sample by sample (a book, or a question), each pair by itself. By the paper's own measure (RULER,
-LongBench, GSM8K, perplexity, recall, needles) a claim **holds** if the mean difference is in its favour by more than two standard
-errors of that mean, **fails** if it is as clearly against it, and else is **undecided**. A margin, where a claim has one,
-is taken off the difference. There is no verdict
+LongBench, GSM8K, perplexity, recall, needles) a claim **holds** if the mean difference is in its favour and its 95 % interval
+(Student's t, ± in the tables) does not reach zero, **fails** if it is as clearly against it, and else is **undecided**. A margin, where
+a claim has one, is taken off the difference. There is no verdict
 
 - where the measure is another than the paper's: a *proxy*;
-- where there is *no headroom*: the full cache and StreamingLLM, which forgets all but the latest tokens, are within two standard
-  errors of each other, so nothing can be told apart;
+- where there is *no headroom*: the full cache and StreamingLLM, which forgets all but the latest tokens, are not told apart
+  by the same rule, so nothing else can be;
 - against an upper *bound*, which everything falls short of.
 
 Perplexity of the text that follows rewards knowing the latest tokens: what is near predicts most of what comes next. So it says
@@ -68,6 +69,7 @@ def render(contents: Contents) -> str:
         for name, of, each in zip(models, measured, tables, strict=True):
             if section in of:
                 parts += [f"{name}, means of all that was measured:\n", _numbers(list(each[section].values()))]
+    parts.append(times.render(times.recorded()))
     return "\n".join(parts)
 
 

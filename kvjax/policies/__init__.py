@@ -46,6 +46,8 @@ from .transforms.by_layer import ByLayer as ByLayer
 from .transforms.by_layer import by_layer as by_layer
 from .transforms.offload import Offloaded as Offloaded
 from .transforms.offload import offloaded as offloaded
+from .transforms.prompt_only import PromptOnly as PromptOnly
+from .transforms.prompt_only import prompt_only as prompt_only
 from .transforms.pyramid import pyramid as pyramid
 from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized

@@ -13,8 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import Clusters, copy_clusters
+from kvjax.models.rope import Rope
+from kvjax.pallas_kernels import Clusters, chunk_similarity, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
+from kvjax.pallas_kernels.kmeans import Nearest
 
 from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens
@@ -93,13 +95,19 @@ class Chelsea(Policy):
     Attributes:
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
         sinks: first tokens that are never merged.
-        recent: latest tokens that are never merged. Where sinks and recent tokens would fill a row's budget, at most a quarter
-            of it are sinks and at most half of it recent tokens.
+        recent: latest tokens that are never merged: a number of them, or a fraction of the budget below 1. Where sinks and recent
+            tokens would fill a row's budget, at most a quarter of it are sinks and at most half of it recent tokens.
         chunk: tokens among which similar ones are looked for; None for all of them (the paper's ablation).
         every: tokens in excess of the budget that clustering waits for, so that decoding clusters once in so many steps.
         schedule: a ratio schedule of the paper: "llama-2", "llama-3", "qwen", or "constant".
         r_init, alpha, steps: a schedule of one's own; what is None is taken from `schedule`.
         r_min: least ratio. The paper only asks that it exceed 0.
+        match: what edges lead by: cosines of keys as they are read, "rotated" to their positions (the paper's), or "unrotated"; or
+            nearness of "positions", which looks at no key.
+        merge: which keys a centroid is the mean of: "rotated" ones (the paper's), or "unrotated" ones, whose mean is rotated to the
+            position of the newest token. Each clustering then turns all keys back and forth, and rounds them to the cache's type.
+        partition: how chunks are divided (`kvjax.policies.families.soft_matching.Partition`); other ways than "alternating" show
+            what that one is worth, clusters then stand in order of their newest tokens.
         outliers: whether outlier heads keep everything.
         offload_outliers: whether they keep it in the host's memory (see `offloaded`), as their share of a long text is large.
         profile: which heads they are: a profile, its file, or None for the one that comes with the library, if there is one.
@@ -116,7 +124,7 @@ class Chelsea(Policy):
 
     budget: int | float = 0.2
     sinks: int = 16
-    recent: int = 64
+    recent: int | float = 64
     chunk: int | None = 256
     every: int = 64
     schedule: Literal["llama-2", "llama-3", "qwen", "constant"] = "llama-3"
@@ -124,12 +132,19 @@ class Chelsea(Policy):
     alpha: float | None = None
     steps: int | None = None
     r_min: float = 0.05
+    match: Literal["rotated", "unrotated", "positions"] = "rotated"
+    merge: Literal["rotated", "unrotated"] = "rotated"
+    partition: soft_matching.Partition = "alternating"
     outliers: bool = True
     offload_outliers: bool = False
     profile: HeadProfile | str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, chunk=2, every=1, alpha=0, steps=0, r_min=0)
+        if isinstance(self.recent, float) and self.recent >= 1:
+            raise PolicyError(
+                f"{self.info.name}: recent={self.recent}; give a whole number of tokens (64) or a fraction of the budget below 1 (0.5)"
+            )
         if min(self.ratios) <= 0 or max(self.ratios) > _UNIT // 2:
             raise PolicyError(
                 f"{self.info.name}: ratios from {self.ratios[0] / _UNIT} to {self.ratios[-1] / _UNIT}; a step removes more than "
@@ -183,11 +198,12 @@ class Chelsea(Policy):
         steps = steps if self.steps is None else self.steps
         return tuple(round(max(r_init - alpha * i, self.r_min) * _UNIT) for i in range(steps + 1))
 
-    @partial(jax.jit, static_argnums=(0, 1, 2))
-    def cluster(self, capacity: int, usual: int, state: Centroids) -> Centroids:
+    @partial(jax.jit, static_argnums=(0, 1, 2, 3))
+    def cluster(self, rope: Rope, capacity: int, usual: int, state: Centroids) -> Centroids:
         """The rows that are full, clustered to exactly their budgets, in `capacity` slots; traced once for all layers of one shape.
 
         Args:
+            rope: the layer's.
             usual: steps that it takes most often: so many are taken at once, and only then rows are asked whether they need more,
                 for which the host waits for the device (asked after every other step on an H200, that took 0.5 ms of the 2 ms
                 of a layer of 32768 tokens and 8 heads).
@@ -207,13 +223,19 @@ class Chelsea(Policy):
         def step(loop: Loop) -> Loop:
             middle = jnp.maximum(loop.size - sinks - recent, 0)
             count = self._merges(middle, loop.steps, chunk, loop.size - goal)
-            merged = soft_matching.merge(loop.tokens, sinks, loop.size - sinks, middle, count, chunk, loop.scratch)
+            tokens = soft_matching.arranged(loop.tokens, sinks, middle, chunk, self.partition)
+            edges = self._edges(rope, tokens, sinks, middle, chunk)
+            merged = soft_matching.merge(tokens, sinks, loop.size - sinks, middle, count, chunk, loop.scratch, edges)
+            if self.partition != "alternating":
+                merged = soft_matching.in_text_order(merged, loop.size - count)
             return Loop(merged, loop.tokens, loop.size - count, loop.steps + (count > 0).astype(jnp.int32))
 
         def back(loop: Loop) -> Loop:
             return Loop(copy_clusters(loop.tokens, loop.size, loop.scratch), loop.tokens, loop.size, loop.steps)
 
         tokens = Clusters(held.k, held.v, held.pos, held.weight)
+        if self.merge == "unrotated":
+            tokens = _turned(rope, tokens, -tokens.pos)
         scratch = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), tokens)
         loop = Loop(tokens, scratch, size, state.steps)
         # Two at a time, after which tokens and scratch are where they were, so that XLA need not copy them.
@@ -225,7 +247,8 @@ class Chelsea(Policy):
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.size > goal), lambda loop: back(step(loop)), loop)
 
         live = (jnp.arange(capacity, dtype=jnp.int32) < loop.size[:, None])[:, None]
-        k, v, pos, weight = (x[:, :, :capacity] for x in loop.tokens)
+        tokens = _turned(rope, loop.tokens, loop.tokens.pos) if self.merge == "unrotated" else loop.tokens
+        k, v, pos, weight = (x[:, :, :capacity] for x in tokens)
         held = dataclasses.replace(
             held,
             k=k,
@@ -236,15 +259,29 @@ class Chelsea(Policy):
         )
         return dataclasses.replace(state, cache=held, steps=loop.steps)
 
+    def _edges(
+        self, rope: Rope, tokens: Clusters, first: Int[Array, " B"], size: Int[Array, " B"], chunk: int
+    ) -> Nearest | None:
+        """What a step's edges are; None where they are of the tokens' keys as they stand."""
+        if self.match == "positions":
+            return soft_matching.near(tokens.pos, first, size, chunk)
+        if self.match == self.merge:
+            return None
+        turned = _turned(rope, tokens, tokens.pos if self.match == "rotated" else -tokens.pos)
+        return chunk_similarity(turned.k, first, size, chunk)
+
     def _chunk(self, places: int) -> int:
         """c in a cache of so many places."""
         return places if self.chunk is None else min(self.chunk, places)
 
     def _regions(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """How many first and how many latest tokens of each row are never merged."""
-        fits = self.sinks + self.recent < budget
+        latest = (
+            jnp.full_like(budget, self.recent) if isinstance(self.recent, int) else budget_rows(self.recent, budget)
+        )
+        fits = self.sinks + latest < budget
         sinks = jnp.where(fits, self.sinks, jnp.minimum(self.sinks, budget // 4))
-        return sinks, jnp.where(fits, self.recent, jnp.minimum(self.recent, budget // 2))
+        return sinks, jnp.where(fits, latest, jnp.minimum(latest, budget // 2))
 
     def _merges(
         self, middle: Int[Array, " B"], steps: Int[Array, " B"], chunk: int, excess: Int[Array, " B"]
@@ -281,7 +318,7 @@ class ChelseaLayer(Layer[Chelsea]):
         if size < budget + policy.every:  # then shorter rows are not full either
             return state, carry
         usual = _usual(policy, held.pos.shape[-1], size, budget, 0)
-        return policy.cluster(capacity, usual, state), carry
+        return policy.cluster(self.spec.rope, capacity, usual, state), carry
 
     def append(self, state: Centroids, token: Token) -> Centroids:
         return dataclasses.replace(state, cache=cache.insert(state.cache, token)[0])
@@ -297,16 +334,21 @@ class ChelseaLayer(Layer[Chelsea]):
         out = cache.attend_block(self.spec, held, block)
         places, budget = held.pos.shape[-1], policy.max_budget(self.spec)
         usual = _usual(policy, places, min(budget + block.size, places), budget, len(policy.ratios))
-        return out, policy.cluster(capacity, usual, dataclasses.replace(state, cache=held)), carry
+        return out, policy.cluster(self.spec.rope, capacity, usual, dataclasses.replace(state, cache=held)), carry
 
     def compress(self, state: Centroids) -> Centroids:
         policy, capacity, budget = self.policy, state.cache.pos.shape[-1], self.policy.max_budget(self.spec)
         usual = _usual(policy, capacity, budget + policy.every, budget, len(policy.ratios))
-        cluster = partial(policy.cluster, capacity, usual)
+        cluster = partial(policy.cluster, self.spec.rope, capacity, usual)
         return jax.lax.cond(jnp.any(policy.is_full(state)), cluster, lambda state: state, state)
 
     def needs_compression(self, state: Centroids) -> Bool[Array, " B"]:
         return self.policy.is_full(state)
+
+
+def _turned(rope: Rope, tokens: Clusters, pos: Int[Array, "B K S"]) -> Clusters:
+    """The tokens with keys turned so many positions on. A rotation's amplitude stays on them, in keys that are turned back, too."""
+    return tokens._replace(k=dataclasses.replace(rope, amplitude=1.0).rotate(tokens.k, pos))
 
 
 @lru_cache(maxsize=256)

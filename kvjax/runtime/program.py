@@ -2,7 +2,9 @@
 
 import functools
 import os
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +61,8 @@ class Program:
         self._gpu_options = gpu_options
         self._partition = partition
         self._compiled: dict[Hashable, Any] = {}
+        self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
+        self._lock = threading.Lock()
         self.compile_seconds = 0.0
 
     @property
@@ -69,19 +73,28 @@ class Program:
     def compiled(self, *args: Any) -> Any:
         """The executable for these arguments (arrays or `jax.ShapeDtypeStruct`), compiled if there is none yet.
 
+        Threads that ask for the same one wait for the first of them; others compile at the same time.
+
         `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
         """
         args = self._placed(args, shapes=True)
         leaves, tree = jax.tree.flatten(args[self._static :])
         key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x)) for x in leaves))
-        if key not in self._compiled:
-            keep_unless_refused()
-            start = time.perf_counter()
-            arrays, donate = args[self._static :], tuple(i - self._static for i in self._donate)
-            jitted = jax.jit(self._whole(*args), donate_argnums=donate)
-            self._compiled[key] = jitted.lower(*arrays).compile(compiler_options=self._options(args[: self._static]))
-            self.compile_seconds += time.perf_counter() - start
-        return self._compiled[key]
+        if (found := self._compiled.get(key)) is not None:
+            return found
+        with self._lock:
+            lock = self._locks[key]
+        with lock:
+            if (found := self._compiled.get(key)) is None:
+                keep_unless_refused()
+                start = time.perf_counter()
+                arrays, donate = args[self._static :], tuple(i - self._static for i in self._donate)
+                jitted = jax.jit(self._whole(*args), donate_argnums=donate)
+                options = self._options(args[: self._static])
+                found = self._compiled[key] = jitted.lower(*arrays).compile(compiler_options=options)
+                with self._lock:
+                    self.compile_seconds += time.perf_counter() - start
+        return found
 
     def _options(self, static: Sequence[Any]) -> dict[str, str | bool]:
         if self._gpu_options is None or target().platform != "gpu":
@@ -91,7 +104,9 @@ class Program:
 
     def forget(self) -> None:
         """Let go of all executables."""
-        self._compiled.clear()
+        with self._lock:
+            self._compiled.clear()
+            self._locks.clear()
 
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""

@@ -1,6 +1,7 @@
 """The table at equal bytes: the order of the work, what a run writes, what is made of it, and that the page is the result file's."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import sys
@@ -13,10 +14,14 @@ import yaml
 from benchmarks import leaderboard
 from benchmarks.equal_bytes import batches, cells, export, merged, page
 from benchmarks.equal_bytes.batches import Clock
-from kvjax.evals import evaluate
+from benchmarks.equal_bytes.suite import Asked, Suite
+from kvjax.cache import bucket
+from kvjax.evals import Example, Format, evaluate
+from kvjax.evals.budgets import bytes_held
 from kvjax.evals.report import read_rows
 from kvjax.evals.ruler import Niah
 from kvjax.policies import get_policy
+from kvjax.runtime import decoding
 
 HEADER = {
     "date": "2026-01-01",
@@ -152,6 +157,58 @@ def test_parts_of_other_budgets_are_refused(tmp_path):
     other = written(tmp_path / "2", [row("snapkv", "vt", [1.0], first=1) | {"held": 1}])
     with pytest.raises(SystemExit, match="held is 1 in one part"):
         merged.merge([one, other])
+
+
+@pytest.fixture
+def uneven(talker, monkeypatch):
+    """A suite of two tasks with prompts of 500 to 4000 tokens, questions of 60 and answers of 40 or 300."""
+    asked = {
+        name: Asked(
+            None,
+            [Example("", "?", (), most, stop=stop) for _ in lengths],
+            [([1] * length, [1] * 60) for length in lengths],
+        )
+        for name, lengths, most, stop in (("short", [500, 900, 1000], 40, ()), ("long", [3000, 3900, 4000], 300, ()))
+    }
+    suite = Suite("longbench-4096", {}, 4096, Format(talker.tokenizer, False), 8192)
+    monkeypatch.setitem(suite.__dict__, "asked", asked)
+    return suite
+
+
+def test_rows_hold_a_share_of_what_they_hold_in_full(talker, uneven):
+    """Counted one by one, short rows as well as long ones; question and answer have room once, seen or not."""
+    assert (uneven.new(False), uneven.new(True)) == (bucket(360), bucket(300))
+    assert (uneven.longest(False), uneven.longest(True)) == (4000, 4060)
+    assert uneven.lengths(False) == (512, 1024, 3072, 4096)  # of the 1st, 3rd, 4th and 6th of six
+    for policy, seen in (("tova", False), ("snapkv", False), ("snapkv", True)):
+        (_, *found) = cells.cells(uneven, talker, [policy], [0.5], ["snapkv"])
+        cell = next(each for each in found if each.seen is seen)
+        assert isinstance(cell.fitted.budget, float)
+        held, full = [], []
+        for length in (512, 1024, 3072, 4096):
+            new = uneven.new(seen)
+            sizes = talker.config, length, new, talker.dtype
+            held.append(bytes_held(cell.fitted, *sizes))
+            full.append(bytes_held(get_policy("full"), *sizes))
+        assert sum(held) / sum(full) == pytest.approx(0.5, rel=0.05), policy
+        assert held[0] < 0.85 * full[0], policy  # slots in tokens that are half of the mean row are all of this one
+        assert cell.held <= cells.ABOVE * 0.5 * cell.full
+    full = {each.seen: each.full for each in found}
+    assert full[True] == pytest.approx(full[False], rel=0.05)
+
+
+def test_all_that_answers_take_is_compiled_ahead(talker, uneven):
+    """Answers of more tokens than one call returns, or that end at a string, take the decoding program as well."""
+    (cell,) = cells.cells(uneven, talker, [], [], [])
+    cell = dataclasses.replace(cell, fitted=get_policy("full"))
+    engine = batches.Roomy(talker, cell, 1)
+    engine.compile_all()
+    compiled = decoding.decode.compile_seconds, decoding.answer.compile_seconds, decoding.prefill.compile_seconds
+    engine.executables(given=engine.given)
+    engine.executables()
+    again = decoding.decode.compile_seconds, decoding.answer.compile_seconds, decoding.prefill.compile_seconds
+    assert again == compiled
+    assert uneven.goes_on
 
 
 def test_parts_deal_everything_once():

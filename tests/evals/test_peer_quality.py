@@ -8,7 +8,7 @@ from benchmarks import peer_presses, peer_quality
 
 
 def test_answers_are_compared_in_pairs():
-    """Of the differences 0.5, 0 and 0.5 the mean is 1/3 and its standard error √(1/12 / 3) = 1/6."""
+    """Of the differences 0.5, 0 and 0.5 the mean is 1/3, and its interval 4.303 (t of 2 degrees) times √(1/12 / 3) = 1/6."""
     prompts = [{"prompt": i, "task": "vt", "answers": ["AA", "BB"]} for i in range(4)]
 
     def answers(method: str, *texts: str) -> list[dict]:
@@ -18,12 +18,11 @@ def test_answers_are_compared_in_pairs():
     theirs = answers("tova", "AA", "AA", "nothing") + answers("snapkv", " AA ")
     tova, snapkv = peer_quality.compared(prompts, ours, theirs)
     assert (tova["prompts"], tova["kvjax"], tova["kvpress"]) == (3, pytest.approx(2 / 3), pytest.approx(1 / 3))
-    assert (tova["difference"], tova["error"]) == (pytest.approx(1 / 3), pytest.approx(1 / 6))
-    assert tova["within_two_errors"]
+    assert (tova["difference"], tova["interval"]) == (pytest.approx(1 / 3), pytest.approx(4.303 / 6, rel=1e-3))
+    assert tova["within_sampling_error"]
     assert tova["same_answers"] == 0
     assert [each["prompt"] for each in tova["differing"]] == [0, 2]
-    assert "evicting" in tova["differing"][0]["possible"]
-    assert (snapkv["same_answers"], snapkv["differing"], snapkv["error"]) == (1, [], None)
+    assert (snapkv["same_answers"], snapkv["differing"], snapkv["interval"]) == (1, [], None)
 
 
 def test_what_was_cut_short_goes_on(tmp_path):
@@ -37,6 +36,11 @@ def test_what_was_cut_short_goes_on(tmp_path):
     assert peer_presses.begun(out, begin) == []
     with pytest.raises(SystemExit, match="was begun with"):
         peer_presses.begun(out, begin | {"prompts": "b"})
+
+
+def test_new_tokens_are_kept_as_presses_keep_them():
+    infos = [policy.info for name, policy in peer_quality.methods(256).items() if name != "full"]
+    assert all(info.budget_excludes_new_tokens for info in infos)
 
 
 def test_every_method_has_a_press():

@@ -1,5 +1,6 @@
 """The papers' claims: the rule that judges them, the page made of them, and that each is about something that is measured."""
 
+import dataclasses
 import json
 import sys
 from collections import defaultdict
@@ -15,8 +16,10 @@ from benchmarks.reproduction_claims import (
     bench,
     catekv_ratios,
     catekv_recall,
+    catekv_retained,
     catekv_ruler,
     chunkkv_layers,
+    clusterkv_lengths,
     clusterkv_recall,
     page,
     papers_tasks,
@@ -45,17 +48,17 @@ def judged(
 
 
 def test_verdicts_by_hand():
-    """Of the differences 1, 2, 3 the mean is 2 and its standard error 1 / √3, twice which is 1.15; of -1, 2, 3 it is 1.2."""
-    assert judged([1, 2, 3], [0, 0, 0]) == "holds"
-    assert judged([0, 0, 0], [1, 2, 3]) == "fails"
-    assert judged([-1, 2, 3], [0, 0, 0]) == "undecided"
+    """Of the differences 2, 3, 4 the mean is 3 and its standard error 1 / √3, 4.30 times which is 2.48; of 1, 2, 3 the mean is 2."""
+    assert judged([2, 3, 4], [0, 0, 0]) == "holds"
+    assert judged([0, 0, 0], [2, 3, 4]) == "fails"
+    assert judged([1, 2, 3], [0, 0, 0]) == "undecided"
     assert judged([1, 2, 3], [1, 2, 3]) == "undecided"
     assert judged([2.0], [1.0]) == "undecided"
 
 
 def test_a_margin_moves_the_line():
-    """One worse by 0.02 to 0.03 is within 0.05, and not within 0.01; and better by 2, but not by more than 3."""
-    ours, other = [0.50, 0.47, 0.50], [0.52, 0.50, 0.52]
+    """One worse by 0.023 ± 0.006 is within 0.05, and not within 0.01; and better by 2, but not by more than 3."""
+    ours, other = [0.50, 0.495, 0.50], [0.52, 0.52, 0.525]
     assert judged(ours, other) == "fails"
     assert judged(ours, other, margin=-0.05) == "holds"
     assert judged(ours, other, margin=-0.01) == "fails"
@@ -86,6 +89,10 @@ def test_there_is_no_verdict_by_another_measure_than_the_papers():
     assert [pair.verdict(rows) for pair in bounded.pairs] == ["bound", "holds"]
 
 
+T_QUANTILES = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646}
+"""Student's t beyond which 2.5 % lie, by degrees of freedom, from printed tables."""
+
+
 def test_verdicts_agree_with_the_definition():
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -94,7 +101,7 @@ def test_verdicts_agree_with_the_definition():
         differences = [float(a - b) - margin for a, b in zip(ours, other, strict=True)]
         mean = sum(differences) / count
         error = (sum((d - mean) ** 2 for d in differences) / (count - 1) / count) ** 0.5
-        expected = "undecided" if abs(mean) <= 2 * error else "holds" if mean > 0 else "fails"
+        expected = "undecided" if abs(mean) <= T_QUANTILES[count - 1] * error else "holds" if mean > 0 else "fails"
         assert judged(ours.tolist(), other.tolist(), margin=margin) == expected
 
 
@@ -223,14 +230,14 @@ def pretended(monkeypatch):
     monkeypatch.setattr(catekv_recall, "kept", kept)
     for name in ("recall", "page_recall", "top_recall"):
         monkeypatch.setattr(catekv_recall.heads, name, lambda *args: np.ones(3))
-    for module in (chunkkv_layers, catekv_recall, clusterkv_recall):
+    for module in (chunkkv_layers, catekv_recall, clusterkv_lengths, clusterkv_recall):
         monkeypatch.setattr(module, "record", lambda params, text: [None] * shape.num_layers)
     monkeypatch.setattr(clusterkv_recall, "rate", lambda policy, layers, prompt: policy.validate(prompt) or 1.0)
     monkeypatch.setattr(treekv, "streamed", streamed)
     monkeypatch.setattr(treekv, "windowed", lambda params, text, window: Perplexity(-np.ones(window - 1)))
     monkeypatch.setattr(catekv_ratios, "cut", lambda *args: (np.zeros((2, 4)), "zeros"))
     scores = np.random.default_rng(1).normal(size=(2, shape.num_layers, shape.num_kv_heads))
-    for module in (catekv_ratios, catekv_ruler):
+    for module in (catekv_ratios, catekv_retained, catekv_ruler):
         monkeypatch.setattr(module, "head_scores", lambda *args: scores)
     monkeypatch.setattr(papers_tasks, "calibration", lambda *args: np.zeros((2, 4)))
     book = SimpleNamespace(read_text=lambda encoding: "A book.", name="book.txt")
@@ -254,16 +261,19 @@ def test_claims_are_about_what_is_measured(name, pretended):
 def test_sections_are_chosen_by_paper():
     assert reproduction.chosen([]) == list(SECTIONS)
     assert reproduction.chosen(["catekv", "treekv"]) == [
-        *("treekv", "catekv_needle", "catekv_reading", "catekv_recall", "catekv_ruler")
+        *("treekv", "treekv_longbench"),
+        *("catekv_needle", "catekv_reading", "catekv_recall", "catekv_retained", "catekv_ruler"),
     ]
-    with pytest.raises(SystemExit, match="no section streaming; there are treekv, chelsea"):
+    with pytest.raises(SystemExit, match="no section streaming; there are treekv, treekv_longbench, chelsea"):
         reproduction.chosen(["streaming"])
 
 
 @pytest.fixture
 def command(pretended, monkeypatch, tmp_path):
-    """Runs the program, and tells which sections its file has."""
+    """Runs the program, and tells which sections its file has; of TreeKV's there is but one."""
     out = tmp_path / "results.json"
+    sections = {name: module for name, module in SECTIONS.items() if name != "treekv_longbench"}
+    monkeypatch.setattr(page, "sections", lambda: sections)
     header = {"date": "now", "device": "abacus", "versions": {}, "settings": {"model": "toy"}}
     monkeypatch.setattr(reproduction, "prepared", lambda args: (pretended, header))
 
@@ -287,6 +297,32 @@ def test_sections_are_measured_once(command, capsys):
     header["versions"] = {"jax": "2"}
     with pytest.raises(SystemExit, match="measured with other versions"):
         run("chelsea")
+
+
+def test_claims_that_are_new_are_measured(command, monkeypatch, tmp_path):
+    """A section is measured again if it has claims that it had not then, and but once."""
+    run, _ = command
+    run("treekv")
+    out = tmp_path / "results.json"
+    before = out.read_text()
+    module = SECTIONS["treekv"]
+    (claim, *rest) = module.CLAIMS
+    added = dataclasses.replace(claim, others=("random",))
+    monkeypatch.setattr(module, "CLAIMS", (*module.CLAIMS, added))
+    assert reproduction.new_claims("treekv", json.loads(before)["rows"][0]) == [
+        [claim.measure, claim.at, claim.method, "random"]
+    ]
+    assert run("treekv") == ["treekv"]
+    once = out.read_text()
+    assert once != before
+    assert run("treekv") == ["treekv"]
+    assert out.read_text() == once
+    monkeypatch.setattr(module, "CLAIMS", (claim, *rest))
+    old = json.loads(before)["rows"][0]
+    del old["claims"]
+    assert reproduction.new_claims("treekv", old) == []
+    old["rows"] = old["rows"][1:]
+    assert reproduction.new_claims("treekv", old) != []
 
 
 def test_an_interrupted_section_goes_on(command, monkeypatch, capsys, tmp_path):

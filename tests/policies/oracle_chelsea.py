@@ -13,8 +13,10 @@ def ratio(schedule: tuple[float, float, int], r_min: float, i: int) -> Fraction:
     return max(Fraction(str(r_init)) - Fraction(str(alpha)) * min(steps, i), Fraction(str(r_min)))
 
 
-def regions(budget: int, sinks: int, recent: int) -> tuple[int, int]:
-    """First and latest tokens that are never merged: fewer where they would fill the budget."""
+def regions(budget: int, sinks: int, recent: int | float) -> tuple[int, int]:
+    """First and latest tokens that are never merged: fewer where they would fill the budget, of which the latest may be a fraction."""
+    if isinstance(recent, float):
+        recent = math.floor(Fraction(str(recent)) * budget)
     return (sinks, recent) if sinks + recent < budget else (min(sinks, budget // 4), min(recent, budget // 2))
 
 
@@ -30,13 +32,46 @@ def similarities(keys: np.ndarray) -> np.ndarray:
     return np.round(unit @ unit.T * 2**14)
 
 
-def soft_matching(tokens: list[dict], count: int, chunk: int) -> list[dict]:
+def scrambled(pos: int) -> int:
+    """The last steps of MurmurHash3."""
+    x = pos
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * factor % 2**32
+    return x ^ (x >> 16)
+
+
+def halves(tokens: list[dict], partition: str) -> tuple[list[int], list[int]]:
+    """Places of the sets A and B in a chunk, in the order in which equal edges are told apart."""
+    places = list(range(len(tokens)))
+    if partition == "halves":
+        middle = math.ceil(len(places) / 2)
+        return places[:middle], places[middle:]
+    if partition == "random":
+        places.sort(key=lambda place: scrambled(tokens[place]["pos"]))
+    return places[0::2], places[1::2]
+
+
+def likeness(tokens: list[dict], match: str) -> np.ndarray:
+    """How strong an edge between any two tokens of a chunk is."""
+    if match == "positions":
+        pos = np.asarray([token["pos"] for token in tokens])
+        return -np.abs(pos[:, None] - pos).astype(float)
+    return similarities(np.stack([token["k" if match == "rotated" else "u"] for token in tokens]))
+
+
+def soft_matching(
+    tokens: list[dict],
+    count: int,
+    chunk: int,
+    match: str = "rotated",
+    merge: str = "rotated",
+    partition: str = "alternating",
+) -> list[dict]:
     """Merge along the `count` most similar edges of all chunks."""
     edges = []
     for start in range(0, len(tokens), chunk):
-        similar = similarities(np.stack([token["k"] for token in tokens[start : start + chunk]]))
-        places = range(len(similar))
-        a_places, b_places = places[0::2], places[1::2]
+        similar = likeness(tokens[start : start + chunk], match)
+        a_places, b_places = halves(tokens[start : start + chunk], partition)
         if b_places:
             for a in a_places:
                 best = max(b_places, key=lambda b: similar[a, b])  # the first, if several
@@ -46,26 +81,37 @@ def soft_matching(tokens: list[dict], count: int, chunk: int) -> list[dict]:
     for _, a, b in edges[:count]:
         members[b].append(a)
         del members[a]
-    return [merged([tokens[i] for i in members[place]]) for place in sorted(members)]
+    left = [merged([tokens[i] for i in members[place]], merge) for place in sorted(members)]
+    return left if partition == "alternating" else sorted(left, key=lambda token: token["pos"])
 
 
-def merged(tokens: list[dict]) -> dict:
+def merged(tokens: list[dict], merge: str) -> dict:
     """The centroid of some tokens or clusters, each counted by its degree."""
-    total = sum(t["n"] for t in tokens)
-    return {
-        "k": sum(t["n"] * t["k"] for t in tokens) / total,
-        "v": sum(t["n"] * t["v"] for t in tokens) / total,
-        "n": total,
-        "pos": max(t["pos"] for t in tokens),
-    }
+    total, pos = sum(t["n"] for t in tokens), max(t["pos"] for t in tokens)
+
+    def mean(name: str) -> np.ndarray:
+        return np.sum([t["n"] * t[name] for t in tokens], axis=0) / total
+
+    k = mean("k") if merge == "rotated" else rotate(ROPE, mean("u"), pos)
+    u = mean("u") if merge == "unrotated" else rotate(ROPE, k, -pos)
+    return {"k": k, "u": u, "v": mean("v"), "n": total, "pos": pos}
 
 
 class ChelseaHead:
-    """One KV head of a Chelsea cache: entries {k (rotated), v, n, pos} in order."""
+    """One KV head of a Chelsea cache: entries {k (rotated), u (k turned back), v, n, pos} in order."""
 
     def __init__(
-        self, budget: int, sinks: int, recent: int, chunk: int | None, every: int, schedule, r_min: float
+        self,
+        budget: int,
+        sinks: int,
+        recent: int | float,
+        chunk: int | None,
+        every: int,
+        schedule,
+        r_min: float,
+        **options: str,
     ) -> None:
+        self.options = options
         self.budget, self.chunk, self.every = budget, chunk, every
         self.sinks, self.recent = regions(budget, sinks, recent)
         self.schedule, self.r_min = schedule, r_min
@@ -88,7 +134,8 @@ class ChelseaHead:
         return np.stack(probs) @ values
 
     def _append(self, k: np.ndarray, v: np.ndarray, pos: int) -> None:
-        self.entries.append({"k": rotate(ROPE, k, pos), "v": v.astype(np.float64), "n": 1, "pos": pos})
+        key = k.astype(np.float64)
+        self.entries.append({"k": rotate(ROPE, k, pos), "u": key, "v": v.astype(np.float64), "n": 1, "pos": pos})
 
     def _compress(self) -> None:
         if len(self.entries) < self.budget + self.every:
@@ -99,6 +146,6 @@ class ChelseaHead:
             chunk = self.chunk or len(middle)
             r = ratio(self.schedule, self.r_min, self.steps)
             most = min(len(middle) // 2, count_edges(len(middle), chunk), len(self.entries) - self.budget)
-            middle = soft_matching(middle, min(max(math.floor(r * len(middle)), 1), most), chunk)
+            middle = soft_matching(middle, min(max(math.floor(r * len(middle)), 1), most), chunk, **self.options)
             self.entries = first + middle + last
             self.steps += 1

@@ -119,7 +119,18 @@ CONFIGURATIONS = {
 }
 
 
-FAST = {"gqa", "mqa, clustering after each token", "odd chunks"}
+SHORT = {"budget": 24, "sinks": 2, "recent": 0.25, "chunk": 6, "every": 5}
+
+CONFIGURATIONS |= {
+    "recent by share, matched before rotation": (SHORT | {"match": "unrotated"}, 2, 1),
+    "matched and merged before rotation": (SHORT | {"match": "unrotated", "merge": "unrotated"}, 2, 1),
+    "merged before rotation": (SHORT | {"merge": "unrotated"}, 2, 1),
+    "by positions": (SHORT | {"match": "positions"}, 2, 1),
+    "halves": (SHORT | {"partition": "halves"}, 2, 1),
+    "random, before rotation": (SHORT | {"partition": "random", "match": "unrotated", "merge": "unrotated"}, 2, 1),
+}
+
+FAST = {"matched and merged before rotation", "gqa", "mqa, clustering after each token", "odd chunks"}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +163,9 @@ def oracle_of(policy: Chelsea, tokens: int) -> ChelseaHead:
     given = (policy.r_init, policy.alpha, policy.steps)
     schedule = tuple(a if a is not None else b for a, b in zip(given, SCHEDULES[policy.schedule], strict=True))
     budget = budget_tokens(policy.budget, tokens)
-    return ChelseaHead(budget, policy.sinks, policy.recent, policy.chunk, policy.every, schedule, policy.r_min)
+    regions = policy.sinks, policy.recent, policy.chunk, policy.every
+    options = {"match": policy.match, "merge": policy.merge, "partition": policy.partition}
+    return ChelseaHead(budget, *regions, schedule, policy.r_min, **options)
 
 
 def compare(state, row: int, head: int, oracle: ChelseaHead, atol: float = 2e-5) -> None:

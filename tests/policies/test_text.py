@@ -5,6 +5,7 @@ from policies.random_cases import draw_policy
 
 from kvjax.policies import (
     H2O,
+    TOVA,
     CateKV,
     ChunkKV,
     ClusterKV,
@@ -18,6 +19,7 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    prompt_only,
     quantized,
     recompress,
 )
@@ -34,6 +36,7 @@ WRITTEN = {
     "h2o:recent=none": get_policy("h2o"),
     "offloaded(clusterkv:1024; steps=2)": offloaded(ClusterKV(budget=1024), steps=2),
     "quantized( chunkkv:0.5 ; bits=4 )": quantized(ChunkKV(budget=0.5), bits=4),
+    "prompt_only(tova:64)": prompt_only(TOVA(budget=64)),
     "recompress(snapkv:64; every=8)": recompress(SnapKV(budget=64), every=8),
     "recompress(h2o:observers=last; 64; prompt=keep)": recompress(H2O(budget=64, observers="last"), prompt="keep"),
     "by_layer(full; treekv:64,sinks=2)": by_layer([Full(), TreeKV(budget=64, sinks=2)]),
@@ -88,7 +91,7 @@ def test_a_list_of_policies():
         ("offloaded()", r"has no policy; write one, as in offloaded\(full\)"),
         (
             "offload(treekv)",
-            r"unknown transform 'offload'.*known: offloaded, quantized, pyramid, recompress, by_layer, by_head",
+            r"unknown transform 'offload'.*known: offloaded, quantized, prompt_only, pyramid, recompress, by_layer, by_head",
         ),
         ("by_head(a=full)", r"by_head needs profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),

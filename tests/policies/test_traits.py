@@ -10,7 +10,7 @@ import pytest
 from policies.driver import TINY, Case, compiled, compositions, each, every_policy, make_case, offloads
 
 from kvjax.cache import LayerCache
-from kvjax.policies import Full, Layer, by_layer, offloaded, quantized
+from kvjax.policies import TOVA, Full, Layer, StreamingLLM, by_layer, offloaded, prompt_only, quantized
 from kvjax.policies.capabilities import needs_compression
 
 POLICIES = [
@@ -18,6 +18,8 @@ POLICIES = [
     *compositions(budget=16),
     *offloads(budget=16),
     quantized(Full(), bits=8, group=4, residual=16).bind(TINY),
+    prompt_only(TOVA(budget=16)),
+    prompt_only(StreamingLLM(budget=16, sinks=2)),
     offloaded(by_layer([Full(), Full()])).bind(TINY),
 ]
 

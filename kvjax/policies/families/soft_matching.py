@@ -10,10 +10,17 @@ as an approximation of attention over all tokens it is no worse than keeping flo
 groups, to a fifth: both off by 7.9 % for even queries, and by 40.4 and 40.7 % for sharp ones).
 """
 
+from typing import Literal
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from kvjax.pallas_kernels import Clusters, chunk_similarity, merge_clusters, top_k
+from kvjax.pallas_kernels.kmeans import Nearest
+
+Partition = Literal["alternating", "halves", "random"]
+"""How a chunk is divided into A and B: by turns, as in the paper, into its first and second half, or at random."""
 
 
 def edges(size: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
@@ -31,6 +38,7 @@ def merge(
     count: Int[Array, " B"],
     chunk: int,
     into: Clusters | None = None,
+    edges: Nearest | None = None,
 ) -> Clusters:
     """Merge along the `count` strongest edges among the first `size` tokens from each row's place `first` on; others stay as they are.
 
@@ -42,7 +50,64 @@ def merge(
         count: at most `edges(size, chunk)`.
         chunk: c.
         into: scratch for the result that is not used otherwise.
+        edges: from each even place of a chunk to an odd one; by default those of `chunk_similarity` of the tokens' keys.
     """
-    similarity, target = chunk_similarity(tokens.k, first, size, chunk)
+    similarity, target = chunk_similarity(tokens.k, first, size, chunk) if edges is None else edges
     strongest = top_k(similarity.reshape(*similarity.shape[:2], -1), count[:, None]).reshape(similarity.shape)
     return merge_clusters(tokens, jnp.where(strongest, target, -1), first, valid, chunk, into=into)
+
+
+def near(pos: Int[Array, "B K S"], first: Int[Array, " B"], size: Int[Array, " B"], chunk: int) -> Nearest:
+    """As `chunk_similarity`, of positions: an edge leads to the token that stands nearest in the text, and is the stronger the nearer.
+
+    What merging along them costs is what a method pays that does not look at keys.
+    """
+    chunks = -(-pos.shape[-1] // chunk)
+    place = jnp.arange(chunks * chunk, dtype=jnp.int32)
+    index = jnp.minimum(first[:, None] + place, pos.shape[-1] - 1)
+    at = jnp.take_along_axis(pos, index[:, None], axis=-1).reshape(*pos.shape[:2], chunks, chunk)
+    live = jnp.broadcast_to((place < size[:, None])[:, None], (*pos.shape[:2], chunks * chunk)).reshape(at.shape)
+    apart = jnp.abs(at[..., 0::2, None] - at[..., None, 1::2])
+    near = jnp.where(live[..., 0::2, None] & live[..., None, 1::2], -apart.astype(jnp.float32), -jnp.inf)
+    return Nearest(jnp.max(near, axis=-1), jnp.argmax(near, axis=-1).astype(jnp.int32))
+
+
+def arranged(
+    tokens: Clusters, first: Int[Array, " B"], size: Int[Array, " B"], chunk: int, partition: Partition
+) -> Clusters:
+    """The tokens with those of each chunk so arranged that the partition's set A is at even places; arguments as for `merge`.
+
+    "random" depends on nothing but positions, and so is the same in any batch.
+    """
+    if partition == "alternating":
+        return tokens
+    places = jnp.arange(tokens.pos.shape[-1], dtype=jnp.int32)
+    inner = places - first[:, None]
+    inside, start = (inner >= 0) & (inner < size[:, None]), inner // chunk * chunk
+    half = (jnp.minimum(size[:, None] - start, chunk) + 1) // 2
+    at = inner - start
+    by_halves = jnp.where(at < half, 2 * at, 2 * (at - half) + 1).astype(jnp.uint32)[:, None]
+    key = jnp.broadcast_to(by_halves, tokens.pos.shape) if partition == "halves" else _scrambled(tokens.pos)
+    group = jnp.where(inside, first[:, None] + start, places)[:, None]  # what is in no chunk is alone
+    return _taken(tokens, jnp.lexsort((key, jnp.broadcast_to(group, key.shape)), axis=-1))
+
+
+def in_text_order(tokens: Clusters, size: Int[Array, " B"]) -> Clusters:
+    """The first `size` tokens of each row in order of position, a cluster at its newest token's."""
+    live = jnp.arange(tokens.pos.shape[-1], dtype=jnp.int32) < size[:, None, None]
+    return _taken(tokens, jnp.argsort(jnp.where(live, tokens.pos, jnp.iinfo(jnp.int32).max), axis=-1))
+
+
+def _taken(tokens: Clusters, order: Int[Array, "B K S"]) -> Clusters:
+    def one(x: Array) -> Array:
+        return jnp.take_along_axis(x, order[..., None] if x.ndim > order.ndim else order, axis=2)
+
+    return jax.tree.map(one, tokens)
+
+
+def _scrambled(pos: Int[Array, "*S"]) -> UInt32[Array, "*S"]:
+    """A number for each position in no order: the last steps of MurmurHash3."""
+    x = pos.astype(jnp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)

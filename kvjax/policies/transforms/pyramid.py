@@ -29,7 +29,7 @@ class Pyramid(Wrapper):
 
     def __post_init__(self) -> None:
         check_fields(self, beta=1)
-        if not hasattr(self.policy, "budget"):
+        if getattr(self.policy, "budget", None) is None:
             raise PolicyError(
                 f"pyramid: policy {self.policy.info.name!r} has no budget to divide among layers; give one that has"
             )
