@@ -26,6 +26,7 @@ from .info import PolicyInfo as PolicyInfo
 from .keydiff import KeyDiff as KeyDiff
 from .kivi import KIVI as KIVI
 from .knorm import KNorm as KNorm
+from .kvzip import KVzip as KVzip
 from .lagkv import LagKV as LagKV
 from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV

@@ -20,6 +20,7 @@ from kvjax.policies import (
     ByLayer,
     ClusterKV,
     KNorm,
+    KVzip,
     MeanQueries,
     Offloaded,
     Policy,
@@ -35,6 +36,7 @@ from kvjax.policies import (
     recompress,
 )
 from kvjax.policies.capabilities import as_cache
+from kvjax.policies.capabilities import prefill as prefill_alone
 from kvjax.policies.families.scoring import PromptScorer
 from kvjax.policies.profile import fingerprint
 
@@ -122,7 +124,7 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return layer.prefill(Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), {})[0]
+        return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), {})[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
@@ -144,6 +146,7 @@ SLOW = {
     "infinigen",
     "keydiff",
     "knorm",
+    "kvzip",
     "lagkv",
     "pyramidkv",
     "quest",
@@ -251,7 +254,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         total = jnp.asarray([length + spec.new_tokens], jnp.int32)
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32), total).item()
-    if isinstance(policy, AdaKV):  # the heads of a layer share theirs
+    if isinstance(policy, AdaKV | KVzip):  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.info.budget_excludes_new_tokens else 0))

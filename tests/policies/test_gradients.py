@@ -10,6 +10,7 @@ from kvjax.cache import Prompt, Token
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
 from kvjax.policies import Full, Policy, PolicyError
+from kvjax.policies.capabilities import prefill
 
 STEPS = 2
 FAST = {"treekv", "snapkv", "adakv", "h2o"}
@@ -31,7 +32,8 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, max(room - x.shape[1], 0)), (0, 0), (0, 0)))[:, :room]
 
     layer = policy.layer(spec)
-    state, _ = layer.prefill(
+    state, _ = prefill(
+        layer,
         Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
         {},
     )

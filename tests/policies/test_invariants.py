@@ -25,8 +25,8 @@ from policies.driver import (
 import kvjax
 from kvjax.cache import LayerCache, Token, host_memory, layer_specs
 from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, offloaded, quantized
-from kvjax.policies.adakv import Ragged
 from kvjax.policies.capabilities import as_cache
+from kvjax.policies.families.ragged import Ragged
 from kvjax.policies.transforms.quantize import PackedCache
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Greedy

@@ -108,6 +108,10 @@ class Quantized(Wrapper):
                 "chunkkv or catekv"
             )
         layer = QuantizedLayer(self, spec)
+        layer = dataclasses.replace(
+            layer,
+            traits=dataclasses.replace(layer.traits, replays=traits.replays, surroundings=traits.surroundings),
+        )
         if self.policy.layer(spec).max_kept < spec.max_tokens:  # what is packed does not move
             return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reading="whole"))
         return layer
