@@ -54,3 +54,4 @@ from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
 from .treekv import TreeKV as TreeKV
 from .triattention import TriAttention as TriAttention
+from .turboquant import TurboQuant as TurboQuant

@@ -57,6 +57,7 @@ from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.clusterkv import ClusteredCache
 from kvjax.policies.families.noise import uniform
 from kvjax.policies.transforms.quantize import PackedCache
+from kvjax.policies.transforms.rotated import RotatedCache
 
 ROWS = 104
 """Rows of a batch of random texts."""
@@ -450,7 +451,7 @@ def test_one_block_is_a_prompt(policy):
 
 def said(layer: Any, state: Any) -> Any:
     """A state without what stands where clusters are none, and packed numbers unpacked where there are some."""
-    if isinstance(state, PackedCache):
+    if isinstance(state, PackedCache | RotatedCache):
         return as_cache(layer, jax.tree.map(jnp.asarray, state))
     if not isinstance(state, ClusteredCache):
         return state

@@ -57,6 +57,7 @@ PUBLISHED = {
     "tova": {"keep_newest": False},
     "triattention": {"budget": 2048, "every": 128, "window": 128, "offsets": 17, "agg": "mean", "gqa": "max"},
     "treekv": {"sinks": 4, "keep": "score"},
+    "turboquant": {"bits": 4, "values": "levels", "signs": None, "exact_layers": 2},
 }
 
 
@@ -106,6 +107,7 @@ LEAST = {
     "streaming_llm": {"sinks": 0},
     "triattention": {"every": 1, "window": 0, "offsets": 1},
     "treekv": {"sinks": 0, "recent": 0, "block": 1},
+    "turboquant": {"group": 1, "exact_layers": 0},
 }
 
 
