@@ -45,6 +45,8 @@ from .transforms.by_head import ByHead as ByHead
 from .transforms.by_head import by_head as by_head
 from .transforms.by_layer import ByLayer as ByLayer
 from .transforms.by_layer import by_layer as by_layer
+from .transforms.critical import Critical as Critical
+from .transforms.critical import critical as critical
 from .transforms.offload import Offloaded as Offloaded
 from .transforms.offload import offloaded as offloaded
 from .transforms.pyramid import pyramid as pyramid

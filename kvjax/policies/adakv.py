@@ -46,6 +46,8 @@ class AdaKV(SnapKV):
         joint_heads=True,
     )
 
+    keeps_highest: ClassVar[bool] = False
+
     alpha: float = 0.2
 
     def __post_init__(self) -> None:

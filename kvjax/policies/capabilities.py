@@ -15,7 +15,6 @@ from kvjax.cache import LayerCache, Prompt, TokenBlock, attend_prompt, in_rows, 
 from .base import Carry, Layer, State
 from .info import PolicyError
 from .replay import without_model
-from .surroundings import Surroundings
 
 Queries = Callable[[], Float[Array, "B N H"]]
 """Gives the unrotated queries that a layer would have for the attention input of the one before it; computed if it is called."""
@@ -104,10 +103,8 @@ def prefill(layer: Layer[Any], prompt: Prompt, carry: Carry) -> tuple[State, Car
     """`Layer.prefill` of a layer alone, also of one that wants parts of its prompt read again (`Traits.replays`).
 
     Of those it is given what it had when it read them first, as there is no model that could (`replay.without_model`), nor one
-    around it (`Surroundings.alone`).
+    around it (`surroundings.Surroundings`).
     """
-    if layer.traits.surroundings:
-        carry = Surroundings.alone(layer.spec, prompt.k.shape[0], prompt.size).told(carry)
     for replay in layer.traits.replays:
         carry = replay.told(layer.spec.layer, without_model(replay, layer.spec, prompt), carry)
     return layer.prefill(prompt, carry)

@@ -74,6 +74,8 @@ class KVzip(PromptScorer):
         joint_heads=True,
     )
 
+    keeps_highest: ClassVar[bool] = False
+
     scope: Literal["layer", "model", "head"] = "layer"
     chunk: int = 2000
     overlap: int = 8

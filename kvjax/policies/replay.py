@@ -126,7 +126,7 @@ def without_model(replay: Replay, spec: LayerSpec, prompt: Prompt) -> Any:
         count = jnp.clip(prompt.lengths - start, 0, size)
         own_q, own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (q, k, v))
         block = TokenBlock(own_q, own_k, own_v, prompt.lengths, count, prompt.total, spec.rope)
-        around = Surroundings.alone(spec, *block.q.shape[:2])
+        around = Surroundings.alone(spec)
         return replay.observe(spec, Part(held, block, start, count, jnp.zeros((), jnp.int32), around))
 
     return over_parts(replay, prompt.size, prompt.lengths, read)

@@ -19,23 +19,23 @@ class Surroundings:
     """Of one layer that asks for it by `Traits.surroundings`: in the carry of its `prefill` and `read_block`.
 
     Attributes:
-        inputs: gives what attention's projections read, normed: [B, S, D]; computed if it is called.
+        inputs: gives what attention's projections read, normed: [B, S, D], or one for all; computed if it is called.
         output: gives the output projection of every query head, [N, H, D], likewise.
     """
 
-    inputs: Callable[[], Float[Array, "B S D"]]
+    inputs: Callable[[], Float[Array, "#B #S D"]]
     output: Callable[[], Float[Array, "N H D"]]
 
     @classmethod
-    def of(cls, carry: dict[str, Any]) -> Self:
-        """That of the layer whose turn it is."""
-        return carry[_NAME]
+    def of(cls, carry: dict[str, Any], spec: LayerSpec) -> Self:
+        """That of the layer whose turn it is; of one without a model, as in benchmarks of layers, `alone`."""
+        return carry.get(_NAME, cls.alone(spec))
 
     @classmethod
-    def alone(cls, spec: LayerSpec, batch: int, size: int) -> Self:
+    def alone(cls, spec: LayerSpec) -> Self:
         """Of a layer without a model: values count as they are, and inputs are of length 1."""
         heads = (spec.num_heads, spec.head_dim, spec.head_dim)
-        return cls(lambda: jnp.ones((batch, size, 1)), lambda: jnp.broadcast_to(jnp.eye(spec.head_dim), heads))
+        return cls(lambda: jnp.ones((1, 1, 1)), lambda: jnp.broadcast_to(jnp.eye(spec.head_dim), heads))
 
     def told(self, carry: dict[str, Any]) -> dict[str, Any]:
         """The carry with it."""
@@ -44,7 +44,7 @@ class Surroundings:
     def output_of(self, spec: LayerSpec) -> Float[Array, "K G H D"]:
         """The output projection of the KV heads that a layer has, by query heads of their groups, in float32."""
         found, group = self.output(), spec.num_heads // spec.num_kv_heads
-        if spec.kv_heads is not None:
+        if len(found) != spec.num_heads and spec.kv_heads is not None:
             found = found[query_heads(np.asarray(spec.kv_heads), group)]
         return found.astype(jnp.float32).reshape(spec.num_kv_heads, group, *found.shape[1:])
 

@@ -145,7 +145,7 @@ class _Again(Layer[Any]):
         out = cache.attend_block(self.spec, cache.insert_block(state, block), block)
         if self.of not in self.inner.traits.replays:
             return out, None, carry
-        around = Surroundings.of(carry) if self.of.surroundings else None
+        around = Surroundings.of(carry, self.spec) if self.of.surroundings else None
         return out, self.of.observe(self.spec, Part(state, block, *self.at, around)), carry
 
 

@@ -19,6 +19,7 @@ from kvjax.policies import (
     ByHead,
     ByLayer,
     ClusterKV,
+    Critical,
     KNorm,
     KVzip,
     MeanQueries,
@@ -30,6 +31,7 @@ from kvjax.policies import (
     TriAttention,
     by_head,
     by_layer,
+    critical,
     get_policy,
     offloaded,
     policies,
@@ -140,6 +142,7 @@ SLOW = {
     "cam",
     "chelsea",
     "compactor",
+    "critical(snapkv)",
     "duoattention",
     "expected_attention",
     "h2o",
@@ -232,6 +235,7 @@ def compositions(budget: int | float) -> list[Policy]:
     rounds = [
         recompress(SnapKV(budget=budget, window=4), every=4),
         recompress(KNorm(budget=budget, dense_layers=0), every=4),
+        critical(SnapKV(budget=budget, window=4)),
     ]
     return [heads, by_layer([stream, heads]), *rounds]
 
@@ -246,7 +250,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     """How many slots one KV head may hold after a prompt of `length` tokens and `steps` new ones."""
     if isinstance(policy, ByLayer):
         return most(policy.layers[spec.layer], spec, head, length, steps)
-    if isinstance(policy, Offloaded):
+    if isinstance(policy, Offloaded | Critical):
         return most(policy.policy, spec, head, length, steps)
     if isinstance(policy, ByHead):
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])

@@ -16,6 +16,7 @@ from kvjax.policies import (
     PolicyError,
     by_head,
     by_layer,
+    critical,
     get_policy,
     offloaded,
     policies,
@@ -165,6 +166,8 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
         return pyramid(inner(), beta=int(random.integers(2, 6)))
     if made < 0.45:
         return recompress(inner(), every=int(random.integers(1, 6)))
+    if made < 0.48:
+        return critical(inner())
 
     names = sorted(policies())
     cls = policies()[names[int(random.integers(len(names)))]]
