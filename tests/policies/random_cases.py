@@ -65,6 +65,7 @@ NUMBERS: dict[str, list[Any]] = {
     "weight": [0.0, 0.1, 1.0],
     "threshold": [-1.0, 0.5],
     "seed": [0, 1],
+    "exact_layers": [0, 1],
     "sparsity": [None],
 }
 """What hyperparameters are drawn from; others than these, choices and switches keep their defaults."""
