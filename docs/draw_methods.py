@@ -15,7 +15,7 @@ from kvjax import plots
 from kvjax.analysis import recall
 from kvjax.analysis.recording import record
 from kvjax.extras import import_matplotlib
-from kvjax.policies import KIVI, ShadowKV, policies
+from kvjax.policies import KIVI, ShadowKV, TurboQuant, policies
 from kvjax.policies.capabilities import as_cache
 from kvjax.runtime.inspection import retained_positions
 
@@ -64,12 +64,12 @@ def exact(params: Any, ids: list[int], policy: ShadowKV) -> Any:
     return plots.draw({f"{policy}": np.stack(steps)}, title, "share of heads with the exact key")
 
 
-def bits(params: Any, ids: list[int]) -> Any:
-    """Keys of one head, and by how much those that KIVI keeps differ from them."""
+def bits(params: Any, ids: list[int], method: type[KIVI | TurboQuant]) -> Any:
+    """Keys of one head, and by how much those that a method keeps in few bits differ from them."""
     figures, _ = import_matplotlib()
     keys = _keys(params, ids, kvjax.Full())
     panels = {"keys": keys} | {
-        f"error in {width} bits": _keys(params, ids, KIVI(bits=width)) - keys for width in (4, 2)
+        f"error in {width} bits": _keys(params, ids, method(bits=width)) - keys for width in (4, 2)
     }
     figure = figures.Figure(figsize=(7.5, 4.2), layout="constrained")
     for axes, (name, values) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
@@ -80,7 +80,8 @@ def bits(params: Any, ids: list[int]) -> Any:
         figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.05, pad=0.02, extend="both")
         if name == "keys":
             axes.set_ylabel("position in tokens")
-    figure.suptitle(f"Keys of one head of layer {LAYER}: the latest tokens are kept exactly", fontsize=11)
+    exact = ": the latest tokens are kept exactly" if method is KIVI else ""
+    figure.suptitle(f"Keys of one head of layer {LAYER}{exact}", fontsize=11)
     return figure
 
 
@@ -104,8 +105,8 @@ def main() -> None:
     ids = params.tokenizer.encode((DOCS / "loomings.txt").read_text(encoding="utf-8").strip())
     PICTURES.mkdir(exist_ok=True)
     for name in parser.parse_args().methods:
-        if name == "kivi":
-            figure = bits(params, ids)
+        if name in ("kivi", "turboquant"):
+            figure = bits(params, ids, KIVI if name == "kivi" else TurboQuant)
         elif name == "shadowkv":  # with fewer outliers than by default, which would be most of so short a text
             figure = exact(params, ids, ShadowKV(budget=BUDGET, outlier_chunks=4))
         elif policies()[name].about.memory == "sparse":

@@ -22,6 +22,7 @@ from kvjax.pallas_kernels import (
     BlockWeights,
     Matrix,
     Norm,
+    QuantizedMatrix,
     fused_decode_block,
     gated_projection,
     lookup,
@@ -32,6 +33,7 @@ from kvjax.policies import capabilities
 from kvjax.policies.base import Carry
 from kvjax.policies.base import Layer as CacheLayer
 from kvjax.policies.capabilities import look_ahead
+from kvjax.policies.surroundings import Surroundings
 
 from .config import ModelConfig
 from .params import MLP, Layer, Params
@@ -118,12 +120,15 @@ def prefill(
     states: list[Any] = []
     carry: Carry = {}
     for layer, cache in zip(params.layers, caches, strict=True):
+        around = partial(_surrounded, config, layer, x, cache)
 
-        def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache) -> Array:
+        def attend(
+            q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, around: Callable[[Carry], Carry] = around
+        ) -> Array:
             nonlocal carry
             spec = cache.spec
             prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
-            state, carry = cache.prefill(prompt, carry)
+            state, carry = cache.prefill(prompt, around(carry))
             out = prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=spec.scale, window=spec.window)
             # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
             out, state = jax.lax.optimization_barrier((out, state))
@@ -185,11 +190,19 @@ def read_block(
     updated: list[Any] = []
     carry: Carry = {}
     for layer, cache, state in zip(params.layers, caches, states, strict=True):
+        around = partial(_surrounded, params.config, layer, x, cache)
 
-        def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, state: Any = state) -> Array:
+        def attend(
+            q: Array,
+            k: Array,
+            v: Array,
+            cache: CacheLayer[Any] = cache,
+            state: Any = state,
+            around: Callable[[Carry], Carry] = around,
+        ) -> Array:
             nonlocal carry
             block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
-            out, state, carry = capabilities.read_block(cache, state, block, carry)
+            out, state, carry = capabilities.read_block(cache, state, block, around(carry))
             out, state = jax.lax.optimization_barrier((out, state))  # see `prefill`
             updated.append(state)
             return out
@@ -215,6 +228,23 @@ def _block(
     """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
     out = attend(*_first_heads(config, layer, x))
     return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
+
+
+def _surrounded(
+    config: ModelConfig, layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
+) -> Carry:
+    """The carry for a layer that reads `x`, with what is around its attention if it asks for that."""
+    if not cache.traits.surroundings:
+        return carry
+    norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
+
+    def output() -> Float[Array, "N H D"]:
+        wide = shard.gather_over_copies(
+            matrix.dequantized(jnp.float32) if isinstance(matrix, QuantizedMatrix) else matrix
+        )
+        return wide.T.reshape(-1, config.head_dim, wide.shape[0])
+
+    return Surroundings(lambda: norm(x), output).told(carry)
 
 
 def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:

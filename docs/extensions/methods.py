@@ -94,7 +94,7 @@ def _facts(name: str) -> str:
 
 def _picture(name: str) -> str:
     about = policies()[name].about
-    if name == "kivi":
+    if name in ("kivi", "turboquant"):
         alt = "Keys of one head as they are, and the errors that 4 and 2 bits make, by position and channel"
     elif name == "shadowkv":
         alt = "Which positions have exact keys at each step of a run; the others are rebuilt from low rank"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
+from kvjax.policies.capabilities import prefill
 from kvjax.runtime.decoding import Decoding, Specs
 
 
@@ -70,4 +71,4 @@ def _prefill(policy: Policy, spec: LayerSpec, context: int, key: jax.Array, carr
         for one, count in zip(jax.random.split(key, 3), heads, strict=True)
     )
     lengths = jnp.full((spec.batch,), context, jnp.int32)
-    return policy.layer(spec).prefill(Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)
+    return prefill(policy.layer(spec), Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)

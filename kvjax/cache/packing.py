@@ -10,10 +10,13 @@ import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 Bits = Literal[2, 4, 8]
 """Sizes of a code."""
+
+BLOCK = 512
+"""Slots of a head that are unpacked at a time."""
 
 Along = Literal["slots", "channels"]
 """What a group of numbers runs along: slots of one channel, as keys have it, or channels of one slot, as values do."""
@@ -76,10 +79,10 @@ def quantise(
 def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any) -> Packed:
     """Keys or values in few bits; see `quantise`. C is a multiple of the slots in a byte."""
     codes, scale, zero = quantise(x, bits, group, along, dtype)
-    return Packed(_joined(codes, bits), scale, zero, along)
+    return Packed(join_codes(codes, bits), scale, zero, along)
 
 
-def _joined(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K CN H"]:
+def join_codes(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K CN H"]:
     """Codes of neighbouring slots in one byte."""
     count = 8 // bits
     apart = einops.rearrange(codes, "b k (c n) h -> b k c n h", n=count)
@@ -89,8 +92,8 @@ def _joined(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K CN 
     return joined
 
 
-def _apart(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
-    """The inverse of `_joined`."""
+def split_codes(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
+    """The inverse of `join_codes`."""
     mask = jnp.uint8(2**bits - 1)
     apart = jnp.stack([(codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
     return einops.rearrange(apart, "b k c n h -> b k (c n) h")
@@ -98,7 +101,7 @@ def _apart(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H
 
 def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
     """The numbers again, in float32."""
-    codes = _apart(packed.codes, bits).astype(jnp.float32)
+    codes = split_codes(packed.codes, bits).astype(jnp.float32)
     scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
     if packed.along == "slots":
         groups = einops.rearrange(codes, "b k (x g) h -> b k x g h", x=scale.shape[2])
@@ -109,6 +112,39 @@ def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
     return einops.rearrange(groups * scale + zero, "b k c x g -> b k c (x g)")
 
 
+def blocks(size: int, group: int) -> tuple[int, int]:
+    """How many blocks of how many slots: whole groups, up to `BLOCK` slots, that divide a cache of `size`."""
+    groups = size // group
+    most = max(BLOCK // group, 1)
+    count = next(n for n in range(min(most, groups), 0, -1) if groups % n == 0)
+    return groups // count, count * group
+
+
+def set_codes(
+    joined: UInt8[Array, "B K CN H"], codes: UInt8[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits
+) -> UInt8[Array, "B K CN H"]:
+    """Bytes with one slot of each head set anew; slots past the last are not set."""
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
+    at = rows[:, None], heads[None, :], slot // (8 // bits)
+    shift = (slot % (8 // bits) * bits).astype(jnp.uint8)[..., None]
+    others = joined.at[at].get(mode="clip") & ~(jnp.uint8(2**bits - 1) << shift)
+    return joined.at[at].set(others | (codes << shift), mode="drop")
+
+
+def set_codes_run(
+    joined: UInt8[Array, "B K CN H"],
+    codes: UInt8[Array, "B K W H"],
+    slot: Int[Array, "B K W"],
+    mine: Bool[Array, "B K W"],
+    bits: Bits,
+) -> UInt8[Array, "B K CN H"]:
+    """Bytes with slots that follow one another, from the first of a byte on, set anew where they are `mine`."""
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape[:2])
+    at = rows[:, None, None], heads[None, :, None], slot[:, :, :: 8 // bits] // (8 // bits)
+    old = split_codes(joined.at[at].get(mode="clip"), bits)
+    return joined.at[at].set(join_codes(jnp.where(mine[..., None], codes, old), bits), mode="drop")
+
+
 def put(
     packed: Packed, x: Float[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits, group: int, dtype: Any
 ) -> Packed:
@@ -116,12 +152,10 @@ def put(
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
     at = rows[:, None], heads[None, :]
     codes, scale, zero = quantise(x[:, :, None], bits, group, "channels", dtype)
-    byte, shift = slot // (8 // bits), (slot % (8 // bits) * bits).astype(jnp.uint8)[..., None]
-    others = packed.codes.at[*at, byte].get(mode="clip") & ~(jnp.uint8(2**bits - 1) << shift)
     # Number by number, since the compiler would lay out scales anew for whole columns.
     each = (*(y[..., None] for y in at), jnp.arange(scale.shape[2], dtype=jnp.int32), slot[..., None])
     return Packed(
-        codes=packed.codes.at[*at, byte].set(others | (codes[:, :, 0] << shift), mode="drop"),
+        codes=set_codes(packed.codes, codes[:, :, 0], slot, bits),
         scale=packed.scale.at[each].set(scale[..., 0], mode="drop"),
         zero=packed.zero.at[each].set(zero[..., 0], mode="drop"),
         along="channels",
@@ -149,9 +183,6 @@ def put_run(
     slot = (start // count * count)[..., None] + jnp.arange(width, dtype=jnp.int32)
     mine = (slot >= start[..., None]) & (slot < stop[..., None])
     codes, scale, zero = quantise(x, bits, group, packed.along, dtype)
-    at = rows, heads, slot[:, :, ::count] // count
-    old = _apart(packed.codes.at[at].get(mode="clip"), bits)
-    merged = _joined(jnp.where(mine[..., None], codes, old), bits)
     if packed.along == "slots":
         end = packed.scale.shape[2]
         which = (
@@ -163,7 +194,7 @@ def put_run(
         end, groups = packed.scale.shape[3], jnp.arange(scale.shape[2], dtype=jnp.int32)[:, None]
         which = rows[..., None], heads[..., None], groups, jnp.where(mine, slot, end)[:, :, None]
     return Packed(
-        codes=packed.codes.at[at].set(merged, mode="drop"),
+        codes=set_codes_run(packed.codes, codes, slot, mine, bits),
         scale=packed.scale.at[which].set(scale, mode="drop"),
         zero=packed.zero.at[which].set(zero, mode="drop"),
         along=packed.along,

@@ -64,6 +64,10 @@ class Shard:
         """Their arrays one after the other along the last axis."""
         return x if self.model == 1 else jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
+    def gather_over_copies(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "..."]:
+        """Arrays of the devices that hold the same KV heads, one after the other along the last axis."""
+        return x if self.copies == 1 else jax.lax.all_gather(x, COPIES, axis=x.ndim - 1, tiled=True)
+
     def model_index(self) -> Int[Array, ""]:
         """Which of them this device is."""
         return jnp.zeros((), jnp.int32) if self.model == 1 else jax.lax.axis_index(MODEL).astype(jnp.int32)

@@ -28,6 +28,8 @@ class LayerSpec:
         window: sliding attention window in tokens, None where attention is full.
         block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
+        words: tokens of what a method has the model read besides the prompt, by text: those of the text, and those with which the
+            model's template opens an answer. None where no method does, or there is no tokenizer.
         shard: how devices share the layer; of one that runs over a mesh, `batch`, `num_heads` and `num_kv_heads` are one device's.
     """
 
@@ -45,6 +47,7 @@ class LayerSpec:
     window: int | None = None
     block: int = 0
     kv_heads: tuple[int, ...] | None = None
+    words: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     shard: Shard = ONE_DEVICE
 
     @property

@@ -20,6 +20,7 @@ from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy, get_policy
 from kvjax.policies.base import Carry, Layer
+from kvjax.policies.capabilities import prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +168,8 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     carry: Carry = {}
     for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
-        state, carry = cache.prefill(
-            Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32)), carry
-        )
+        given = Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
+        state, carry = prefill(cache, given, carry)
         states.append(state)
 
     def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:

@@ -26,6 +26,7 @@ from .info import PolicyInfo as PolicyInfo
 from .keydiff import KeyDiff as KeyDiff
 from .kivi import KIVI as KIVI
 from .knorm import KNorm as KNorm
+from .kvzip import KVzip as KVzip
 from .lagkv import LagKV as LagKV
 from .profile import HeadProfile as HeadProfile
 from .pyramidkv import PyramidKV as PyramidKV
@@ -44,6 +45,8 @@ from .transforms.by_head import ByHead as ByHead
 from .transforms.by_head import by_head as by_head
 from .transforms.by_layer import ByLayer as ByLayer
 from .transforms.by_layer import by_layer as by_layer
+from .transforms.critical import Critical as Critical
+from .transforms.critical import critical as critical
 from .transforms.offload import Offloaded as Offloaded
 from .transforms.offload import offloaded as offloaded
 from .transforms.prompt_only import PromptOnly as PromptOnly
@@ -55,3 +58,4 @@ from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
 from .treekv import TreeKV as TreeKV
 from .triattention import TriAttention as TriAttention
+from .turboquant import TurboQuant as TurboQuant

@@ -3,17 +3,15 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
-from kvjax.pallas_kernels import ragged_attention, top_k
+from kvjax.cache import LayerSpec
+from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Traits
+from .base import Layer
 from .budget import budget_rows
-from .families.scoring import PromptScorerLayer
+from .families.ragged import RaggedLayer
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
@@ -48,6 +46,8 @@ class AdaKV(SnapKV):
         joint_heads=True,
     )
 
+    keeps_highest: ClassVar[bool] = False
+
     alpha: float = 0.2
 
     def __post_init__(self) -> None:
@@ -78,128 +78,4 @@ class AdaKV(SnapKV):
         return top_k(scores, given) & between | live & (ends | whole)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return AdaKVLayer(self, spec)
-
-
-@flax.struct.dataclass
-class Ragged:
-    """One store of all heads of a layer, each with a segment of its own size. B rows, K KV heads, S slots, H head dim.
-
-    A segment has the head's kept tokens and, after them, room for the new ones.
-
-    Attributes:
-        k, v: rotated keys, and values.
-        pos: original position of the token in a slot, -1 where free.
-        start: where each head's segment begins.
-        next: the slot that the head's next token goes to; its tokens are in the slots from `start` up to it.
-        seen: tokens that have passed through this cache, kept or not.
-    """
-
-    k: Float[Array, "B S H"]
-    v: Float[Array, "B S H"]
-    pos: Int[Array, "B S"]
-    start: Int[Array, "B K"]
-    next: Int[Array, "B K"]
-    seen: Int[Array, " B"]
-
-    @property
-    def live(self) -> Bool[Array, "B S"]:
-        """Which slots hold something."""
-        return self.pos >= 0
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaKVLayer(PromptScorerLayer[AdaKV]):
-    """One layer of `AdaKV`."""
-
-    traits: Traits = Traits(has_own_store=True, reading="blocks")
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the layer's store: of all its heads together, which hold `max_kept` on average."""
-        return cache.round_slots(self.spec.num_kv_heads * self.max_kept)
-
-    def init(self, total: Int[Array, " B"] | None = None) -> Ragged:
-        spec, size = self.spec, self.capacity
-        start = jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
-        start = jnp.broadcast_to(start, (spec.batch, spec.num_kv_heads))
-        return Ragged(
-            k=jnp.zeros((spec.batch, size, spec.head_dim), spec.dtype),
-            v=jnp.zeros((spec.batch, size, spec.head_dim), spec.dtype),
-            pos=jnp.full((spec.batch, size), -1, jnp.int32),
-            start=start,
-            next=start,
-            seen=jnp.zeros((spec.batch,), jnp.int32),
-        )
-
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Ragged, Carry]:
-        keep, carry = self.chosen(prompt, carry)
-        return _stored(self.spec, self.capacity, prompt, keep), carry
-
-    def append(self, state: Ragged, token: Token) -> Ragged:
-        at = (jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None], state.next)
-        return dataclasses.replace(
-            state,
-            k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype)),
-            v=state.v.at[at].set(token.v.astype(state.v.dtype)),
-            pos=state.pos.at[at].set(token.position[:, None]),
-            next=state.next + 1,
-            seen=state.seen + 1,
-        )
-
-    def attend(self, state: Ragged, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Ragged, Carry]:
-        window = self.spec.window
-        out = ragged_attention(
-            token.q_rotated,
-            state.k,
-            state.v,
-            state.start,
-            state.next,
-            scale=self.spec.scale,
-            visible=None if window is None else state.pos > token.position[:, None] - window,
-        )
-        return out, state, carry
-
-    def as_cache(self, state: Ragged) -> LayerCache:
-        width = min(self.spec.max_tokens, state.pos.shape[-1])
-        index = state.start[..., None] + jnp.arange(width, dtype=jnp.int32)
-        live = index < state.next[..., None]
-        flat = jnp.where(live, index, 0).reshape(self.spec.batch, -1)
-
-        def segments(x: Float[Array, "B S H"]) -> Float[Array, "B K C H"]:
-            rows = jnp.take_along_axis(x, flat[..., None], axis=1)
-            return jnp.where(live[..., None], rows.reshape(*live.shape, -1), jnp.zeros((), x.dtype))
-
-        pos = jnp.where(live, jnp.take_along_axis(state.pos, flat, axis=1).reshape(live.shape), -1)
-        return LayerCache(
-            segments(state.k), segments(state.v), pos, live.astype(jnp.float32), state.next - state.start, state.seen
-        )
-
-
-def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T"]) -> Ragged:
-    """The kept tokens of a prompt in a store of `size` slots, head after head, with room for new tokens after each."""
-    kept = jnp.sum(keep, axis=-1, dtype=jnp.int32)
-    before = jnp.cumsum(kept, axis=-1) - kept  # tokens of the heads before, of those that are kept
-    start = before + jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
-    source, _ = cache.compact_indices(keep.reshape(spec.batch, -1), size)  # head · T + position, in order
-
-    slots = jnp.arange(size, dtype=jnp.int32)
-    head = jnp.sum(slots >= start[..., None], axis=1, dtype=jnp.int32) - 1  # whose segment a slot is in
-    place = slots - jnp.take_along_axis(start, head, axis=1)
-    live = place < jnp.take_along_axis(kept, head, axis=1)
-    which = jnp.take_along_axis(before, head, axis=1) + place
-    token = jnp.take_along_axis(source, jnp.where(live, which, 0), axis=1) % keep.shape[-1]
-    rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None]
-
-    def gathered(x: Float[Array, "B T K H"]) -> Float[Array, "B S H"]:
-        return jnp.where(live[..., None], x[rows, token, head], jnp.zeros((), x.dtype)).astype(spec.dtype)
-
-    pos = token if prompt.places is None else prompt.places[rows, head, token]
-    return Ragged(
-        k=gathered(prompt.k_rotated),
-        v=gathered(prompt.v),
-        pos=jnp.where(live, pos, -1),
-        start=start,
-        next=start + kept,
-        seen=prompt.seen.astype(jnp.int32),
-    )
+        return RaggedLayer(self, spec)

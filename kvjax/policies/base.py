@@ -32,6 +32,7 @@ from kvjax.cache import LayerSpec, Prompt, Token
 from kvjax.models.config import ModelConfig
 
 from .info import PolicyInfo
+from .replay import Replay
 
 State = Any
 """A layer's cache: any pytree of fixed shape."""
@@ -131,6 +132,9 @@ class Traits:
         has_own_store: it is a `capabilities.HasOwnStore`.
         sparse: it is a `sparse.SparseLayer`: queries read a selection of all that is kept.
         dense: it keeps everything, whatever its policy does in other layers.
+        replays: how parts of a prompt are to be read once more before `prefill` chooses from it, whose prompt then has no queries and
+            only rotated keys, and whose carry has what was learnt (`Replay.found`).
+        surroundings: whether it is told what the model has around its attention (`Surroundings`).
     """
 
     compression: Compression = "never"
@@ -141,6 +145,8 @@ class Traits:
     has_own_store: bool = False
     sparse: bool = False
     dense: bool = False
+    replays: tuple[Replay, ...] = ()
+    surroundings: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

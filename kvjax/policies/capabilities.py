@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache, TokenBlock, attend_prompt, in_rows, kept_and_block
+from kvjax.cache import LayerCache, Prompt, TokenBlock, attend_prompt, in_rows, kept_and_block
 
 from .base import Carry, Layer, State
 from .info import PolicyError
+from .replay import without_model
 
 Queries = Callable[[], Float[Array, "B N H"]]
 """Gives the unrotated queries that a layer would have for the attention input of the one before it; computed if it is called."""
@@ -96,6 +97,17 @@ def check_reads_blocks(layer: Layer[Any]) -> None:
             f"{layer.policy.info.name} chooses from the prompt as a whole, which therefore cannot be read in blocks; leave prefill_block "
             "out, or take another policy, such as snapkv, treekv or chelsea"
         )
+
+
+def prefill(layer: Layer[Any], prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    """`Layer.prefill` of a layer alone, also of one that wants parts of its prompt read again (`Traits.replays`).
+
+    Of those it is given what it had when it read them first, as there is no model that could (`replay.without_model`), nor one
+    around it (`surroundings.Surroundings`).
+    """
+    for replay in layer.traits.replays:
+        carry = replay.told(layer.spec.layer, without_model(replay, layer.spec, prompt), carry)
+    return layer.prefill(prompt, carry)
 
 
 def look_ahead(layer: Layer[Any], queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:

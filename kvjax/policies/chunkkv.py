@@ -65,6 +65,8 @@ class ChunkKV(PromptScorer):
         budget_excludes_new_tokens=True,
     )
 
+    keeps_highest: ClassVar[bool] = False
+
     budget: int | float = 512
     chunk: int = 10
     window: int = 32

@@ -48,6 +48,8 @@ class LagKV(PromptScorer):
         budget_excludes_new_tokens=True,
     )
 
+    keeps_highest: ClassVar[bool] = False
+
     sinks: int = 16
     lag: int = 128
 

@@ -6,6 +6,7 @@
     offloaded(clusterkv:1024; steps=2)             a transform of a policy, and its own settings
     recompress(snapkv:512; every=128)
     prompt_only(tova:512)
+    critical(snapkv:512)
     by_layer(full; treekv:0.2)                     a policy for each layer
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
@@ -24,6 +25,7 @@ from .info import PolicyError
 from .registry import make_policy, policies, policy_class, replaced
 from .transforms.by_head import by_head
 from .transforms.by_layer import by_layer
+from .transforms.critical import Critical
 from .transforms.offload import Offloaded
 from .transforms.prompt_only import PromptOnly
 from .transforms.pyramid import Pyramid
@@ -31,6 +33,7 @@ from .transforms.quantize import Quantized
 from .transforms.recompress import Recompress
 
 _WRAPPERS: dict[str, type[Any]] = {
+    "critical": Critical,
     "offloaded": Offloaded,
     "quantized": Quantized,
     "prompt_only": PromptOnly,

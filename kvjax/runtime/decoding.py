@@ -22,6 +22,7 @@ from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
+from kvjax.runtime import replay
 from kvjax.runtime.mesh import ALL, ROWS, state_partitions
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Partition, Program
 from kvjax.runtime.sampling import Sampler
@@ -177,7 +178,9 @@ def _prefill(
     sampler: Sampler,
     ends: Int[Array, " E"],
 ) -> tuple[Decoding, Float[Array, " B"]]:
-    logits, caches = transformer.prefill(params, tokens, lengths, total, layers_of(policy, specs))
+    layers = layers_of(policy, specs)
+    read = replay.prefill if replay.replays(layers) else transformer.prefill
+    logits, caches = read(params, tokens, lengths, total, layers)
     token, logprob = _sample(logits, sampler, seed, lengths)
     state = Decoding(caches, token, lengths, jnp.zeros((), jnp.int32), jnp.isin(token, ends), seed)
     return state, logprob
@@ -333,7 +336,8 @@ begin = Program(_empty, static=2, partition=_beginning)
 prefill = Program(_prefill, static=2, partition=_reading)
 """`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: read right-padded prompts and sample the first token.
 
-`total` is how many tokens each row will reach with its new ones. Returns the `Decoding` state and the first tokens' log-probabilities.
+`total` is how many tokens each row will reach with its new ones. Where a layer wants it, parts of the prompts are read again before
+it chooses what to keep, see `kvjax.runtime.replay`. Returns the `Decoding` state and the first tokens' log-probabilities.
 """
 
 decode = Program(

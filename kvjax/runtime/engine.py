@@ -30,6 +30,7 @@ from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.mesh import policy_shard
 from kvjax.runtime.program import Program
+from kvjax.runtime.replay import words_of
 from kvjax.runtime.sampling import Greedy, Sampler
 
 
@@ -129,6 +130,8 @@ class Engine:
             )
         specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
         self.specs = tuple(spec.on(self.shard) for spec in specs)
+        words = words_of(self.layers, model.tokenizer if isinstance(model, Params) else None)
+        self.specs = tuple(dataclasses.replace(spec, words=words) for spec in self.specs)
         if self.shard.mesh is not None:
             self.weights = place_all(self.shard, self.weights)
         if block:
@@ -177,7 +180,7 @@ class Engine:
         """This engine with other weights, of the same shape and type: nothing is compiled again.
 
         Raises:
-            ValueError: they are of another shape or type.
+            ValueError: they are of another shape or type, or the policy has the model read words of another tokenizer.
         """
         weights = dataclasses.replace(params, tokenizer=None)
         if self.shard.mesh is not None:
@@ -186,6 +189,11 @@ class Engine:
             raise ValueError(
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"
+            )
+        if words_of(self.layers, params.tokenizer) != self.specs[0].words:
+            raise ValueError(
+                f"{self.policy.info.name} has the model read words, and these programs were compiled without this tokenizer's; "
+                "compile with the weights"
             )
         other = object.__new__(Engine)
         other.__dict__.update(self.__dict__, weights=weights)

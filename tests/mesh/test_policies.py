@@ -14,7 +14,7 @@ from policies.random_cases import draw_policy
 from kvjax import Engine
 from kvjax.cache import layer_specs
 from kvjax.models import Params
-from kvjax.policies import Policy, PolicyError, TriAttention
+from kvjax.policies import KVzip, Policy, PolicyError, TriAttention
 from kvjax.policies.capabilities import as_cache
 
 from .conftest import model
@@ -64,6 +64,16 @@ def test_policy_over_meshes(name, uneven, prompts):
 def test_every_mesh(name, mesh, uneven, prompts):
     policy = next(policy for policy in POLICIES.values() if policy.info.name == name)
     agree(generated(uneven, policy, prompts, None), generated(uneven, policy, prompts, mesh))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [KVzip(budget=16, chunk=9, sinks=2, plus=True), KVzip(budget=16, chunk=9, sinks=2, scope="model")],
+    ids=str,
+)
+def test_second_readings(policy, uneven, prompts):
+    """Rows of one group of devices may have more parts than the others', and devices with the same heads have parts of a projection."""
+    agree(generated(uneven, policy, prompts, None), generated(uneven, policy, prompts, "data=2,model=4"))
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "chelsea", "treekv", "catekv"])

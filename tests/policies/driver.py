@@ -19,7 +19,9 @@ from kvjax.policies import (
     ByHead,
     ByLayer,
     ClusterKV,
+    Critical,
     KNorm,
+    KVzip,
     MeanQueries,
     Offloaded,
     Policy,
@@ -29,12 +31,14 @@ from kvjax.policies import (
     TriAttention,
     by_head,
     by_layer,
+    critical,
     get_policy,
     offloaded,
     policies,
     recompress,
 )
 from kvjax.policies.capabilities import as_cache
+from kvjax.policies.capabilities import prefill as prefill_alone
 from kvjax.policies.families.scoring import PromptScorer
 from kvjax.policies.profile import fingerprint
 
@@ -122,7 +126,7 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return layer.prefill(Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), {})[0]
+        return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), {})[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
@@ -138,12 +142,14 @@ SLOW = {
     "cam",
     "chelsea",
     "compactor",
+    "critical(snapkv)",
     "duoattention",
     "expected_attention",
     "h2o",
     "infinigen",
     "keydiff",
     "knorm",
+    "kvzip",
     "lagkv",
     "pyramidkv",
     "quest",
@@ -155,6 +161,7 @@ SLOW = {
     "snapkv",
     "tova",
     "triattention",
+    "turboquant(full)",
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
@@ -195,6 +202,8 @@ def every_policy(budget: int | float) -> list[Policy]:
             options["budget"] = budget
         if "residual" in fields:  # of what is quantised, as much stays exact
             options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
+        if "exact_layers" in fields:  # of TINY's two layers, both where as much as the budget stays exact
+            options["exact_layers"] = 1 if isinstance(budget, int) and budget > 1000 else 0
         if kinds := getattr(cls, "labels", ()):
             options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
         if cls is TriAttention:
@@ -226,6 +235,7 @@ def compositions(budget: int | float) -> list[Policy]:
     rounds = [
         recompress(SnapKV(budget=budget, window=4), every=4),
         recompress(KNorm(budget=budget, dense_layers=0), every=4),
+        critical(SnapKV(budget=budget, window=4)),
     ]
     return [heads, by_layer([stream, heads]), *rounds]
 
@@ -240,7 +250,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     """How many slots one KV head may hold after a prompt of `length` tokens and `steps` new ones."""
     if isinstance(policy, ByLayer):
         return most(policy.layers[spec.layer], spec, head, length, steps)
-    if isinstance(policy, Offloaded):
+    if isinstance(policy, Offloaded | Critical):
         return most(policy.policy, spec, head, length, steps)
     if isinstance(policy, ByHead):
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])
@@ -251,7 +261,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         total = jnp.asarray([length + spec.new_tokens], jnp.int32)
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32), total).item()
-    if isinstance(policy, AdaKV):  # the heads of a layer share theirs
+    if isinstance(policy, AdaKV | KVzip):  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.info.budget_excludes_new_tokens else 0))

@@ -16,6 +16,7 @@ from kvjax.policies import (
     PolicyError,
     by_head,
     by_layer,
+    critical,
     get_policy,
     offloaded,
     policies,
@@ -23,7 +24,7 @@ from kvjax.policies import (
     quantized,
     recompress,
 )
-from kvjax.policies.capabilities import as_cache, look_ahead
+from kvjax.policies.capabilities import as_cache, look_ahead, prefill
 
 STEPS = 5
 PROMPT = 64
@@ -64,6 +65,7 @@ NUMBERS: dict[str, list[Any]] = {
     "weight": [0.0, 0.1, 1.0],
     "threshold": [-1.0, 0.5],
     "seed": [0, 1],
+    "exact_layers": [0, 1],
     "sparsity": [None],
 }
 """What hyperparameters are drawn from; others than these, choices and switches keep their defaults."""
@@ -121,7 +123,9 @@ def draw(seed: int) -> Drawn:
             policy = _policy(random, config, depth=2).bind(config)
             for length in lengths.tolist():
                 policy.validate(length + STEPS)
-            if "offloaded(" in policy.info.name:  # which refuses some policies when it sees their layers
+            if (
+                "offloaded(" in policy.info.name or "by_head(" in policy.info.name
+            ):  # which refuse some when they see their layers
                 for spec in layer_specs(config, 1, PROMPT, STEPS, jnp.float32):
                     jax.eval_shape(policy.layer(spec).init)
             return Drawn(policy, config, lengths, tokens, (2 * table[0], table[1], table[2]), kind)
@@ -163,6 +167,8 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
         return pyramid(inner(), beta=int(random.integers(2, 6)))
     if made < 0.45:
         return recompress(inner(), every=int(random.integers(1, 6)))
+    if made < 0.48:
+        return critical(inner())
 
     names = sorted(policies())
     cls = policies()[names[int(random.integers(len(names)))]]
@@ -207,7 +213,7 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
     states, carry = [], {}
     for i, layer in enumerate(layers):
         prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
-        state, carry = layer.prefill(prompt, carry)
+        state, carry = prefill(layer, prompt, carry)
         states.append(state)
 
     def held(states: Any) -> Any:

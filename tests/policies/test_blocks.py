@@ -35,6 +35,7 @@ from kvjax.policies import (
     InfiniGen,
     KeyDiff,
     KNorm,
+    KVzip,
     LagKV,
     Policy,
     PolicyError,
@@ -56,6 +57,7 @@ from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.clusterkv import ClusteredCache
 from kvjax.policies.families.noise import uniform
 from kvjax.policies.transforms.quantize import PackedCache
+from kvjax.policies.transforms.rotated import RotatedCache
 
 ROWS = 104
 """Rows of a batch of random texts."""
@@ -425,7 +427,7 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {"compactor", "infinigen", "lagkv", "shadowkv"}
+    assert names == {"compactor", "infinigen", "kvzip", "lagkv", "shadowkv"}
     assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
 
 
@@ -449,7 +451,7 @@ def test_one_block_is_a_prompt(policy):
 
 def said(layer: Any, state: Any) -> Any:
     """A state without what stands where clusters are none, and packed numbers unpacked where there are some."""
-    if isinstance(state, PackedCache):
+    if isinstance(state, PackedCache | RotatedCache):
         return as_cache(layer, jax.tree.map(jnp.asarray, state))
     if not isinstance(state, ClusteredCache):
         return state
@@ -641,6 +643,7 @@ WHOLE = [
     ShadowKV(budget=24, chunk=4, outlier_chunks=2, local_chunks=1),
     LagKV(budget=16, sinks=2, lag=6),
     Compactor(budget=16, sinks=2, recent=2),
+    KVzip(budget=16, chunk=9),
     ChunkKV(budget=16, chunk=4, window=4, rule="kvpress"),
     ChunkKV(budget=16, chunk=4, window=4, strict=True),
     ClusterKV(budget=16, sinks=2, dense_layers=0, n_clusters=5),

@@ -37,6 +37,16 @@ PUBLISHED = {
     "infinigen": {"budget": 0.2, "alpha": 5.0, "share": 0.2, "dense_layers": 2},
     "kivi": {"bits": 2, "group": 32, "residual": 32},
     "knorm": {"dense_layers": 2},
+    "kvzip": {
+        "scope": "layer",
+        "chunk": 2000,
+        "overlap": 8,
+        "sinks": 4,
+        "prefix": 0,
+        "queries": "all",
+        "slack": 2.0,
+        "plus": False,
+    },
     "lagkv": {"sinks": 16, "lag": 128},
     "pyramidkv": {"window": 32, "pool": "max", "kernel": 7, "beta": 20},
     "quest": {"page": 16, "dense_layers": 2, "recent": 0, "gqa": "query_head"},
@@ -47,6 +57,7 @@ PUBLISHED = {
     "tova": {"keep_newest": False},
     "triattention": {"budget": 2048, "every": 128, "window": 128, "offsets": 17, "agg": "mean", "gqa": "max"},
     "treekv": {"sinks": 4, "keep": "score"},
+    "turboquant": {"bits": 4, "values": "levels", "signs": None, "exact_layers": 2},
 }
 
 
@@ -86,6 +97,7 @@ LEAST = {
     "h2o": {"recent": 0, "window": 1},
     "infinigen": {"alpha": 0, "dense_layers": 0},
     "knorm": {"dense_layers": 0},
+    "kvzip": {"chunk": 1, "overlap": 0, "sinks": 0, "prefix": 0, "slack": 1},
     "lagkv": {"sinks": 0, "lag": 2},
     "pyramidkv": {"beta": 1, "window": 1, "kernel": 1},
     "quest": {"page": 1, "dense_layers": 0, "recent": 0},
@@ -95,6 +107,7 @@ LEAST = {
     "streaming_llm": {"sinks": 0},
     "triattention": {"every": 1, "window": 0, "offsets": 1},
     "treekv": {"sinks": 0, "recent": 0, "block": 1},
+    "turboquant": {"group": 1, "exact_layers": 0},
 }
 
 
@@ -115,6 +128,8 @@ BUDGETS = [
     ("h2o", {"recent": 3}, 4),
     ("h2o", {}, 1),
     ("infinigen", {}, 2),
+    ("kvzip", {"sinks": 4}, 4),
+    ("kvzip", {"sinks": 4, "prefix": 9}, 9),
     ("lagkv", {"sinks": 16}, 17),
     ("quest", {"page": 16}, 16),
     ("quest", {"page": 16, "recent": 1}, 32),

@@ -30,7 +30,7 @@ from kvjax.policies import (
     quantized,
 )
 from kvjax.policies.capabilities import as_cache
-from kvjax.policies.transforms.quantize import PackedCache, _blocks
+from kvjax.policies.transforms.quantize import PackedCache
 
 STEPS = 7
 CONFIGURATIONS = {
@@ -132,7 +132,7 @@ def test_codes_by_hand():
     ("size", "group", "blocks"), [(2048, 32, (4, 512)), (96, 32, (1, 96)), (13056, 128, (34, 384)), (10, 2, (1, 10))]
 )
 def test_blocks_divide_the_cache(size, group, blocks):
-    assert _blocks(size, group) == blocks
+    assert packing.blocks(size, group) == blocks
 
 
 def test_blocks_together_are_the_whole():
@@ -140,7 +140,7 @@ def test_blocks_together_are_the_whole():
     policy = quantized(Full(), bits=4, group=32, residual=32).bind(TINY)
     case = make_case(5, [1100, 700], 1)
     out, state = run(policy, case)[1][0], run(policy, case)[0]
-    assert _blocks(state.pos.shape[-1], 32)[0] > 1
+    assert packing.blocks(state.pos.shape[-1], 32)[0] > 1
     slots = as_cache(policy.layer(case.spec), state)
     pos = jnp.asarray(case.lengths)
     token = Token(*(jnp.asarray(x[[0, 1], case.lengths]) for x in (case.q, case.k, case.v)), pos, case.spec.rope)

@@ -47,7 +47,7 @@ def test_near_misses_are_told(written, meant):
 
 @pytest.mark.parametrize("written", ["", "zzz"])
 def test_what_is_like_nothing_is_told_without_a_guess(written):
-    with pytest.raises(PolicyError, match=r"unknown policy .*treekv, triattention\.$"):
+    with pytest.raises(PolicyError, match=r"unknown policy .*triattention, turboquant\.$"):
         get_policy(written)
 
 
@@ -68,7 +68,7 @@ def test_a_budget_of_parts_is_not_ignored():
 
 
 def test_which_policies_have_a_budget():
-    assert {name for name in policies() if not get_policy(name).info.takes_budget} == {"full", "kivi"}
+    assert {name for name in policies() if not get_policy(name).info.takes_budget} == {"full", "kivi", "turboquant"}
 
 
 @pytest.mark.parametrize(("policy", "applies"), [("full", False), ("KIVI", False), ("Streaming-LLM", True)])

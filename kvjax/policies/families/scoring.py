@@ -5,7 +5,7 @@ tokens; as a `ScoreEviction` it stays within its budget while decoding, too.
 """
 
 import dataclasses
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import flax.struct
 import jax
@@ -32,9 +32,14 @@ class PromptScorer(Policy):
 
     A prompt within the budget is kept whole. Of equal scores the earlier token wins.
 
+    Class attributes:
+        keeps_highest: whether that is so, and `keep_mask` may be asked what it keeps of other scores and budgets, see `critical`.
+
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
     """
+
+    keeps_highest: ClassVar[bool] = True
 
     budget: int | float = 1024
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import einops
 import flax.struct
@@ -19,10 +19,8 @@ from kvjax.pallas_kernels.masking import MASKED
 from ..base import Carry, Layer, Policy, Traits
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
+from .rotated import RotatedLayer, Values
 from .wrapper import Wrapper
-
-BLOCK = 512
-"""Slots of a head that are unpacked at a time."""
 
 
 @flax.struct.dataclass
@@ -77,7 +75,10 @@ class Quantized(Wrapper):
 
     Attributes:
         policy: what is kept.
-        bits, group, residual: see `KIVI`.
+        bits, group: see `KIVI` and `TurboQuant`.
+        residual: of "kivi", see `KIVI`.
+        scheme: "kivi" or "turboquant".
+        values, signs, exact_layers: of "turboquant", see `TurboQuant`.
     """
 
     transform: ClassVar[str] = "quantized"
@@ -85,13 +86,23 @@ class Quantized(Wrapper):
     bits: Bits = 2
     group: int = 32
     residual: int = 32
+    scheme: Literal["kivi", "turboquant"] = "kivi"
+    values: Values = "levels"
+    signs: int | None = None
+    exact_layers: int = 0
 
     def __post_init__(self) -> None:
-        check_packing(self, self.bits, self.group, self.residual)
+        if self.scheme == "turboquant":
+            check_codes(self, self.bits)
+        else:
+            check_packing(self, self.bits, self.group, self.residual)
 
     @property
     def info(self) -> PolicyInfo:
-        return dataclasses.replace(super().info, memory="quantized", stage="both")
+        about = dataclasses.replace(super().info, memory="quantized", stage="both")
+        if self.scheme == "turboquant":
+            return dataclasses.replace(about, name=f"turboquant({self.policy.info.name})")
+        return about
 
     def bind(self, config: ModelConfig) -> Policy:
         bound = super().bind(config)
@@ -100,17 +111,32 @@ class Quantized(Wrapper):
         return bound
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        traits = self.policy.layer(spec).traits
+        inner = self.policy.layer(spec)
+        traits = inner.traits
         if not traits.plain or traits.compression != "never":
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} has its own way of keeping tokens while decoding, but packed groups of "
                 "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
                 "chunkkv or catekv"
             )
-        layer = QuantizedLayer(self, spec)
-        if self.policy.layer(spec).max_kept < spec.max_tokens:  # what is packed does not move
-            return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reading="whole"))
-        return layer
+        moves = inner.max_kept < spec.max_tokens  # which what is packed does not
+        traits = dataclasses.replace(
+            QuantizedLayer.traits,
+            reading="whole" if moves else "blocks",
+            replays=traits.replays,
+            surroundings=traits.surroundings,
+        )
+        if self.scheme == "kivi":
+            return QuantizedLayer(self, spec, traits)
+        if min(spec.layer, spec.num_layers - 1 - spec.layer) < self.exact_layers:
+            return inner
+        if spec.head_dim & (spec.head_dim - 1):
+            raise PolicyError(
+                f"{self.info.name}: heads of {spec.head_dim} numbers; scheme='turboquant' rotates by a Hadamard matrix, whose size is a "
+                "power of two, so give scheme='kivi' for this model"
+            )
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("bits", "group", "values", "signs")}
+        return RotatedLayer(self, spec, traits, inner=inner, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,8 +319,24 @@ def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
         )
 
 
-def quantized(policy: Policy, bits: Bits = 2, group: int = 32, residual: int = 32) -> Quantized:
-    """Keep what a policy keeps in a few bits, as `KIVI` does: `quantized(ChunkKV(budget=512), bits=4)`.
+def check_codes(policy: Policy, bits: int) -> None:
+    """Raise `PolicyError` unless the hyperparameters of `policy` are such as the codes of `TurboQuant` take."""
+    check_fields(policy, group=1, exact_layers=0)
+    if bits not in (2, 4):
+        raise PolicyError(f"{policy.info.name}: bits={bits}; codes of rotated numbers have 2 or 4")
+
+
+def quantized(
+    policy: Policy,
+    bits: Bits = 2,
+    group: int = 32,
+    residual: int = 32,
+    scheme: Literal["kivi", "turboquant"] = "kivi",
+    values: Values = "levels",
+    signs: int | None = None,
+    exact_layers: int = 0,
+) -> Quantized:
+    """Keep what a policy keeps in a few bits, as `KIVI` or `TurboQuant` does: `quantized(ChunkKV(budget=512), bits=4)`.
 
     The policy must leave its cache alone after the prompt, but for adding new tokens: full, snapkv, pyramidkv, chunkkv,
     expected_attention, or both kinds of heads of catekv. Packed groups are not changed again, so policies that evict or merge while
@@ -303,17 +345,19 @@ def quantized(policy: Policy, bits: Bits = 2, group: int = 32, residual: int = 3
     Args:
         policy: any such, compositions included.
         bits, group, residual: see `KIVI`.
+        scheme: "kivi"; or "turboquant", every token coded as it comes, by codes of rotated numbers.
+        values, signs, exact_layers: of "turboquant", see `TurboQuant`.
 
     Raises:
         PolicyError: a number is out of range, or (once a model is known) the policy is none of these.
     """
-    return Quantized(policy, bits, group, residual)
+    return Quantized(policy, bits, group, residual, scheme, values, signs, exact_layers)
 
 
 def packed_attention(
     q: Float[Array, "B N H"], state: PackedCache, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
 ) -> Float[Array, "B N H"]:
-    """Softmax attention over a packed cache, of which `BLOCK` at a time are unpacked; exact where keys and values are.
+    """Softmax attention over a packed cache, of which a block of slots at a time is unpacked; exact where keys and values are.
 
     A kernel that reads packed keys and values would take the place of this function.
 
@@ -325,7 +369,7 @@ def packed_attention(
     _, kv_heads, size = visible.shape
     recent = state.v_recent.shape[2]
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
-    blocks, block = _blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
+    blocks, block = packing.blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
 
     def products(keys: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
         return jnp.einsum("bkgh,bkch->bkgc", grouped, keys.astype(jnp.float32)) * scale
@@ -370,11 +414,3 @@ def packed_attention(
     out = jax.lax.fori_loop(0, blocks, add, jnp.einsum("bkgr,bkrh->bkgh", late_share, late_values))
     out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype)
-
-
-def _blocks(size: int, group: int) -> tuple[int, int]:
-    """How many blocks of how many slots: whole groups, up to `BLOCK` slots, that divide the cache."""
-    groups = size // group
-    most = max(BLOCK // group, 1)
-    count = next(n for n in range(min(most, groups), 0, -1) if groups % n == 0)
-    return groups // count, count * group

@@ -1,0 +1,261 @@
+"""KVzip: the tokens of a prompt that the model needs to say the prompt again; no question is needed."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+import einops
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerSpec, Prompt
+from kvjax.pallas_kernels import top_k
+from kvjax.pallas_kernels.masking import MASKED
+
+from .base import Carry, Layer, Traits
+from .families.dense import DenseLayer
+from .families.ragged import RaggedLayer
+from .families.scoring import PromptScorer, PromptScorerLayer
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
+from .registry import register
+from .replay import Part, Replay
+from .surroundings import projected_norms
+
+FIRST = "\n\nRepeat the previous context exactly."
+THEN = "\n\nRepeat the part of the previous context exactly, starting with "
+"""What asks for the first part of a prompt, and, with the last tokens of the part before, for another one: the published code's words."""
+
+QUERIES = 128
+"""Queries that are scored at a time."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class KVzip(PromptScorer):
+    """Keep what the model attends to when it is asked to repeat the prompt (Kim et al. 2025, by the published code).
+
+    Once a prompt is read, the model reads it again in parts of `chunk` tokens, each behind words that ask it to repeat that part, while the
+    whole prompt is in the cache. A token of the part scores the most that any query of that reading, of any query head of its group,
+    gives to it: softmax probabilities over the first tokens, the part, and what is read now up to the query. Heads share a budget, so one
+    with high scores keeps more than another. New tokens are kept in addition.
+
+    By default all heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`). The published code has one budget
+    for all layers together, `scope="model"`: how much of it falls to a layer is known only when the prompt has been read, so each has
+    slots for `slack` times the average, and what a layer wants beyond them goes to the next best tokens of others. `scope="head"`, the
+    published pair-uniform, gives every head as much. As the published code drops all that equals its threshold, it may keep less.
+
+    The words come after the prompt as it is, chat template and all, and end with the opening of an answer where the model has a
+    template; a model without a tokenizer is shown the tokens alone. It is the time of two more prefills, and the memory of a
+    full cache until then. Layers with a sliding window keep everything, as in the published code.
+
+    Attributes:
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
+        scope: which heads share their budgets: those of a "layer", of the whole "model", or none ("head").
+        chunk: tokens that are repeated at a time; 2048 in kvpress.
+        overlap: tokens of the part before with which the words end that ask for a part.
+        sinks: first tokens, which are kept, and attended to with every part.
+        prefix: first tokens, such as a system prompt, which are kept and not repeated.
+        queries: whether "all" queries that are read now score, or those of the part alone ("repeat").
+        slack: slots of a layer, in average ones, where all share one budget.
+        plus: whether a probability counts times the length that the token's value has behind the output projection of the query's head, and
+            divided by the length of the attention's input that asks: KVzip+ of kvpress.
+    """
+
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="kvzip",
+        paper="Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
+        summary="the prompt's tokens that the model attends to when it repeats the prompt, more in heads that need more, and all new ones",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+        joint_heads=True,
+    )
+
+    keeps_highest: ClassVar[bool] = False
+
+    scope: Literal["layer", "model", "head"] = "layer"
+    chunk: int = 2000
+    overlap: int = 8
+    sinks: int = 4
+    prefix: int = 0
+    queries: Literal["all", "repeat"] = "all"
+    slack: float = 2.0
+    plus: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, chunk=1, overlap=0, sinks=0, prefix=0, slack=1)
+
+    @property
+    def replay(self) -> "Repetition":
+        """How the prompt is read again."""
+        overlap, among = min(self.overlap, self.chunk), self.budget if self.scope == "model" else None
+        return Repetition(
+            self.chunk, overlap, self.prefix, FIRST, THEN, self.plus, self.sinks, self.queries == "repeat", among
+        )
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        return budget * 0 + max(self.sinks, self.prefix), budget * 0
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        if spec.window is not None:
+            return DenseLayer(self, spec)
+        if self.scope == "head":
+            return KVzipLayer(self, spec, Traits(plain=True, replays=(self.replay,)))
+        if self.scope == "model" and spec.kv_heads is not None:
+            raise PolicyError(
+                f"{self.info.name}: scope='model' shares a budget among all heads of all layers, and here it has some; give scope='layer'"
+            )
+        return SharedKVzipLayer(self, spec, Traits(has_own_store=True, replays=(self.replay,)))
+
+    def shared_mask(
+        self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int
+    ) -> Bool[Array, "B L K T"]:
+        """Which tokens heads keep that share one budget, of `budget` tokens in the average head.
+
+        Args:
+            pos: of what stands in each place, -1 where nothing does.
+            most: tokens that the average head of a layer may have.
+        """
+        layers, heads = scores.shape[1:3]
+        first, _ = self.always_kept(budget)
+        live = jnp.broadcast_to((pos >= 0)[:, None], scores.shape)
+        ends = live & (pos < first[:, None, None])[:, None]
+        whole = (jnp.max(jnp.sum(pos >= 0, axis=-1), axis=-1) <= budget)[:, None, None, None]
+        rivals = jnp.where(live & ~ends & ~whole, scores, -jnp.inf)
+        if layers > 1:
+            cap = jnp.clip(jnp.floor(budget.astype(jnp.float32) * self.slack).astype(jnp.int32), budget, most)
+            able = top_k(rivals.reshape(*rivals.shape[:2], -1), ((cap - first) * heads)[:, None])
+            rivals = jnp.where(able.reshape(scores.shape), rivals, -jnp.inf)
+        best = top_k(rivals.reshape(rivals.shape[0], -1), (budget - first) * heads * layers).reshape(scores.shape)
+        return best & (rivals > -jnp.inf) | ends | live & whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Repetition(Replay):
+    """The reading of `KVzip`: of each part the largest probability that a query gives to its tokens, [B, K, chunk].
+
+    Attributes:
+        sinks: see `KVzip`.
+        part_only: whether queries of the part alone score.
+        budget: of layers that share one, so that others do not share it.
+    """
+
+    sinks: int = 4
+    part_only: bool = False
+    budget: int | float | None = None
+
+    def observe(self, spec: LayerSpec, part: Part) -> Float[Array, "B K C"]:
+        block, size = jax.lax.stop_gradient(part.block), part.block.size
+        held, rows = jax.lax.stop_gradient(part.held), part.block.mask
+        length = self.part_size(spec.prompt_len)
+        own = jnp.swapaxes(jnp.where(rows[..., None, None], block.k_rotated, 0), 1, 2).astype(held.k.dtype)
+        sinks = min(self.sinks, held.k.shape[2])
+        mine = jax.lax.dynamic_slice_in_dim(held.k, part.start, length, axis=2)
+        keys = jnp.concatenate([held.k[:, :, :sinks], mine, own], axis=2)
+
+        place = jnp.arange(size, dtype=jnp.int32)
+        before = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32) < part.start, (rows.shape[0], sinks))
+        inside = jnp.arange(length, dtype=jnp.int32) < part.count[:, None]
+        asks = rows & (place >= part.words) if self.part_only else rows
+        step = min(QUERIES, size)
+        padding = -size % step
+        q = jnp.where(rows[..., None, None], block.q_rotated, 0).astype(held.k.dtype)
+        q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        asks = jnp.pad(asks, ((0, 0), (0, padding)))
+
+        def add(i: Int[Array, ""], best: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+            now = i * step + jnp.arange(step, dtype=jnp.int32)
+            queries, asked = (jax.lax.dynamic_slice_in_dim(x, i * step, step, axis=1) for x in (q, asks))
+            grouped = einops.rearrange(queries, "b s (k g) h -> b k g s h", k=keys.shape[1])
+            logits = jnp.einsum("bkgsh,bkth->bkgst", grouped, keys, preferred_element_type=jnp.float32) * spec.scale
+            seen = jnp.concatenate([before, inside], axis=1)[:, None]
+            seen = jnp.concatenate(
+                [
+                    jnp.broadcast_to(seen, (seen.shape[0], step, seen.shape[-1])),
+                    jnp.broadcast_to(place <= now[:, None], (seen.shape[0], step, size)),
+                ],
+                axis=-1,
+            )[:, None, None]
+            logits = jnp.where(seen, logits, MASKED)
+            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            there = (seen & asked[:, None, None, :, None])[..., sinks : sinks + length]
+            shares = jnp.where(there, jnp.exp(logits[..., sinks : sinks + length] - total), 0.0)
+            if factors is not None:
+                values, inputs = factors
+                asked_by = jax.lax.dynamic_slice_in_dim(jnp.pad(inputs, ((0, 0), (0, padding))), i * step, step, axis=1)
+                shares = shares * values[:, :, :, None] * asked_by[:, None, None, :, None]
+            return jnp.maximum(best, jnp.max(shares, axis=(2, 3)))
+
+        factors = self._factors(spec, part, length)
+        start = jnp.zeros((*keys.shape[:2], length), jnp.float32)
+        return jax.lax.fori_loop(0, (size + padding) // step, add, start)
+
+    def _factors(
+        self, spec: LayerSpec, part: Part, length: int
+    ) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
+        """By what probabilities are multiplied: by the part's tokens, and by what is read now."""
+        if not self.surroundings:
+            return None
+        assert part.around is not None
+        values = jax.lax.dynamic_slice_in_dim(jax.lax.stop_gradient(part.held.v), part.start, length, axis=2)
+        inputs = jnp.linalg.norm(jax.lax.stop_gradient(part.around.inputs()).astype(jnp.float32), axis=-1)
+        inverse = jnp.where(part.block.mask & (inputs > 0), 1 / jnp.maximum(inputs, jnp.finfo(jnp.float32).tiny), 0.0)
+        return projected_norms(spec, part.around, values), inverse
+
+    def scores(self, found: Float[Array, "J B K C"], size: int) -> Float[Array, "B K T"]:
+        """What was found of all parts, by tokens of a prompt of `size`; zero of those that are in no part."""
+        joined = einops.rearrange(found, "j b k c -> b k (j c)")
+        return jnp.pad(joined, ((0, 0), (0, 0), (self.skipped, 0)))[..., :size]
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzipLayer(PromptScorerLayer[KVzip]):
+    """One layer of `KVzip`, each of whose heads keeps as much."""
+
+    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+        scores = replayed(self.policy, prompt.size, carry)[self.spec.layer]
+        return self.best(prompt, _own(self.spec, scores))[0], carry
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedKVzipLayer(RaggedLayer[KVzip]):
+    """One layer of `KVzip`, whose heads share a store."""
+
+    @property
+    def max_kept(self) -> int:
+        policy, spec = self.policy, self.spec
+        most = policy.max_budget(spec)
+        if policy.scope == "model":
+            most = math.floor(most * policy.slack)
+        return min(most, spec.prompt_len) + spec.new_tokens
+
+    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+        policy, spec = self.policy, self.spec
+        scores = replayed(policy, prompt.size, carry)
+        layers = sorted(scores) if policy.scope == "model" else [spec.layer]
+        budget = policy.row_budgets(spec, prompt.seen, prompt.total)
+        together = jnp.stack([_own(spec, scores[layer]) for layer in layers], axis=1)
+        keep = policy.shared_mask(together, budget, prompt.pos, self.max_kept - spec.new_tokens)
+        return keep[:, layers.index(spec.layer)], carry
+
+
+def replayed(policy: KVzip, size: int, carry: Carry) -> dict[int, Float[Array, "B K T"]]:
+    """Scores of all layers that have read again.
+
+    Raises:
+        PolicyError: nothing has.
+    """
+    found = policy.replay.found(carry)
+    if found is None:
+        raise PolicyError(
+            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or of a layer alone capabilities.prefill"
+        )
+    return {layer: policy.replay.scores(each, size) for layer, each in found.items()}
+
+
+def _own(spec: LayerSpec, scores: Float[Array, "B K T"]) -> Float[Array, "B _ T"]:
+    """Those of the heads that a layer has."""
+    return scores if spec.kv_heads is None else scores[:, jnp.asarray(spec.kv_heads)]

@@ -1,0 +1,120 @@
+"""CriticalKV: any scorer of prompts, which chooses a part of its budget by what the model makes of values, too."""
+
+import dataclasses
+from typing import Any, ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax.models.config import ModelConfig
+
+from ..base import Carry, Layer, Policy
+from ..budget import budget_rows
+from ..families.scoring import PromptScorer, PromptScorerLayer
+from ..fields import check_fields
+from ..info import PolicyError
+from ..surroundings import Surroundings
+from .wrapper import Wrapper
+
+TOKENS = 64
+"""Values that are projected at a time: 64 x N x D numbers in float32 exist at once."""
+
+SURE = 1e30
+"""Score of what the first stage keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Critical(Wrapper):
+    """A scorer of prompts that weighs values for a part of its budget; made by `critical`.
+
+    Attributes:
+        policy: how a prompt is scored, and its budget.
+        share: of the budget, what is kept by the policy's own scores; both ends that it always keeps are of this part.
+        epsilon: added to scores before they are multiplied.
+    """
+
+    transform: ClassVar[str] = "critical"
+
+    share: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_fields(self, share=0, epsilon=0)
+        if self.share > 1:
+            raise PolicyError(f"{self.info.name}: share={self.share}; give 0 to 1")
+
+    def bind(self, config: ModelConfig) -> Policy:
+        bound = super().bind(config)
+        for spec in layer_specs(config, 1, 64, 64, jnp.float32):
+            bound.layer(spec)  # raises where a layer's tokens cannot be weighed so
+        return bound
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        inner = self.policy.layer(spec)
+        traits = inner.traits
+        scores = getattr(self.policy, "keeps_highest", False)
+        if scores and traits.dense:
+            return inner
+        if not (scores and traits.plain and traits.compression == "never"):
+            raise PolicyError(
+                f"{self.info.name}: {self.policy.info.name!r} does not keep simply what scores highest of a prompt, each head its own; give "
+                "a policy that does, such as snapkv, pyramidkv, expected_attention or compactor"
+            )
+        traits = dataclasses.replace(traits, surroundings=True)
+        scorer = cast(PromptScorer, self.policy)
+        return CriticalLayer(scorer, spec, traits, share=self.share, epsilon=self.epsilon)
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticalLayer(PromptScorerLayer[PromptScorer]):
+    """One layer of `Critical`, a layer of its scorer that chooses in two stages."""
+
+    share: float = dataclasses.field(kw_only=True)
+    epsilon: float = dataclasses.field(kw_only=True)
+
+    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+        policy, spec = self.policy, self.spec
+        budget = policy.row_budgets(spec, prompt.seen, prompt.total)
+        scores = policy.scores(spec, prompt)
+
+        def kept(scores: Float[Array, "B K T"], budget: Int[Array, " B"]) -> Bool[Array, "B K T"]:
+            return policy.keep_mask(scores, prompt.lengths, budget, prompt.places)
+
+        sure = kept(scores, jnp.maximum(budget_rows(float(self.share), budget), sum(policy.always_kept(budget))))
+        weights = projected_sizes(spec, Surroundings.of(carry, spec), jax.lax.stop_gradient(prompt.v))
+        return kept(jnp.where(sure, SURE, (scores + self.epsilon) * weights), budget), carry
+
+
+def projected_sizes(spec: LayerSpec, around: Surroundings, values: Float[Array, "B T K H"]) -> Float[Array, "B K T"]:
+    """How much of the model's output each value makes alone: the sum of its output projection's sizes, mean over the query group."""
+    output, size = around.output_of(spec), values.shape[1]
+    step = min(TOKENS, size)
+    blocks = jnp.pad(values, ((0, 0), (0, -size % step), (0, 0), (0, 0))).astype(jnp.float32)
+    blocks = jnp.moveaxis(blocks.reshape(values.shape[0], -1, step, *values.shape[2:]), 1, 0)
+
+    def sizes(block: Float[Array, "B C K H"]) -> Float[Array, "B K C"]:
+        projected = jnp.einsum("btkh,kghd->bkgtd", block, output, precision="highest")
+        return jnp.mean(jnp.sum(jnp.abs(projected), axis=-1), axis=2)
+
+    found = jnp.moveaxis(jax.lax.map(sizes, blocks), 0, 2)
+    return found.reshape(*found.shape[:2], -1)[..., :size]
+
+
+def critical(policy: Policy, share: float = 0.5, epsilon: float = 1e-4) -> Critical:
+    """Weigh values for a part of a prompt's budget (Feng et al. 2025, CriticalKV): `critical(SnapKV(budget=512))`.
+
+    The share of the budget goes to what the policy scores highest. The rest goes to what is highest by (score + epsilon) · N, where N is the
+    sum of the sizes of all numbers that a token's value is projected to by the layer's output matrix, mean over the query heads that
+    read it: what a token may change in the output at most. As in the published code for policies with one budget for each head; scores
+    should not be below 0. Memory is the policy's.
+
+    Args:
+        policy: keeps simply what scores highest of a prompt: snapkv, pyramidkv, expected_attention, compactor, or one of your own.
+        share, epsilon: see above.
+
+    Raises:
+        PolicyError: a number is out of range, or (once a model is known) the policy is none of these.
+    """
+    return Critical(policy, share, epsilon)

@@ -1,0 +1,160 @@
+"""Reading prompts, and then parts of them once more where a method wants it: a pass that layers declare by `Traits.replays`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerCache, Prompt, TokenBlock
+from kvjax.conversion.tokenizer import Tokenizer
+from kvjax.models import Params, transformer
+from kvjax.policies.base import Carry, Layer, Traits
+from kvjax.policies.replay import Part, Replay, as_prompt, held_whole, over_parts
+from kvjax.policies.surroundings import Surroundings
+
+Words = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+"""Tokens of texts, by text: those before the tokens of the part before, with which a text ends, and the opening of an answer."""
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for a message when a template is asked what comes behind one."""
+
+
+def replays(layers: Sequence[Layer[Any]]) -> tuple[Replay, ...]:
+    """The readings that layers declare, each once."""
+    return tuple(dict.fromkeys(replay for layer in layers for replay in layer.traits.replays))
+
+
+def words_of(layers: Sequence[Layer[Any]], tokenizer: Tokenizer | None) -> Words:
+    """Tokens of what asks for parts of a prompt, for `LayerSpec.words`: none for a model without a tokenizer.
+
+    What asks ends with what the model's template puts behind a question, if it has one.
+    """
+    texts = dict.fromkeys(text for replay in replays(layers) for text in (replay.first, replay.then) if text)
+    if tokenizer is None or not texts:
+        return ()
+
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special=False)) if text else ()
+
+    opening = tokens(_opening(tokenizer))
+    return tuple((text, tokens(text), opening) for text in texts)
+
+
+def prefill(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    total: Int[Array, " B"],
+    layers: Sequence[Layer[Any]],
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """`transformer.prefill` for layers some of which declare replays.
+
+    Until all has been read again, the whole cache is held beside the states of layers that do not wait for it. The words and the
+    part have the positions after the prompt, every part the same.
+    """
+    wanted = replays(layers)
+    more = max(len(_asking(replay, layers)[0][0]) + replay.part_size(tokens.shape[1]) for replay in wanted)
+    first = [_First(layer.policy, layer.spec, layer.traits, inner=layer, more=more) for layer in layers]
+    logits, both = transformer.prefill(params, tokens, lengths, total, first)
+    held = [whole for whole, _ in both]
+    carry: Carry = {}
+    for replay in wanted:
+        for layer, found in zip(layers, _again(replay, params, tokens, lengths, total, layers, held), strict=True):
+            carry = replay.told(layer.spec.layer, found, carry) if replay in layer.traits.replays else carry
+    states: list[Any] = []
+    for layer, (whole, state) in zip(layers, both, strict=True):
+        if layer.traits.replays:
+            state, carry = layer.prefill(as_prompt(layer.spec, whole, tokens.shape[1], total), carry)
+        states.append(state)
+    return logits, tuple(states)
+
+
+def _again(
+    replay: Replay,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    total: Int[Array, " B"],
+    layers: Sequence[Layer[Any]],
+    held: Sequence[LayerCache],
+) -> tuple[Any, ...]:
+    """What each layer learns; nothing from one that does not want to."""
+    length, size = tokens.shape[1], replay.part_size(tokens.shape[1])
+    asking, shown, counts = _asking(replay, layers)
+    place = jnp.arange(asking.shape[1] + size, dtype=jnp.int32)
+
+    def read(i: Int[Array, ""]) -> tuple[Any, ...]:
+        kind, start = jnp.minimum(i, 1), replay.skipped + i * replay.chunk
+        words = jnp.asarray(counts)[kind]
+        count = jnp.clip(lengths - start, 0, size)
+        # Places of the block: words, among them the end of the part before, and the part.
+        source = jnp.where(place < words, start - replay.overlap + place - shown, start + place - words)
+        given = jnp.take(tokens, jnp.clip(source, 0, length - 1), axis=1)
+        said = jnp.take(jnp.asarray(asking), kind, axis=0)
+        said = jnp.pad(said, (0, size))
+        block = jnp.where((place < words) & (said >= 0), said, given)
+        traits, at = Traits(reading="blocks", surroundings=replay.surroundings), (start, count, words)
+        observers = [_Again(layer.policy, layer.spec, traits, inner=layer, of=replay, at=at) for layer in layers]
+        number = jnp.where(count > 0, words + count, 0)
+        return transformer.read_block(params, held, block, lengths, number, total, observers)[1]
+
+    return over_parts(replay, length, lengths, read)
+
+
+def _asking(replay: Replay, layers: Sequence[Layer[Any]]) -> tuple[np.ndarray, int, list[int]]:
+    """Tokens [2, W] of the words before the first part and the others, -1 for one of the part before; where those begin, and how many words."""
+    words = {text: (before, after) for text, before, after in layers[0].spec.words}
+    (first, opening), (then, _) = (words.get(text, ((), ())) for text in (replay.first, replay.then))
+    rows = [*first, *opening], [*then, *[-1] * replay.overlap, *opening]
+    table = np.full((2, max(map(len, rows))), -1, np.int32)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row)] = row
+    return table, len(then), [len(row) for row in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _First(Layer[Any]):
+    """A layer that holds a prompt whole, beside what it keeps of it if it does not wait for a second reading."""
+
+    inner: Layer[Any] = dataclasses.field(kw_only=True)
+    more: int = dataclasses.field(kw_only=True)
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[tuple[LayerCache, Any], Carry]:
+        whole = held_whole(self.spec, prompt, self.more)
+        if self.inner.traits.replays:
+            return (whole, None), carry
+        state, carry = self.inner.prefill(prompt, carry)
+        return (whole, state), carry
+
+
+@dataclasses.dataclass(frozen=True)
+class _Again(Layer[Any]):
+    """A layer that sees a part again, and in place of a state has what is learnt from it."""
+
+    inner: Layer[Any] = dataclasses.field(kw_only=True)
+    of: Replay = dataclasses.field(kw_only=True)
+    at: tuple[Int[Array, ""], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
+
+    def read_block(
+        self, state: LayerCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], Any, Carry]:
+        out = cache.attend_block(self.spec, cache.insert_block(state, block), block)
+        if self.of not in self.inner.traits.replays:
+            return out, None, carry
+        around = Surroundings.of(carry, self.spec) if self.of.surroundings else None
+        return out, self.of.observe(self.spec, Part(state, block, *self.at, around)), carry
+
+
+def _opening(tokenizer: Tokenizer) -> str:
+    """What the model's template puts behind a question: the opening of an answer; nothing without a template that does."""
+    if tokenizer.chat_template is None:
+        return ""
+    try:
+        _, mark, after = tokenizer.render([{"role": "user", "content": MARK}]).rpartition(MARK)
+        return after if mark else ""
+    except ValueError:
+        return ""

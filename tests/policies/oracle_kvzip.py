@@ -1,0 +1,73 @@
+"""KVzip, literally: what is given to a prompt when it is read again, and what heads keep of it, in NumPy loops, float64."""
+
+import math
+
+import numpy as np
+from policies.driver import highest, softmax
+
+
+def part_scores(
+    queries: np.ndarray,
+    sinks: np.ndarray,
+    part: np.ndarray,
+    own: np.ndarray,
+    asking: range | None = None,
+    values: np.ndarray | None = None,
+    inputs: np.ndarray | None = None,
+) -> np.ndarray:
+    """The most that any query gives to each key of a part.
+
+    Args:
+        queries: [R, G, d], rotated, of what is read now, in the group that reads one KV head.
+        sinks, part, own: keys of the first tokens, of the part [c, d], and of what is read now [R, d], rotated.
+        asking: which of the queries score; all by default.
+        values: [G, c], of KVzip+, how long the value of each key is behind the output projection of each query head.
+        inputs: [R], likewise, how long what each query was made of is.
+    """
+    found = np.zeros(len(part))
+    for i in asking if asking is not None else range(len(queries)):
+        keys = np.concatenate([sinks, part, own[: i + 1]])
+        for g, query in enumerate(queries[i]):
+            shares = softmax(keys @ query / math.sqrt(keys.shape[1]))[len(sinks) : len(sinks) + len(part)]
+            if values is not None and inputs is not None:
+                shares = shares * values[g] / inputs[i]
+            found = np.maximum(found, shares)
+    return found
+
+
+def parts(length: int, chunk: int, prefix: int) -> list[range]:
+    """Positions of the parts of a prompt."""
+    return [range(start, min(start + chunk, length)) for start in range(prefix, length, chunk)]
+
+
+def survivors(
+    scores: np.ndarray, budget: int, *, scope: str = "layer", sinks: int = 4, prefix: int = 0, slack: float = 2.0
+) -> list[list[list[int]]]:
+    """Which of n tokens heads keep, by scores [L, K, n]: by layer and head, ascending."""
+    layers, heads, n = scores.shape
+    if n <= budget:
+        return [[list(range(n))] * heads] * layers
+    first = max(sinks, prefix)
+    rivals = [(layer, head, i) for layer in range(layers) for head in range(heads) for i in range(first, n)]
+    mean = budget - first  # tokens of the average head
+    value = {rival: scores[rival] for rival in rivals}
+
+    def best(among: list[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
+        chosen = highest([value[rival] for rival in among], range(len(among)), count)
+        return [among[i] for i in chosen]
+
+    kept: list[tuple[int, int, int]] = []
+    if scope == "head":
+        for layer in range(layers):
+            for head in range(heads):
+                kept += best([rival for rival in rivals if rival[:2] == (layer, head)], mean)
+    else:
+        most = mean if scope == "layer" else min(math.floor(budget * slack), n) - first
+        for layer in range(layers):
+            kept += best([rival for rival in rivals if rival[0] == layer], most * heads)
+        if scope == "model":
+            kept = best(sorted(kept), mean * heads * layers)
+    return [
+        [[*range(first), *sorted(i for *at, i in kept if at == [layer, head])] for head in range(heads)]
+        for layer in range(layers)
+    ]

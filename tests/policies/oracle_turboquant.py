@@ -1,0 +1,61 @@
+"""TurboQuant, literally: one vector's codes in NumPy loops, float64, and one KV head's cache as lists. Written for reading."""
+
+import math
+
+import numpy as np
+from policies.driver import ROPE, rotate, softmax
+from policies.oracle_kivi import value_back
+
+LEVELS = {
+    1: [0.7979],
+    2: [0.4528, 1.510],
+    3: [0.2451, 0.7560, 1.344, 2.152],
+    4: [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733],
+}
+"""The positive half of the levels, as Max (1960) tabulates them for N(0, 1)."""
+
+ERRORS = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095}
+"""Mean square error of a number of N(0, 1), likewise."""
+
+
+def hadamard(d: int) -> np.ndarray:
+    """Entry i, j is -1 where i and j share an odd number of bits."""
+    return np.asarray([[(-1.0) ** (i & j).bit_count() for j in range(d)] for i in range(d)]) / math.sqrt(d)
+
+
+def back(x: np.ndarray, levels: np.ndarray, rotation: np.ndarray, *, corrected: bool = True) -> np.ndarray:
+    """A vector as it comes back from its codes."""
+    length = np.sqrt((x**2).sum())
+    if length == 0:
+        return x
+    coordinates = rotation @ x / length
+    nearest = [levels[np.abs(levels / math.sqrt(len(x)) - y).argmin()] / math.sqrt(len(x)) for y in coordinates]
+    code = np.asarray(nearest)
+    return length * rotation.T @ code / (np.sqrt((code**2).sum()) if corrected else 1.0)
+
+
+class TurboHead:
+    """One KV head: keys and values of all tokens held, as they come back; the newest exact."""
+
+    def __init__(self, bits: int, levels: np.ndarray, rotation: np.ndarray, channels: int | None) -> None:
+        self.bits, self.levels, self.rotation, self.channels = bits, levels, rotation, channels
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+
+    def append(self, k: np.ndarray, v: np.ndarray, pos: int) -> None:
+        """One more token, exact as yet."""
+        self.keys.append(rotate(ROPE, k, pos))
+        self.values.append(v.astype(np.float64))
+
+    def code(self) -> None:
+        """The newest token in its codes."""
+        self.keys[-1] = back(self.keys[-1], self.levels, self.rotation)
+        if self.channels is None:
+            self.values[-1] = back(self.values[-1], self.levels, self.rotation)
+        else:
+            self.values[-1] = value_back(self.values[-1], self.bits, self.channels)
+
+    def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
+        """Attention of a group's queries [G, H]."""
+        keys, values = np.stack(self.keys), np.stack(self.values)
+        return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])

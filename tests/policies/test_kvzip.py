@@ -1,0 +1,340 @@
+"""KVzip against the literal algorithm: of one layer, and of a model that reads its prompt again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies import oracle_kvzip as oracle
+from policies.driver import ROPE, TINY, kept, make_case, rotate, run
+
+import kvjax
+from kvjax.analysis.recording import record
+from kvjax.cache import Prompt, TokenBlock, layer_specs
+from kvjax.models import transformer
+from kvjax.models.presets import PRESETS
+from kvjax.models.rope import Rope
+from kvjax.policies import Full, KVzip, PolicyError, SnapKV, by_head, by_layer, quantized
+from kvjax.policies.budget import budget_tokens
+from kvjax.policies.capabilities import as_cache
+from kvjax.policies.kvzip import FIRST, THEN, Repetition
+from kvjax.policies.replay import Part, held_whole
+from kvjax.policies.surroundings import Surroundings, projected_norms
+from kvjax.runtime import replay
+
+# Cases worked out by hand.
+
+STILL = Rope((0.0,))
+"""A rotation by no angle."""
+
+
+def observed(queries, sinks, part, own, **options) -> list[float]:
+    """What `Repetition` finds of one part, of queries [R, G] and keys that are numbers."""
+    reading = Repetition(chunk=len(part), sinks=len(sinks), **options)
+    queries, keys = np.asarray(queries, np.float32), np.asarray([*sinks, *part], np.float32)
+
+    def heads(x: np.ndarray) -> jnp.ndarray:
+        return jnp.pad(jnp.asarray(x, jnp.float32)[None, ..., None], [(0, 0)] * x.ndim + [(0, 0), (0, 1)])
+
+    spec = dataclasses.replace(make_case(0, [len(keys)], 1).spec, batch=1, num_heads=queries.shape[1], num_kv_heads=1)
+    spec = dataclasses.replace(spec, head_dim=2, rope=STILL, scale=1.0)
+    one = jnp.asarray([len(keys)], jnp.int32)
+    whole = Prompt.of(STILL, *[heads(keys[:, None])] * 3, one, one)
+    new = heads(np.asarray(own, np.float32)[:, None])
+    count = jnp.asarray([len(own)], jnp.int32)
+    block = TokenBlock(heads(queries), new, new, one, count, one, STILL)
+    at = jnp.asarray(len(sinks), jnp.int32), jnp.asarray([len(part)], jnp.int32), jnp.asarray(1, jnp.int32)
+    found = reading.observe(spec, Part(held_whole(spec, whole, len(own)), block, *at))
+    return np.asarray(found)[0, 0, : len(part)].tolist()
+
+
+def test_the_most_that_a_query_gives_by_hand():
+    """A sink of logit 0, a part of ln 2 and ln 3, and two tokens of logit 0 that are read now; then a second head, of twice the query."""
+    part = np.log([2, 3])
+    assert observed([[1], [1]], [0], part, [0, 0]) == pytest.approx([2 / 7, 3 / 7])
+    assert observed([[1, 2], [1, 2]], [0], part, [0, 0]) == pytest.approx([2 / 7, 9 / 15])
+    keys = np.asarray([[0, 0], [0, 0]])
+    got = oracle.part_scores(
+        np.sqrt(2) * np.asarray([[[1, 0], [2, 0]]] * 2), keys[:1], np.stack([part, 0 * part], axis=1), keys
+    )
+    np.testing.assert_allclose(got, [2 / 7, 9 / 15])
+
+
+def test_what_a_value_becomes_counts_by_hand():
+    """The first head alone: inputs of length 2 and 1 ask, and values are 3 and 1 long; which turns the order around."""
+    part, keys = np.log([2, 3]), np.zeros((2, 2))
+    queries = np.sqrt(2) * np.asarray([[[1, 0]]] * 2)
+    got = oracle.part_scores(
+        queries,
+        keys[:1],
+        np.stack([part, 0 * part], axis=1),
+        keys,
+        values=np.asarray([[3, 1]]),
+        inputs=np.asarray([2, 1]),
+    )
+    np.testing.assert_allclose(got, [0.75, 0.375])
+
+
+def test_how_long_values_become():
+    """By the Gram matrix as by the projection itself, of all heads and of some."""
+    random, spec = np.random.default_rng(0), make_case(0, [1], 1).spec
+    matrix, values = random.normal(size=(4, 8, 40)).astype(np.float32), random.normal(size=(3, 2, 5, 8))
+    around = Surroundings(lambda: jnp.zeros(()), lambda: jnp.asarray(matrix))
+    want = np.linalg.norm(np.einsum("bkth,kghd->bkgtd", values, matrix.reshape(2, 2, 8, 40)), axis=-1)
+    values = jnp.asarray(values, jnp.float32)
+    np.testing.assert_allclose(projected_norms(spec, around, values), want, rtol=1e-5)
+    some = dataclasses.replace(spec, num_heads=2, num_kv_heads=1, kv_heads=(1,))
+    np.testing.assert_allclose(projected_norms(some, around, values[:, 1:]), want[:, 1:], rtol=1e-5)
+
+
+def test_only_the_part_may_ask():
+    """The second query alone, as the first is of the words."""
+    assert observed([[1], [1]], [0], np.log([2, 3]), [0, 0], part_only=True) == pytest.approx([2 / 8, 3 / 8])
+
+
+def test_a_part_is_compared_with_itself_alone():
+    """Tokens in two parts score twice as much as in one that holds them all, but for what is read now."""
+    logits = np.log([1, 4, 1, 4]) + 20  # the query's own key is as nothing
+    assert observed([[1]], [], logits, [0]) == pytest.approx([0.1, 0.4, 0.1, 0.4], abs=1e-6)
+    assert observed([[1]], [], logits[:2], [0]) == pytest.approx([0.2, 0.8], abs=1e-6)
+
+
+UNEVEN = [[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.2]]
+
+
+@pytest.mark.parametrize(("scope", "counts"), [("layer", [4, 0]), ("head", [2, 2])])
+def test_heads_share_a_budget_by_hand(scope, counts):
+    policy, scores = KVzip(budget=2, sinks=0, scope=scope), jnp.asarray([UNEVEN], jnp.float32)
+    budget, pos = jnp.asarray([2], jnp.int32), jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (1, 2, 4))
+    if scope == "head":
+        keep = policy.keep_mask(scores, jnp.asarray([4], jnp.int32), budget, pos)
+    else:
+        keep = policy.shared_mask(scores[:, None], budget, pos, 4)[:, 0]
+    assert keep.sum(axis=-1).tolist() == [counts]
+    assert [len(head) for head in oracle.survivors(np.asarray([UNEVEN]), 2, scope=scope, sinks=0)[0]] == counts
+
+
+def test_all_that_a_budget_gives_is_kept():
+    """Where the published code keeps what exceeds its threshold: 299 of 1000 at 30 %, and nothing of three equal best ones at half."""
+    pos = jnp.arange(6, dtype=jnp.int32)[None, None]
+    equal = jnp.asarray([[[[1, 1, 1, 0.5, 0.2, 0.1]]]], jnp.float32)
+    keep = KVzip(budget=3, sinks=0).shared_mask(equal, jnp.asarray([3], jnp.int32), pos, 6)
+    assert keep[0, 0, 0].tolist() == [True] * 3 + [False] * 3
+    many = jnp.asarray(np.random.default_rng(0).random((1, 1, 1, 1000)), jnp.float32)
+    keep = KVzip(budget=300, sinks=0).shared_mask(
+        many, jnp.asarray([300], jnp.int32), jnp.arange(1000, dtype=jnp.int32)[None, None], 1000
+    )
+    assert int(keep.sum()) == 300
+
+
+@pytest.mark.parametrize("slack", [1.0, 1.3, 2.0])
+def test_a_layer_has_no_more_than_its_slots(slack):
+    """One budget for all layers, of which one wants nearly everything: what it cannot have goes to the next best elsewhere."""
+    random = np.random.default_rng(1)
+    scores = random.random((3, 2, 40)) * np.asarray([1, 10, 0.1])[:, None, None]
+    policy = KVzip(budget=10, sinks=2, scope="model", slack=slack)
+    pos = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32), (1, 2, 40))
+    keep = policy.shared_mask(jnp.asarray(scores[None], jnp.float32), jnp.asarray([10], jnp.int32), pos, 20)
+    counts = np.asarray(keep[0]).sum(axis=(1, 2))
+    assert counts.sum() == 60
+    assert counts.max() == 2 * int(10 * slack)
+    expected = oracle.survivors(scores, 10, scope="model", sinks=2, slack=slack)
+    assert [[np.flatnonzero(head).tolist() for head in layer] for layer in np.asarray(keep[0])] == expected
+
+
+# Random cases of one layer, which reads again what it had, without words.
+
+CONFIGURATIONS = {
+    "gqa, a layer's heads share": ({"budget": 14, "chunk": 9, "sinks": 2}, 4, 2),
+    "every head as much": ({"budget": 12, "chunk": 64, "sinks": 3, "scope": "head"}, 4, 2),
+    "mqa, a prefix": ({"budget": 15, "chunk": 7, "sinks": 1, "prefix": 5}, 4, 1),
+    "gqa, lengths of values": ({"budget": 14, "chunk": 12, "sinks": 2, "plus": True}, 4, 2),
+    "mha, a fraction, no sinks": ({"budget": 0.4, "chunk": 16, "sinks": 0}, 3, 3),
+}
+STEPS = 3
+FAST = "gqa, a layer's heads share"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in CONFIGURATIONS])
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts shorter and longer than the budget and than a part: kept tokens, and those that come after them."""
+    options, heads, kv_heads = CONFIGURATIONS[name]
+    policy = KVzip(**options)
+    least = 1 if isinstance(policy.budget, int) else 4
+    lengths = np.random.default_rng(len(name)).integers(least, 64, size=55)
+    case = make_case(5, lengths, STEPS, heads, kv_heads)
+    states = run(policy, case, padding=np.nan)[2]
+    group, told = heads // kv_heads, {k: v for k, v in options.items() if k in ("sinks", "prefix", "scope")}
+    for row, length in enumerate(lengths.tolist()):
+        scores = np.zeros((1, kv_heads, length))
+        for part in oracle.parts(length, policy.chunk, policy.prefix):
+            again = [length + i for i in range(len(part))]  # where they stand now
+            for head in range(kv_heads):
+                turned = np.stack([rotate(ROPE, case.k[row, p, head], p) for p in range(length)])
+                own = np.stack([rotate(ROPE, case.k[row, p, head], at) for p, at in zip(part, again, strict=True)])
+                queries = np.stack(
+                    [
+                        [rotate(ROPE, case.q[row, p, head * group + g], at) for g in range(group)]
+                        for p, at in zip(part, again, strict=True)
+                    ]
+                )
+                sinks = turned[: min(policy.sinks, part.start)]
+                lengths_of = {}
+                if policy.plus:  # without a model values count as they are, and inputs are of length 1
+                    values = np.linalg.norm(case.v[row, list(part), head], axis=-1)
+                    lengths_of = {"values": np.stack([values] * group), "inputs": np.ones(len(part))}
+                scores[0, head, list(part)] = oracle.part_scores(queries, sinks, turned[list(part)], own, **lengths_of)
+        expected = oracle.survivors(scores, budget_tokens(policy.budget, length + STEPS), **told)[0]
+        for i, state in enumerate(states):
+            assert kept(policy, case, state)[row] == [{*head, *range(length, length + i)} for head in expected]
+
+
+# A model that reads its prompt again.
+
+
+def literal(params, prompt: list[int], policy: KVzip, words, budget: int) -> list[list[list[int]]]:
+    """What each layer's heads keep: each part is read behind prompt and words in one text, from the beginning."""
+    config = params.config
+    first, then, opening = words
+    scores = np.zeros((config.num_layers, config.num_kv_heads, len(prompt)))
+    for number, part in enumerate(oracle.parts(len(prompt), policy.chunk, policy.prefix)):
+        before = prompt[part.start - policy.overlap : part.start] if number else []
+        asks = [*(then if number else first), *before, *opening]
+        text = [*prompt, *asks, *(prompt[i] for i in part)]
+        read = slice(len(prompt), len(text))
+        asking = range(len(asks), len(asks) + len(part)) if policy.queries == "repeat" else None
+        group = config.num_heads // config.num_kv_heads
+        for layer, (q, k, v) in enumerate((x.q, x.k, x.v) for x in record(params, text)):
+            inputs, output = around(params, layer, text) if policy.plus else (None, None)
+            for head in range(config.num_kv_heads):
+                own, sinks = q[read, head * group : (head + 1) * group], k[: min(policy.sinks, part.start), head]
+                scores[layer, head, list(part)] = oracle.part_scores(
+                    own,
+                    sinks,
+                    k[list(part), head],
+                    k[read, head],
+                    asking,
+                    None
+                    if output is None
+                    else np.linalg.norm(v[list(part), head] @ output[head * group : (head + 1) * group], axis=-1),
+                    None if inputs is None else inputs[read],
+                )
+    told = {name: getattr(policy, name) for name in ("scope", "sinks", "prefix", "slack")}
+    return oracle.survivors(scores, budget, **told)
+
+
+def around(params, layer: int, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """How long what a layer's attention reads is for each token, and its output projection by query head [N, H, D]."""
+    below = params.replace(layers=params.layers[:layer])
+    x = np.asarray(transformer.hidden(below, jnp.asarray([text], jnp.int32))[0], np.float64)
+    own, config = params.layers[layer], params.config
+    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * np.asarray(own.attn_norm)
+    output = np.asarray(own.attn.o, np.float64).T.reshape(config.num_heads, config.head_dim, -1)
+    return np.linalg.norm(x, axis=-1), output
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KVzip(budget=12, chunk=11, overlap=3, sinks=2),
+        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, scope="model"), marks=pytest.mark.slow),
+        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, plus=True), marks=pytest.mark.slow),
+        pytest.param(
+            KVzip(budget=12, chunk=20, overlap=0, sinks=2, scope="head", queries="repeat"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_reads_again(policy, letters):
+    """Words, which are text of the tokenizer, the last tokens of the part before, and the part; ragged rows."""
+    template = "{% for m in messages %}Q{{ m.content }} {% endfor %}{% if add_generation_prompt %}A {% endif %}"
+    params = letters.replace(tokenizer=tokenizer_of(letters, template))
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, 62, size=n).tolist() for n in (50, 11, 23, 5)]
+    engine = kvjax.Engine(params, policy, batch=4, prompt_len=50, max_new_tokens=4)
+    state, _ = engine.prefill(prompts, [4] * 4)
+    encode = params.tokenizer.encode
+    words = [encode(text, add_special=False) for text in (FIRST, THEN, " A ")]
+    assert engine.specs[0].words == ((FIRST, *map(tuple, words[::2])), (THEN, *map(tuple, words[1:])))
+    for row, prompt in enumerate(prompts):
+        expected = literal(params, prompt, policy, words, policy.budget)
+        for layer, cached, heads in zip(engine.layers, state.caches, expected, strict=True):
+            slots = as_cache(layer, cached)
+            pos, live = np.asarray(slots.pos[row]), np.asarray(slots.live[row])
+            assert [sorted(p[there].tolist()) for p, there in zip(pos, live, strict=True)] == heads
+
+
+def tokenizer_of(letters, template):
+    """The tokenizer of letters with another template."""
+    made = type(letters.tokenizer)
+    return made(letters.tokenizer.backend, eos=letters.tokenizer.eos, chat_template=template)
+
+
+@pytest.mark.parametrize(("template", "opening"), [(None, ""), ("{{ raise_exception('no') }}", ""), ("{{ 1 }}", "")])
+def test_a_model_may_have_no_template_that_opens_an_answer(template, opening, letters):
+    layers = [KVzip().layer(spec) for spec in layer_specs(letters.config, 1, 8, 8, jnp.float32)]
+    words = replay.words_of(layers, tokenizer_of(letters, template))
+    assert [text for text, *_ in words] == [FIRST, THEN]
+    assert {after for *_, after in words} == {tuple(letters.tokenizer.encode(opening, add_special=False))}
+    assert replay.words_of(layers, None) == ()
+
+
+def test_other_layers_of_a_model_are_as_without_it(tiny):
+    """Layers that do not want a second reading keep what they keep, and it is of the whole prompt in all layers."""
+    prompt, options = list(range(40)), {"batch": 1, "prompt_len": 40, "max_new_tokens": 4}
+    snap = SnapKV(budget=16, window=4)
+    mixed = kvjax.Engine(tiny, by_layer([snap, KVzip(budget=16, chunk=9)]), **options)
+    alone, all_of_it = (kvjax.Engine(tiny, policy, **options) for policy in (snap, KVzip(budget=16, chunk=9)))
+    states = [engine.prefill([prompt])[0] for engine in (mixed, alone, all_of_it)]
+    for got, want in ((states[0].caches[0], states[1].caches[0]), (states[0].caches[1], states[2].caches[1])):
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(("scope", "share"), [("layer", 0.3), ("head", 0.3), ("model", 0.6)])
+def test_what_is_dropped_holds_no_memory(scope, share):
+    """Three tenths of the full cache, but for what is known of slots; all layers together have `slack` as much, which is told."""
+    shape = PRESETS["llama-3.1-8b"], 2, 4096 * 3, 16, jnp.bfloat16
+    held = KVzip(budget=0.3, scope=scope).nbytes(*shape)
+    assert held / Full().nbytes(*shape) == pytest.approx(share, rel=0.05)
+
+
+def test_layers_with_a_sliding_window_keep_everything():
+    spec = dataclasses.replace(make_case(0, [60], 4).spec, window=10)
+    layer = KVzip(budget=16).layer(spec)
+    assert layer.traits.dense
+    assert not layer.traits.replays
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: KVzip(chunk=0), "chunk=0; give 1"),
+        (lambda: KVzip(slack=0.5), "slack=0.5; give 1"),
+        (lambda: KVzip(scope="head_level"), "scope='head_level'"),
+        (lambda: KVzip(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
+        (lambda: quantized(KVzip()).bind(TINY), "has its own way of keeping tokens"),
+        (
+            lambda: by_head({"a": KVzip(scope="model"), "b": Full()}, [["a", "b"]] * 2).layer(
+                make_case(0, [9], 1).spec
+            ),
+            "here it has some",
+        ),
+    ],
+)
+def test_what_does_not_go(make, says):
+    with pytest.raises(PolicyError, match=says):
+        make()
+
+
+def test_a_layer_alone_says_that_nothing_was_read_again():
+    case = make_case(0, [20], 1)
+    layer = KVzip(budget=8).layer(case.spec)
+    with pytest.raises(PolicyError, match="second reading"):
+        layer.prefill(
+            Prompt.of(ROPE, *(jnp.asarray(x[:, :20]) for x in (case.q, case.k, case.v)), *[jnp.asarray([20])] * 2), {}
+        )
