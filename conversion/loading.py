@@ -1,6 +1,5 @@
 """`load`: one function for every kind of checkpoint."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
 from .text_files import present
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load(
@@ -87,7 +84,7 @@ def open_checkpoint(
 
     With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works.
     """
-    if revision is not None and (not _HUB_ID.fullmatch(str(source)) or Path(str(source)).exists()):
+    if revision is not None and (not hub.ID.fullmatch(str(source)) or Path(str(source)).exists()):
         raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
     path = default_model.locate(progress) if _is_default(source) else Path(str(source))
     try:
@@ -95,7 +92,7 @@ def open_checkpoint(
             files.recover(path)  # a run that was killed while it replaced this model
         if path.suffix in PICKLES:
             refuse_pickle(path)
-        if not path.exists() and _HUB_ID.fullmatch(str(source)):
+        if not path.exists() and hub.ID.fullmatch(str(source)):
             if headers_only:
                 return hub.open_headers(str(source), revision=revision, token=token, progress=progress)
             path = hub.fetch(str(source), revision=revision, token=token, progress=progress)

@@ -1,5 +1,8 @@
 """What users call, over a mesh: weights that are loaded into their places, text, sessions, compiled programs."""
 
+import dataclasses
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from kvjax.evals.report import model_fingerprint
 from kvjax.models import abstract
 from kvjax.models.params import tree_map_named
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, place_all
+from kvjax.planning.sums import step_sums
 
 from .conftest import model
 
@@ -178,3 +182,11 @@ def test_evaluation_of_a_model_on_a_mesh(uneven):
     ):
         np.testing.assert_allclose(score(params), score(uneven), atol=2e-5)
     assert model_fingerprint(many) == model_fingerprint(uneven)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_step_has_as_many_sums_as_a_plan_counts(uneven, layers):
+    config = dataclasses.replace(uneven.config, num_layers=layers, windows=())
+    engine = kvjax.Engine(config, prompt_len=16, max_new_tokens=8, mesh="model=2", dtype="float32")
+    text = engine.executables()[1].as_text()
+    assert len(re.findall(r" all-(?:reduce|gather)(?:-start)?\(", text)) == step_sums(config)
