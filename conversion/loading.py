@@ -41,7 +41,7 @@ def load(
         dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
         weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
-            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps a GGUF file's blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K) and what
+            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps GGUF blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K), GPTQ, AWQ, compressed-tensors and what
             `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
         embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         device: a jax device or sharding to put the parameters on; None is jax's default device.

@@ -390,9 +390,9 @@ def bound_for(
 
 def _fitting(given: _Question, ways: Sequence[Plan], kinds: Sequence[Kind], policy: str | Policy) -> tuple[Plan, ...]:
     """The ways that lose least of those that fit, the fastest first."""
+    float_name = jnp.dtype(given.dtype).name
     called: list[tuple[Kind, str]] = [
-        (kind, jnp.dtype(given.dtype).name if kind == "float" else kind)
-        for kind in sorted(kinds, key=_LEAST_LOST.index)
+        (kind, float_name if kind == "float" else kind) for kind in _LEAST_LOST if kinds.count(kind)
     ]
     for _, name in called:
         if found := tuple(way for way in ways if way.fits and way.weights == name):
@@ -401,7 +401,7 @@ def _fitting(given: _Question, ways: Sequence[Plan], kinds: Sequence[Kind], poli
     if not possible:
         return ()
     least = min(possible, key=lambda way: way.peak_bytes).weights
-    smallest = next(kind for kind, name in called if name == least)
+    smallest: Kind = next(kind for kind, name in called if name == least)
     longest = -(-max(way.context for way in ways) // _BUDGET_STEP)
     for cut in dict.fromkeys([policy] * _takes_budget(policy) + [_CUT]):
         low, high, best = 0, longest, ()
