@@ -69,7 +69,11 @@ def load(
     kinds = kinds_of(checkpoint, weights, embedding)
     if mesh is None:
         return assemble(checkpoint, wanted, lambda _, array: jax.device_put(array, device), progress, kinds)
-    return assemble(checkpoint, wanted, partial(place, get_shard(mesh, checkpoint.config)), progress, kinds)
+    put = partial(place, get_shard(mesh, checkpoint.config))
+    checkpoint.check()
+    for name, shape in checkpoint.shapes(FLOATS[wanted], kinds).items():
+        put(name, shape)  # says what cannot be dealt, before anything is read
+    return assemble(checkpoint, wanted, put, progress, kinds)
 
 
 def open_checkpoint(

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.conversion import quantize_weights
+from kvjax.conversion.checkpoint import Checkpoint
 from kvjax.evals.following import following
 from kvjax.evals.perplexity import streaming, windowed
 from kvjax.evals.report import model_fingerprint
@@ -101,6 +102,20 @@ def test_groups_that_devices_do_not_divide(uneven):
     params = quantize_weights(model(4, 2, 16, hidden_size=64, intermediate_size=96), "int4")
     with pytest.raises(ValueError, match="3 groups of one scale, which model=2"):
         place_all(get_shard("model=2", params.config), params)
+
+
+def test_such_groups_are_refused_before_anything_is_read(uneven, tmp_path, monkeypatch):
+    kvjax.save(uneven, tmp_path / "model", format="safetensors")
+
+    def read(*_):
+        raise AssertionError("something was read")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0\.attn\.o\.levels: inputs are in 2 groups of one scale, which model=4 devices do not divide",
+    ):
+        kvjax.load(tmp_path / "model", weights="int4", mesh="model=4")
 
 
 def test_weights_stay_where_they_are(uneven):
