@@ -46,7 +46,7 @@ def open_directory(path: Path) -> Checkpoint:
 def checkpoint_of(path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig) -> Checkpoint:
     """The checkpoint that a directory's configuration and tokenizer make of some tensors."""
     quantization = read_json(path / "config.json").get("quantization_config")
-    tensors = unpacked(tensors, quantization, path / "config.json")
+    tensors = unpacked(tensors, quantization, path / "config.json", lambda: hf_layout(config))
     return Checkpoint(
         source=path,
         format="safetensors",

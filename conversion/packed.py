@@ -14,7 +14,7 @@ read as floats: what a scale multiplies would not lie side by side. What is said
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,13 +88,17 @@ class _Codes:
 
 
 def unpacked(
-    tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any] | None, source: Path
+    tensors: Mapping[str, StoredTensor],
+    quantization: Mapping[str, Any] | None,
+    source: Path,
+    known: Callable[[], Collection[str]],
 ) -> dict[str, StoredTensor]:
     """Tensors of which those that are the arrays of one packed matrix are one, under the name of its floats.
 
     Args:
         quantization: `quantization_config` of the configuration.
         source: the configuration, for messages.
+        known: names of the tensors that the model has as floats. (AutoGPTQ wrote biases of zeros where it has none.)
 
     Raises:
         CheckpointError: the layout is none that is read, or arrays do not fit each other.
@@ -103,7 +107,11 @@ def unpacked(
     if quantization is None or method not in PACKED:
         return dict(tensors)
     if method == "gptq":
-        return _joined(tensors, "qweight", ("qzeros", "scales", "g_idx"), _gptq(quantization, source))
+        biases = {name for name in tensors if name.endswith("_proj.bias")}
+        needless = biases.difference(known()) if biases else biases
+        held = {(f"{name}.needless" if name in needless else name): tensor for name, tensor in tensors.items()}
+        arrays = "qzeros", "scales", "g_idx", "bias.needless"
+        return _joined(held, "qweight", arrays, _gptq(quantization, source))
     if method == "awq":
         return _joined(tensors, "qweight", ("qzeros", "scales"), _awq(quantization, source))
     return _compressed_tensors(tensors, quantization, source)
@@ -136,6 +144,10 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
             return (found + one_less) & np.uint8(2**held.bits - 1)
 
         def scale(start: int, stop: int) -> np.ndarray:
+            if "bias.needless" in arrays and _whole(arrays["bias.needless"]).any():
+                raise CheckpointError(
+                    f"{words.file}: there are biases that the configuration does not have, and not of zeros"
+                )
             if held.sym and (zeros(start, stop) != 2 ** (held.bits - 1)).any():
                 raise CheckpointError(
                     f"{stored.file}: {source.name} says that codes are symmetric (sym), zeros are not"

@@ -249,6 +249,29 @@ def test_what_is_not_read_is_said(tmp_path: Path, layout: str, change: dict[str,
         load(tmp_path)
 
 
+def test_biases_of_zeros_are_none(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them for every matrix; what is not zero is not dropped."""
+    quantization, pack = LAYOUTS["gptq-4"]
+
+    def biased(value: float) -> Pack:
+        def made(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+            arrays, numbers = pack(rng, outputs, inputs)
+            return arrays | {"bias": np.full(outputs, value, np.float16)}, numbers
+
+        return made
+
+    write(tmp_path / "none", (quantization, pack))
+    write(tmp_path / "zeros", (quantization, biased(0.0)))
+    write(tmp_path / "ones", (quantization, biased(1.0)))
+    none, zeros = (load(tmp_path / name, dtype="float16") for name in ("none", "zeros"))
+    jax.tree.map(np.testing.assert_array_equal, none, zeros)
+    with pytest.raises(CheckpointError, match="not of zeros"):
+        load(tmp_path / "ones")
+    numbers = write(tmp_path / "own", LAYOUTS["gptq-4"], FIELDS | {"attention_bias": True})
+    own = load(tmp_path / "own", dtype="float16").layers[0].attn.q_bias
+    np.testing.assert_array_equal(own, numbers["model.layers.0.self_attn.q_proj.bias"])
+
+
 @pytest.mark.parametrize("layout", ["gptq-4", "awq", "compressed-4-asym", "compressed-int8"])
 def test_damaged_arrays_are_refused(tmp_path: Path, layout: str) -> None:
     quantization, pack = LAYOUTS[layout]
