@@ -21,6 +21,9 @@ from .schema import Id, Layers, Positive, Size, Strict, checked
 OWN_METHOD = "kvjax"
 """What a config.json calls the quantisation of matrices in 8 and 4 bits that kvjax wrote: their arrays tell the rest."""
 
+PACKED = ("gptq", "awq", "compressed-tensors")
+"""What it calls others' that are read, see `packed`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -253,10 +256,10 @@ def _refuse_unsupported(config: _Config, source: str) -> None:
         raise CheckpointError(f"{source}: hidden_act is {config.hidden_act!r}; supported are silu and swish")
     if config.quantization_config:
         method = config.quantization_config.get("quant_method", "an unnamed method")
-        if method == OWN_METHOD:
+        if method in (OWN_METHOD, *PACKED):
             return
         raise CheckpointError(
-            f"{source}: weights are quantised with {shortened(method)}; "
+            f"{source}: weights are quantised with {shortened(method)}, of which {', '.join(PACKED)} are read; "
             "load the unquantised checkpoint or a GGUF file instead"
         )
 

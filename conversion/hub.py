@@ -1,5 +1,6 @@
 """Models from the Hugging Face hub: the safetensors weights, the configuration and the tokenizer, and nothing else."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,15 @@ import huggingface_hub.errors
 import numpy as np
 from huggingface_hub.utils import tqdm as hub_bar
 
+from kvjax.models.config import ModelConfig
+
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError
 from .huggingface import FLOAT_OF, INDEX, INT_OF, checkpoint_of, open_directory, read_config, shard_names
 from .progress import watched
+
+ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What a model's id looks like."""
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """Weight files that are fetched; pickles never are."""
@@ -93,6 +99,23 @@ def open_headers(
                 _not_fetched,
             )
     return checkpoint_of(path, tensors, read_config(path))
+
+
+def fetch_config(
+    repo_id: str, *, revision: str | None = None, token: str | bool | None = None, progress: bool | None = None
+) -> ModelConfig:
+    """The shape of a model on the hub, of which nothing but the configuration is fetched.
+
+    Args:
+        repo_id: ``owner/name``.
+        revision: branch, tag or commit; None is the main branch.
+        token: see `kvjax.conversion.load`.
+        progress: see `kvjax.conversion.load`.
+
+    Raises:
+        CheckpointError: no such model, no access, no connection, or an unknown architecture.
+    """
+    return read_config(_download(repo_id, ["config.json", "generation_config.json"], revision, token, progress))
 
 
 def _download(

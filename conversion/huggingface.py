@@ -17,6 +17,7 @@ from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told
 from .hf_config import from_hf
 from .layout import hf_layout
+from .packed import unpacked
 from .schema import Strict, checked
 from .text_files import present, read_json, unique
 from .tokenizer import Tokenizer
@@ -29,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 FLOAT_OF: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported types by their names in safetensors files."""
 
-INT_OF: Mapping[str, str] = {"I8": "int8", "U8": "uint8"}
+INT_OF: Mapping[str, str] = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 """Types that arrays of matrices in 8 and 4 bits have besides."""
 
 
@@ -44,6 +45,8 @@ def open_directory(path: Path) -> Checkpoint:
 
 def checkpoint_of(path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig) -> Checkpoint:
     """The checkpoint that a directory's configuration and tokenizer make of some tensors."""
+    quantization = read_json(path / "config.json").get("quantization_config")
+    tensors = unpacked(tensors, quantization, path / "config.json", lambda: hf_layout(config))
     return Checkpoint(
         source=path,
         format="safetensors",
@@ -157,7 +160,7 @@ def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
 
     def read(start: int, out: np.ndarray) -> None:
         if dtype in INT_OF and out.dtype.name == type_name:
-            row = math.prod(shape[1:])
+            row = math.prod(shape[1:]) * out.itemsize
             out[...] = np.memmap(file, out.dtype, mode="r", offset=base + begin + start * row, shape=out.shape)
             return
         if stored is None:

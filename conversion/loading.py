@@ -1,6 +1,5 @@
 """`load`: one function for every kind of checkpoint."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from .gguf_file import open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
 from .text_files import present
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load(
@@ -44,7 +41,7 @@ def load(
         dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
         weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
-            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps a GGUF file's blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K) and what
+            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps GGUF blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K), GPTQ, AWQ, compressed-tensors and what
             `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
         embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         device: a jax device or sharding to put the parameters on; None is jax's default device.
@@ -72,7 +69,11 @@ def load(
     kinds = kinds_of(checkpoint, weights, embedding)
     if mesh is None:
         return assemble(checkpoint, wanted, lambda _, array: jax.device_put(array, device), progress, kinds)
-    return assemble(checkpoint, wanted, partial(place, get_shard(mesh, checkpoint.config)), progress, kinds)
+    put = partial(place, get_shard(mesh, checkpoint.config))
+    checkpoint.check()
+    for name, shape in checkpoint.shapes(FLOATS[wanted], kinds).items():
+        put(name, shape)  # says what cannot be dealt, before anything is read
+    return assemble(checkpoint, wanted, put, progress, kinds)
 
 
 def open_checkpoint(
@@ -87,7 +88,7 @@ def open_checkpoint(
 
     With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works.
     """
-    if revision is not None and (not _HUB_ID.fullmatch(str(source)) or Path(str(source)).exists()):
+    if revision is not None and (not hub.ID.fullmatch(str(source)) or Path(str(source)).exists()):
         raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
     path = default_model.locate(progress) if _is_default(source) else Path(str(source))
     try:
@@ -95,7 +96,7 @@ def open_checkpoint(
             files.recover(path)  # a run that was killed while it replaced this model
         if path.suffix in PICKLES:
             refuse_pickle(path)
-        if not path.exists() and _HUB_ID.fullmatch(str(source)):
+        if not path.exists() and hub.ID.fullmatch(str(source)):
             if headers_only:
                 return hub.open_headers(str(source), revision=revision, token=token, progress=progress)
             path = hub.fetch(str(source), revision=revision, token=token, progress=progress)

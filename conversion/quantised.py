@@ -54,6 +54,30 @@ def from_blocks(kind: str, rows: np.ndarray) -> GroupedMatrix:
     return BLOCKS[kind](rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]))
 
 
+def from_codes(bits: int, codes: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None) -> QuantizedMatrix:
+    """A matrix of unsigned codes, `(code - zero) * scale`, without loss.
+
+    Args:
+        bits: 4 or 8.
+        codes: uint8, [rows, inputs].
+        scale: floats, [rows, groups].
+        zeros: the code of zero in each group, uint8; None where that is the middle, 8 or 128.
+    """
+    rows, groups = scale.shape
+    levels = codes.reshape(rows, groups, -1)
+    if bits == 8:
+        levels = (levels ^ np.uint8(128)).view(np.int8)
+        if zeros is None and groups == 1:
+            return Int8Matrix(np.ascontiguousarray(levels[:, 0]), scale[:, 0].astype(np.float32))  # pyright: ignore[reportArgumentType]
+    scale = np.ascontiguousarray(scale)
+    if zeros is None:
+        return _grouped(levels, scale)
+    # What zero stands for is counted in scales: rounded to a float of its own it would be off.
+    if bits == 4:
+        return _grouped(levels, scale, -np.ascontiguousarray(zeros).view(np.int8), None, scale)
+    return _grouped(levels, scale, (np.ascontiguousarray(zeros) ^ np.uint8(128)).view(np.int8), None, -scale)
+
+
 @functools.lru_cache(maxsize=256)
 def blocks_shape(kind: str, outputs: int, inputs: int) -> Any:
     """Shapes of what `from_blocks` makes of a whole tensor."""

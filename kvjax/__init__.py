@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .conversion import load as load
     from .conversion import save as save
     from .models import Params as Params
+    from .planning import Plan as Plan
+    from .planning import plan as plan
     from .policies import CateKV as CateKV
     from .policies import ChunkKV as ChunkKV
     from .policies import ClusterKV as ClusterKV
@@ -46,6 +48,10 @@ _NAMES = {
         "save",
     ),
     "models": ("Params",),
+    "planning": (
+        "Plan",
+        "plan",
+    ),
     "policies": (
         "CateKV",
         "ChunkKV",

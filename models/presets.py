@@ -69,3 +69,20 @@ PRESETS = {
     ),
 }
 """Model shapes by name."""
+
+_HUB = {
+    "meta-llama/llama-3.1-8b": "llama-3.1-8b",
+    "meta-llama/llama-3.1-70b": "llama-3.1-70b",
+    "meta-llama/llama-2-7b": "llama-2-7b",
+    "qwen/qwen2.5-7b": "qwen2.5-7b",
+    "huggingfacetb/smollm2-135m": "smollm2-135m",
+}
+"""Presets by the Hugging Face hub's ids, in small letters, of the models that are not tuned."""
+
+
+def find_preset(name: str) -> ModelConfig | None:
+    """The shape of this name, or of this model on the hub, tuned to follow instructions or not; None if it is not here."""
+    base = name.lower()
+    for ending in ("-instruct", "-hf", "-chat"):
+        base = base.removesuffix(ending)
+    return PRESETS.get(_HUB.get(base, base))

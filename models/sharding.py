@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.arguments import shown
 from kvjax.cache import Shard
@@ -48,7 +48,7 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
         ValueError: it has other axes, or there are fewer devices than it asks for.
     """
     if isinstance(mesh, str):
-        sizes = _sizes(mesh)
+        sizes = parse_mesh(mesh)
         axes, count, there = tuple(sizes), math.prod(sizes.values()), jax.devices()
         if count > len(there):
             raise ValueError(f"mesh={mesh!r} asks for {count} devices, but there are {len(there)}; give a smaller mesh")
@@ -67,10 +67,26 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
     return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
 
 
-def get_shard(mesh: Mesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes of a mesh's axes, from text such as "data=2,model=4".
+
+    Raises:
+        ValueError: it is none.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (x.strip() for x in part.partition("="))
+        if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
+            raise ValueError(f"mesh={text!r}; {_ALLOWED}")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
     """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
 
     Args:
+        mesh: an abstract one has both axes, `data` and `model`.
         joint_heads: whether each device is to have all KV heads.
 
     Raises:
@@ -78,7 +94,7 @@ def get_shard(mesh: Mesh | str | None, config: ModelConfig, *, joint_heads: bool
     """
     if mesh is None:
         return ONE_DEVICE
-    given = get_mesh(mesh)
+    given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
     data, model = (given.shape[axis] for axis in AXES)
     heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
@@ -87,7 +103,10 @@ def get_shard(mesh: Mesh | str | None, config: ModelConfig, *, joint_heads: bool
             f"model={model}: {heads} times {copies} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
-    return Shard(Mesh(given.devices.reshape(data, heads, copies), (DATA, HEADS, COPIES)))
+    axes = DATA, HEADS, COPIES
+    if isinstance(given, AbstractMesh):
+        return Shard(AbstractMesh((data, heads, copies), axes))
+    return Shard(Mesh(given.devices.reshape(data, heads, copies), axes))
 
 
 def partition(name: str, ndim: int) -> PartitionSpec:
@@ -195,17 +214,6 @@ def _matrix(name: str) -> str:
     return matrix if field in _FIELDS else name
 
 
-def _mesh(shard: Shard) -> Mesh:
+def _mesh(shard: Shard) -> Mesh | AbstractMesh:
     assert shard.mesh is not None
     return shard.mesh
-
-
-def _sizes(text: str) -> dict[str, int]:
-    """From "data=2,model=4"."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = (x.strip() for x in part.partition("="))
-        if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
-            raise ValueError(f"mesh={text!r}; {_ALLOWED}")
-        sizes[axis] = int(size)
-    return sizes

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from kvjax.models import ModelConfig, Params
@@ -72,12 +72,21 @@ class Case:
         Raises:
             PolicyError: there is none such, or it does not take these settings.
         """
-        kinds = getattr(policy_class(self.policy), "labels", ())
-        shares = {kind: self.settings[f"share_{kind}"] for kind in kinds if f"share_{kind}" in self.settings}
-        settings = {name: value for name, value in self.settings.items() if name.removeprefix("share_") not in shares}
-        if shares:
-            settings["profile"] = _labels(self.config, kinds, shares)
-        return get_policy(self.policy, **settings).bind(self.config)
+        return bound_policy(self.config, self.policy, self.settings)
+
+
+def bound_policy(config: ModelConfig, name: str, settings: Mapping[str, Any]) -> Policy:
+    """A policy for a model of this shape; shares of kinds of heads (see `Case`) are made labels.
+
+    Raises:
+        PolicyError: there is none such, or it does not take these settings.
+    """
+    kinds = getattr(policy_class(name), "labels", ())
+    shares = {kind: settings[f"share_{kind}"] for kind in kinds if f"share_{kind}" in settings}
+    own = {key: value for key, value in settings.items() if key.removeprefix("share_") not in shares}
+    if shares:
+        own["profile"] = _labels(config, kinds, shares)
+    return get_policy(name, **own).bind(config)
 
 
 def read_policy(text: str) -> tuple[str, dict[str, Any]]:

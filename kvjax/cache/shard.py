@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, Shaped
 
 DATA, HEADS, COPIES = "data", "heads", "copies"
@@ -26,10 +26,10 @@ class Shard:
     Sums are over devices in an order of XLA's that is one for all of them, so all have the same bits.
 
     Attributes:
-        mesh: of the axes `data`, `heads` and `copies`; None for one device.
+        mesh: of the axes `data`, `heads` and `copies`, abstract where sizes are asked for and nothing runs; None for one device.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
     @property
     def data(self) -> int:

@@ -19,6 +19,7 @@ from .draw import draw
 from .evaluate import evaluate
 from .generate import generate
 from .inspect import inspect
+from .plan import plan
 from .policies import policies
 
 app = typer.Typer(
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, convert, policies, inspect, draw, calibrate, compare, bench):
+for function in (generate, convert, policies, inspect, plan, draw, calibrate, compare, bench):
     app.command(cls=Command)(function)
 app.command("eval", cls=Command)(evaluate)
 

@@ -64,7 +64,7 @@ WeightsOption = Annotated[
     Weights | None,
     typer.Option(
         "--weights",
-        help="How matrices of the layers are held in memory; as-stored keeps a GGUF file's blocks. [default: floats from a GGUF file, "
+        help="How matrices of the layers are held in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: floats from a GGUF file, "
         "else as stored]",
         show_default=False,
     ),

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.arguments import short, whole
 from kvjax.models import ModelConfig, Params
@@ -128,7 +128,8 @@ class _Served(Run):
 
     def __init__(self, engine: Engine, params: Params, prompt: Any, request: Request) -> None:
         self.engine = engine
-        super().__init__(params, prompt, engine.policy, None, request, mesh=engine.mesh)
+        mesh = None if isinstance(engine.mesh, AbstractMesh) else engine.mesh  # nothing runs on an abstract one
+        super().__init__(params, prompt, engine.policy, None, request, mesh=mesh)
         longest, most = max(len(row.prompt) for row in self.rows), engine.specs[0].prompt_len
         if longest > most:
             raise ValueError(f"a prompt has {longest} tokens, but the programs take {most}; compile for longer ones")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.arguments import shown, whole
@@ -76,7 +76,7 @@ class Engine:
         mesh: devices to run over: a `jax.sharding.Mesh` with the axes "data", along which rows are dealt, and "model", along which KV
             heads, matrices and the vocabulary are; or text such as "data=2,model=4". Where there are fewer KV heads than devices to share
             them, or the policy's caches are not alike in all heads (`PolicyInfo.joint_heads`), several devices hold the same heads.
-            By default weights that lie on a mesh run there.
+            By default weights that lie on a mesh run there. With an `AbstractMesh` of both axes it tells bytes, and runs nothing.
 
     Attributes:
         config: the model's shape.
@@ -103,7 +103,7 @@ class Engine:
         max_total_tokens: int | None = None,
         block: int | None = None,
         dtype: Any = None,
-        mesh: Mesh | str | None = None,
+        mesh: Mesh | AbstractMesh | str | None = None,
     ) -> None:
         if not isinstance(model, ModelConfig | Params):
             raise ValueError(
@@ -122,7 +122,9 @@ class Engine:
         self.policy = get_policy(policy, budget=budget).bind(self.config)
         self.policy.validate(total)
         block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
-        self.mesh = mesh_of(self.weights) if mesh is None else get_mesh(mesh)
+        self.mesh = (
+            mesh_of(self.weights) if mesh is None else mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
+        )
         self.shard = policy_shard(self.mesh, self.config, self.policy)
         if batch % self.shard.data:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import LayerSpec, Shard
 from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE
@@ -27,7 +27,7 @@ ALL, ROWS = PartitionSpec(), PartitionSpec(DATA)
 """On every device; dealt by rows."""
 
 
-def policy_shard(mesh: Mesh | str | None, config: ModelConfig, policy: Policy) -> Shard:
+def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, policy: Policy) -> Shard:
     """How the devices of a mesh share a model with this bound policy's cache.
 
     Raises:
@@ -142,6 +142,6 @@ def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
     return jax.tree.map(partition, one, rows, heads)
 
 
-def _mesh(shard: Shard) -> Mesh:
+def _mesh(shard: Shard) -> Mesh | AbstractMesh:
     assert shard.mesh is not None
     return shard.mesh

@@ -70,6 +70,7 @@ BASES: dict[str, list[str]] = {
     "calibrate": ["catekv", "--data", "text", "--out", "profile.json"],
     "bench": [],
     "inspect": ["nowhere"],
+    "plan": ["--device", "t4"],
 }
 
 
@@ -116,6 +117,13 @@ NUMBERS = [
     ("inspect", "--memory", ["0", HUGE]),
     ("inspect", "--prompt-len", ["0"]),
     ("inspect", "--max-new-tokens", ["0"]),
+    ("plan", "--context", []),
+    ("plan", "--max-new-tokens", []),
+    ("plan", "--batch", []),
+    ("plan", "--count", []),
+    ("plan", "--prefill-block", []),
+    ("plan", "--memory", ["0", HUGE]),
+    ("plan", "--policy=treekv --budget", []),
 ]
 
 

@@ -94,6 +94,10 @@ def test_what_else_is_printed_goes_elsewhere(kvjax_command, checkpoint: Path, mo
         ["inspect", "--memory", "lots"],
         ["inspect", "--prompt-len", "-1"],
         ["inspect", "\udcff\x1b[1m/nowhere"],
+        ["plan"],
+        ["plan", "--device", "h300"],
+        ["plan", "--device", "t4", "--count", "0"],
+        ["plan", "--device", "t4", "--weights", "int3"],
         ["generate", "--policy", "nope", "hello"],
         ["generate", "--dtype", "int4", "hello"],
         ["generate", "--set", "x", "hello"],
@@ -115,7 +119,10 @@ def test_a_refusal_is_an_object_on_standard_error(kvjax_command, arguments: list
         assert set(strictly(result.stderr)) == {"error", "type"}
 
 
-@pytest.mark.parametrize("arguments", [["policies"], ["inspect", "CHECKPOINT", "--memory", "1MB"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["policies"], ["inspect", "CHECKPOINT", "--memory", "1MB"], ["plan", "--model", "CHECKPOINT", "--device", "t4"]],
+)
 def test_what_needs_no_model_is_strict_too(kvjax_command, checkpoint: Path, arguments: list[str]) -> None:
     result = kvjax_command(*[str(checkpoint) if word == "CHECKPOINT" else word for word in arguments], "--json")
     assert result.exit_code == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+import kvjax
 from kvjax.conversion import describe
 from kvjax.policies import PolicyError, get_policy, policies
 from kvjax.runtime.memory import sequence_bytes
@@ -93,3 +94,34 @@ def test_inspect_with_a_memory_that_is_none(kvjax_command, checkpoint: Path, mem
     assert (
         result.stderr == f"error: {memory!r} is not a memory size; write a number and a unit, such as 8GB or 512MiB\n"
     )
+
+
+def test_plan_is_what_the_function_says(kvjax_command, checkpoint: Path) -> None:
+    options = ["--model", checkpoint, "--device", "l4", "--count", 2, "--context", 90, "--policy", "snapkv", "-b", "32"]
+    told = json.loads(kvjax_command("plan", *options, "--weights", "as-stored,int8", "--json").stdout)
+    ways = kvjax.plan(
+        checkpoint, device="l4", count=2, context=90, policy="snapkv", budget=32, weights=("as stored", "int8")
+    )
+    assert [entry["peak_bytes"] for entry in told] == [way.peak_bytes for way in ways]
+    assert [entry | {"notes": ()} for entry in told] == [
+        dataclasses.asdict(way) | {"peak_bytes": way.peak_bytes, "fits": way.fits, "ms": way.ms, "notes": ()}
+        for way in ways
+    ]
+
+
+def test_plan_for_people(kvjax_command, checkpoint: Path) -> None:
+    result = kvjax_command("plan", "--model", checkpoint, "--device", "t4", "--count", 2, "--context", 50, "-n", 9)
+    facts, table = result.stdout.split("\n\n")
+    rows = dict(line.split(None, 1) for line in facts.splitlines())
+    assert rows["Devices"] == "2 x t4, 15.0 GB each"
+    assert rows["Time"].endswith("unmeasured")
+    lines = table.splitlines()
+    assert lines[0].split()[:3] == ["Mesh", "Weights", "in"]
+    assert {tuple(line.split()[:2]) for line in lines[1:6]} == {
+        *(("data=1,model=2", weights) for weights in ("bfloat16", "int8")),
+        *(("data=2,model=1", weights) for weights in ("bfloat16", "int8", "int4")),
+    }
+    assert "which model=2 devices do not divide" in lines[6]
+    refused = kvjax_command("plan", "--model", "llama-3.1-8b", "--device", "h200", "--mesh", "model=3", "--context", 90)
+    assert "divides 4096" in refused.stdout
+    assert "Nothing fits" in kvjax_command("plan", "--device", "t4", "--memory", "1MB", "--context", 90, "--fit").stdout

@@ -163,7 +163,7 @@ def test_scalings() -> None:
         ({"model_type": "gpt_neox"}, "unknown model_type 'gpt_neox'; supported are llama, mistral"),
         ({"model_type": None}, "unknown model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported are silu and swish"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised with 'hqq'"),
         ({"hidden_size": None}, "hidden_size is None; it should be a valid integer"),
         ({"vocab_size": "300"}, "vocab_size is '300'; it should be a valid integer"),
         (

@@ -1,17 +1,22 @@
 """What users call, over a mesh: weights that are loaded into their places, text, sessions, compiled programs."""
 
+import dataclasses
+import re
+
 import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.conversion import quantize_weights
+from kvjax.conversion.checkpoint import Checkpoint
 from kvjax.evals.following import following
 from kvjax.evals.perplexity import streaming, windowed
 from kvjax.evals.report import model_fingerprint
 from kvjax.models import abstract
 from kvjax.models.params import tree_map_named
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, place_all
+from kvjax.planning.sums import step_sums
 
 from .conftest import model
 
@@ -99,6 +104,20 @@ def test_groups_that_devices_do_not_divide(uneven):
         place_all(get_shard("model=2", params.config), params)
 
 
+def test_such_groups_are_refused_before_anything_is_read(uneven, tmp_path, monkeypatch):
+    kvjax.save(uneven, tmp_path / "model", format="safetensors")
+
+    def read(*_):
+        raise AssertionError("something was read")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0\.attn\.o\.levels: inputs are in 2 groups of one scale, which model=4 devices do not divide",
+    ):
+        kvjax.load(tmp_path / "model", weights="int4", mesh="model=4")
+
+
 def test_weights_stay_where_they_are(uneven):
     shard = get_shard("data=2,model=4", uneven.config)
     placed = place_all(shard, uneven)
@@ -178,3 +197,11 @@ def test_evaluation_of_a_model_on_a_mesh(uneven):
     ):
         np.testing.assert_allclose(score(params), score(uneven), atol=2e-5)
     assert model_fingerprint(many) == model_fingerprint(uneven)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_step_has_as_many_sums_as_a_plan_counts(uneven, layers):
+    config = dataclasses.replace(uneven.config, num_layers=layers, windows=())
+    engine = kvjax.Engine(config, prompt_len=16, max_new_tokens=8, mesh="model=2", dtype="float32")
+    text = engine.executables()[1].as_text()
+    assert len(re.findall(r" all-(?:reduce|gather)(?:-start)?\(", text)) == step_sums(config)

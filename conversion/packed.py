@@ -1,0 +1,352 @@
+"""Matrices in 8 and 4 bits as other libraries pack them: GPTQ, AWQ and compressed-tensors, kept as they are in kvjax's own arrays.
+
+All three hold unsigned codes of 4 or 8 bits, several in an int32, the lowest bits first, with a scale, and perhaps a code that stands for zero, for
+each group of neighbouring inputs: `(code - zero) * scale`. They differ in what lies along which axis:
+
+| | codes | zeros | read from |
+| --- | --- | --- | --- |
+| GPTQ | [I / 8, O], along inputs | [G, O / 8], one less in version 1 | AutoGPTQ 0.7.1, `qlinear_cuda_old.py` |
+| AWQ | [I, O / 8], along outputs in the order 0 2 4 6 1 3 5 7 | [G, O / 8], in that order | AutoAWQ 0.2.9, `packing_utils.py` |
+| compressed-tensors | [O, I / 8], along inputs; or int8 [O, I] | [O / 8, G], or int8 [O, G] | compressed-tensors 0.12.2, `pack_quantized.py` |
+
+O outputs, I inputs, G groups; 8 is 4 where codes have 8 bits. Inputs that are in groups of an order of their own (GPTQ's `desc_act`, `actorder: group`) are
+read as floats: what a scale multiplies would not lie side by side. What is said of activations is not followed: they stay floats.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from kvjax.pallas_kernels import QuantizedMatrix
+
+from .checkpoint import FLOATS, StoredTensor
+from .errors import CheckpointError, shortened
+from .hf_config import PACKED
+from .quantised import dequantised, from_codes
+from .schema import Strict, checked
+
+_AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
+"""Where in a word an AWQ output is."""
+
+_ROWS_AT_ONCE = 1 << 22
+"""Numbers that are made floats at a time."""
+
+
+class _Gptq(Strict):
+    bits: Literal[4, 8]
+    sym: bool = True
+    desc_act: bool = False
+    checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
+    dynamic: dict[str, Any] | None = None
+
+
+class _Awq(Strict):
+    bits: Literal[4]
+    version: str = "gemm"
+
+
+class _Args(Strict):
+    num_bits: Literal[4, 8]
+    type: Literal["int"] = "int"
+    symmetric: bool = True
+    strategy: Literal["tensor", "channel", "group"] | None = None
+
+
+class _Group(Strict):
+    weights: _Args
+
+
+class _CompressedTensors(Strict):
+    format: Literal["pack-quantized", "int-quantized", "naive-quantized"]
+    config_groups: dict[str, _Group]
+    sparsity_config: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Codes:
+    """What a layout makes of the arrays of one matrix.
+
+    Attributes:
+        shape: outputs and inputs.
+        groups: G.
+        codes: `codes(start, stop)` are the codes of these outputs, [rows, I].
+        zeros: those of zero, [rows, G]; None where that is the middle.
+        scales: [rows, G].
+        order: the group of each input, [I], where groups are not of neighbours.
+    """
+
+    shape: tuple[int, int]
+    groups: int
+    codes: Callable[[int, int], np.ndarray]
+    zeros: Callable[[int, int], np.ndarray] | None
+    scales: Callable[[int, int], np.ndarray]
+    order: Callable[[], np.ndarray] | None = None
+
+
+def unpacked(
+    tensors: Mapping[str, StoredTensor],
+    quantization: Mapping[str, Any] | None,
+    source: Path,
+    known: Callable[[], Collection[str]],
+) -> dict[str, StoredTensor]:
+    """Tensors of which those that are the arrays of one packed matrix are one, under the name of its floats.
+
+    Args:
+        quantization: `quantization_config` of the configuration.
+        source: the configuration, for messages.
+        known: names of the tensors that the model has as floats. (AutoGPTQ wrote biases of zeros where it has none.)
+
+    Raises:
+        CheckpointError: the layout is none that is read, or arrays do not fit each other.
+    """
+    method = None if quantization is None else quantization.get("quant_method")
+    if quantization is None or method not in PACKED:
+        return dict(tensors)
+    if method == "gptq":
+        biases = {name for name in tensors if name.endswith("_proj.bias")}
+        needless = biases.difference(known()) if biases else biases
+        held = {(f"{name}.needless" if name in needless else name): tensor for name, tensor in tensors.items()}
+        arrays = "qzeros", "scales", "g_idx", "bias.needless"
+        return _joined(held, "qweight", arrays, _gptq(quantization, source))
+    if method == "awq":
+        return _joined(tensors, "qweight", ("qzeros", "scales"), _awq(quantization, source))
+    return _compressed_tensors(tensors, quantization, source)
+
+
+_Layout = tuple[int, Callable[[Mapping[str, StoredTensor]], _Codes]]
+"""Bits of a code, and what makes the codes of a matrix's arrays, by the ends of their names."""
+
+
+def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
+    held = checked(_Gptq, quantization, source, "quantization_config.")
+    if held.dynamic:
+        raise CheckpointError(f"{source}: GPTQ with settings of its own for some matrices (dynamic) is not read")
+    each = 32 // held.bits
+    one_less = held.checkpoint_format == "gptq"
+
+    def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
+        words, scales = _of(arrays, "qweight", 2), _of(arrays, "scales", 2)
+        inputs, outputs, groups = words.shape[0] * each, words.shape[1], scales.shape[0]
+        _fit(scales, (groups, outputs), not inputs % groups)
+        stored = _of(arrays, "qzeros", 2)
+        _fit(stored, (groups, outputs // each))
+
+        def codes(start: int, stop: int) -> np.ndarray:
+            split = _split(_whole(words)[:, start:stop], held.bits)  # [I / each, rows, each]
+            return split.swapaxes(0, 1).reshape(stop - start, inputs)
+
+        def zeros(start: int, stop: int) -> np.ndarray:
+            found = _split(_whole(stored), held.bits).reshape(groups, -1)[:, start:stop].T
+            return (found + one_less) & np.uint8(2**held.bits - 1)
+
+        def scale(start: int, stop: int) -> np.ndarray:
+            if "bias.needless" in arrays and _whole(arrays["bias.needless"]).any():
+                raise CheckpointError(
+                    f"{words.file}: there are biases that the configuration does not have, and not of zeros"
+                )
+            if held.sym and (zeros(start, stop) != 2 ** (held.bits - 1)).any():
+                raise CheckpointError(
+                    f"{stored.file}: {source.name} says that codes are symmetric (sym), zeros are not"
+                )
+            return _whole(scales)[:, start:stop].T
+
+        order = (lambda: _whole(arrays["g_idx"])) if "g_idx" in arrays else None
+        if order is None and held.desc_act:
+            raise CheckpointError(f"{words.file}: desc_act without the order of inputs (g_idx)")
+        if not held.desc_act:
+            order = None
+        return _Codes((outputs, inputs), groups, codes, None if held.sym else zeros, scale, order)
+
+    return held.bits, layout
+
+
+def _awq(quantization: Mapping[str, Any], source: Path) -> _Layout:
+    held = checked(_Awq, quantization, source, "quantization_config.")
+    if held.version.lower() != "gemm":
+        raise CheckpointError(f"{source}: AWQ of version {shortened(held.version)} is not read; gemm is")
+
+    def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
+        words, scales = _of(arrays, "qweight", 2), _of(arrays, "scales", 2)
+        inputs, outputs, groups = words.shape[0], words.shape[1] * 8, scales.shape[0]
+        _fit(scales, (groups, outputs), not inputs % groups)
+        stored = _of(arrays, "qzeros", 2)
+        _fit(stored, (groups, outputs // 8))
+
+        def along_outputs(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+            first = start // 8
+            split = _split(_whole(tensor)[:, first : -(-stop // 8)], 4)[..., _AWQ_ORDER]
+            return split.reshape(len(split), -1)[:, start - 8 * first : stop - 8 * first].T
+
+        return _Codes(
+            (outputs, inputs),
+            groups,
+            lambda start, stop: along_outputs(words, start, stop),
+            lambda start, stop: along_outputs(stored, start, stop),
+            lambda start, stop: _whole(scales)[:, start:stop].T,
+        )
+
+    return 4, layout
+
+
+def _compressed_tensors(
+    tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any], source: Path
+) -> dict[str, StoredTensor]:
+    held = checked(_CompressedTensors, quantization, source, "quantization_config.")
+    schemes = [group.weights for group in held.config_groups.values()]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+        raise CheckpointError(f"{source}: {len(schemes)} ways to quantise weights (config_groups); one for all is read")
+    if (held.sparsity_config or {}).get("format", "dense") != "dense":
+        raise CheckpointError(f"{source}: sparse weights (sparsity_config) are not read")
+    args = schemes[0]
+    packed = held.format == "pack-quantized"
+    each = 32 // args.num_bits if packed else 1
+    if not packed and args.num_bits != 8:
+        raise CheckpointError(f"{source}: {args.num_bits} bits as {held.format} are not read; 8 are")
+
+    def unsigned(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+        array = _rows(tensor, start, stop)
+        return _split(array, args.num_bits).reshape(len(array), -1) if packed else array.view(np.uint8) ^ np.uint8(128)
+
+    def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
+        words, scales = _of(arrays, "weight_packed" if packed else "weight", 2), _of(arrays, "weight_scale")
+        outputs, inputs = words.shape[0], words.shape[1] * each
+        groups = scales.shape[1] if len(scales.shape) == 2 else 1
+        one = len(scales.shape) < 2
+        _fit(scales, () if scales.shape == () else (1,) if one else (outputs, groups), not inputs % groups)
+
+        def zeros(start: int, stop: int) -> np.ndarray:
+            stored = arrays["weight_zero_point"]
+            if one:
+                return np.full((stop - start, 1), unsigned(stored, 0, 1).reshape(-1)[0])
+            if not packed:
+                return unsigned(stored, start, stop)
+            return _split(_whole(stored).T, args.num_bits).reshape(groups, -1)[:, start:stop].T
+
+        def scale(start: int, stop: int) -> np.ndarray:
+            if one:
+                return np.broadcast_to(_whole(scales).reshape(1, 1), (stop - start, 1))
+            return _rows(scales, start, stop)
+
+        if not args.symmetric:
+            rows = -(-outputs // each) if packed else outputs
+            zero = _of(arrays, "weight_zero_point")
+            if one and packed:
+                raise CheckpointError(f"{zero.file}: one zero for a whole packed matrix is not read")
+            if not one:
+                _fit(zero, (rows, groups))
+        order = (lambda: _whole(arrays["weight_g_idx"])) if "weight_g_idx" in arrays else None
+        codes = lambda start, stop: unsigned(words, start, stop)  # noqa: E731
+        return _Codes((outputs, inputs), groups, codes, None if args.symmetric else zeros, scale, order)
+
+    rest = "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point"
+    return _joined(tensors, "weight_packed" if packed else "weight", rest, (args.num_bits, layout))
+
+
+def _joined(
+    tensors: Mapping[str, StoredTensor], main: str, rest: Sequence[str], how: _Layout
+) -> dict[str, StoredTensor]:
+    """Tensors of which those of a packed matrix are one: arrays that `main` and `rest` end the names of, where scales are among them."""
+    bits, layout = how
+    left = dict(tensors)
+    for name in tensors:
+        base, _, last = name.rpartition(".")
+        arrays = {end: tensors[f"{base}.{end}"] for end in (main, *rest) if f"{base}.{end}" in tensors}
+        if last != main or not arrays.keys() & {"scales", "weight_scale"}:
+            continue
+        for end in arrays:
+            del left[f"{base}.{end}"]
+        if f"{base}.weight" in left:
+            raise CheckpointError(f"{tensors[name].file}: {base}.weight is there twice, as floats and packed")
+        left[f"{base}.weight"] = _matrix(f"{base}.weight", layout(arrays), bits, arrays)
+    return left
+
+
+def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTensor]) -> StoredTensor:
+    """One packed matrix, as `join` makes one of kvjax's own arrays."""
+    outputs, inputs = held.shape
+    file = next(iter(arrays.values())).file
+    scales = arrays.get("scales") or arrays["weight_scale"]
+    if scales.dtype not in FLOATS:
+        raise CheckpointError(f"{file}: scales of {name} are {scales.dtype}; supported are {', '.join(FLOATS)}")
+    if bits == 4 and inputs // held.groups % 2:
+        raise CheckpointError(
+            f"{file}: {name} has groups of {inputs // held.groups} inputs; in 4 bits two are in a byte"
+        )
+
+    def keep(start: int, stop: int) -> QuantizedMatrix:
+        zeros = None if held.zeros is None else held.zeros(start, stop)
+        return from_codes(bits, held.codes(start, stop), held.scales(start, stop), zeros)
+
+    def read(start: int, out: np.ndarray) -> None:
+        stop = start + len(out)
+        if held.order is None:
+            matrix = keep(start, stop)
+            step = max(1, _ROWS_AT_ONCE // inputs)
+            for at in range(0, len(out), step):
+                part = slice(at, at + step)
+                out[part] = dequantised(jax.tree.map(lambda array, part=part: array[part], matrix), out.dtype)
+            return
+        groups = held.order()
+        if groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= held.groups:
+            raise CheckpointError(
+                f"{file}: {name}: the groups of its inputs are not {inputs} of 0 to {held.groups - 1}"
+            )
+        zeros = np.float32(1 << bits - 1) if held.zeros is None else held.zeros(start, stop)[:, groups]
+        scale = held.scales(start, stop).astype(np.float32)[:, groups]
+        out[...] = ((held.codes(start, stop) - np.float32(zeros)) * scale).astype(out.dtype)
+
+    one = from_codes(
+        bits,
+        np.zeros((1, inputs), np.uint8),
+        np.zeros((1, held.groups), FLOATS[scales.dtype]),
+        None if held.zeros is None else np.zeros((1, held.groups), np.uint8),
+    )
+    kept = jax.tree.map(lambda array: jax.ShapeDtypeStruct((outputs, *array.shape[1:]), array.dtype), one)
+    nbytes = sum(array.nbytes for array in arrays.values())
+    if held.order is not None:
+        return StoredTensor(held.shape, f"{kept.kind} in an order of its own", nbytes, file, read)
+    return StoredTensor(held.shape, kept.kind, nbytes, file, read, kept, keep)
+
+
+def _of(arrays: Mapping[str, StoredTensor], end: str, ndim: int | None = None) -> StoredTensor:
+    if end not in arrays:
+        near = next(iter(arrays.values()))
+        raise CheckpointError(f"{near.file}: a packed matrix has {', '.join(arrays)}, but no {end}")
+    if ndim is not None and len(arrays[end].shape) != ndim:
+        raise CheckpointError(
+            f"{arrays[end].file}: a {end} has shape {list(arrays[end].shape)}; it should have {ndim} axes"
+        )
+    return arrays[end]
+
+
+def _fit(tensor: StoredTensor, shape: tuple[int, ...], also: bool = True) -> None:
+    if tensor.shape != shape or not also or 0 in shape:
+        raise CheckpointError(
+            f"{tensor.file}: scales or zeros of a packed matrix have shape {list(tensor.shape)}, which does not fit its codes"
+        )
+
+
+def _rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+    """Rows of a tensor in its own type."""
+    array = np.empty((stop - start, *tensor.shape[1:]), FLOATS.get(tensor.dtype, tensor.dtype))
+    tensor.read(start, array)
+    return array
+
+
+def _whole(tensor: StoredTensor) -> np.ndarray:
+    if not tensor.shape:
+        array = np.empty((), FLOATS[tensor.dtype])
+        tensor.read(0, array)
+        return array
+    return _rows(tensor, 0, tensor.shape[0])
+
+
+def _split(words: np.ndarray, bits: int) -> np.ndarray:
+    """The codes in each int32, along a new last axis."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    split = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts
+    return (split & np.uint32(2**bits - 1)).astype(np.uint8)

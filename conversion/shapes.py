@@ -1,0 +1,81 @@
+"""`shapes_of`: what a model's parameters would take, of its configuration alone or of a checkpoint's headers."""
+
+from pathlib import Path
+from typing import Any
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.params import Params, abstract
+from kvjax.models.presets import PRESETS, find_preset
+
+from . import default_model, hub
+from .checkpoint import FLOATS, check_kinds, kinds_of, unflatten
+from .errors import CheckpointError
+from .hf_config import from_hf
+from .loading import float_name, open_checkpoint
+from .text_files import present, read_json
+
+_WEIGHTS = "*.safetensors", "*.gguf"
+
+
+def shapes_of(
+    source: str | Path | ModelConfig | None,
+    *,
+    dtype: Any = "bfloat16",
+    weights: str = "float",
+    embedding: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: bool | None = None,
+) -> Params:
+    """The shapes of a model's parameters as they would be loaded; no weights are needed unless `weights` or `embedding` ask for what is stored.
+
+    Args:
+        source: a shape's name (a preset, or the hub id of one, which needs no connection); a `config.json`, or a directory with one;
+            any other hub id, of which only the configuration is fetched; whatever `kvjax.conversion.load` takes, of which only headers
+            are read; or a `ModelConfig`. The default model if None.
+        dtype: type of what is not in 8 or 4 bits.
+        weights, embedding: see `kvjax.conversion.load`; floats by default.
+        revision, token, progress: see there.
+
+    Raises:
+        CheckpointError: no such model, a damaged one, or a shape alone where stored weights are asked for.
+        ValueError: a dtype or a kind of weights that parameters cannot have.
+    """
+    check_kinds(weights, embedding)
+    name = float_name(dtype)
+    embedding = embedding or ("as stored" if weights == "as stored" else "float")
+    if not isinstance(source, ModelConfig):
+        known = _without_weights(source, "as stored" in (weights, embedding), revision, token, progress)
+        if known is None:
+            checkpoint = open_checkpoint(source, progress, headers_only=True, revision=revision, token=token)
+            checkpoint.check()
+            return unflatten(
+                checkpoint.config, checkpoint.shapes(FLOATS[name], kinds_of(checkpoint, weights, embedding))
+            )
+        source = known
+    if "as stored" in (weights, embedding):
+        raise CheckpointError(
+            "a model's shape alone has no stored weights; give a checkpoint, or weights as float, int8 or int4"
+        )
+    return abstract(source, name, weights=weights, embedding=embedding)
+
+
+def _without_weights(
+    source: str | Path | None, stored: bool, revision: str | None, token: str | bool | None, progress: bool | None
+) -> ModelConfig | None:
+    """The shape, where it is known without weights; None where a checkpoint is to be opened."""
+    text, path = str(default_model.NAME if source is None else source), Path(str(source))
+    if not path.exists() and (found := find_preset(text)) is not None and not stored:
+        return found
+    if path.suffix == ".json" and present(path):
+        return from_hf(read_json(path), source=text)
+    if path.is_dir():
+        bare = present(path / "config.json") and not any(any(path.glob(kind)) for kind in _WEIGHTS)
+        return from_hf(read_json(path / "config.json"), source=str(path / "config.json")) if bare else None
+    if path.exists() or source is None:
+        return None
+    if hub.ID.fullmatch(text):
+        return None if stored else hub.fetch_config(text, revision=revision, token=token, progress=progress)
+    raise CheckpointError(
+        f"{text}: no such file or directory, not a hub id, which looks like owner/name, and not a shape of {', '.join(PRESETS)}"
+    )

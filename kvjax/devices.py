@@ -1,0 +1,77 @@
+"""Memory and bandwidth of devices, by their makers' data sheets.
+
+NVIDIA's: "NVIDIA T4", "L4", "L40S", "A10G" (AWS' G5), "A100" (PCIe and SXM), "H100", "H200" Tensor Core GPU data sheets, "DGX B200", and
+the GeForce RTX 4090's product page. Google's: "Cloud TPU system architecture" (v4, v5e, v5p, v6e), high bandwidth memory and its
+bandwidth of a chip. Sizes are in powers of ten as they are printed there: what a device has is a little more than that or less, and a
+driver and its runtime take their part of it, see `Device.usable`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a kind of device has.
+
+    Attributes:
+        kind: what JAX calls it: `device_kind` has this in it.
+        memory: bytes.
+        bandwidth: of it, in bytes per second.
+    """
+
+    kind: str
+    memory: float
+    bandwidth: float
+
+    @property
+    def usable(self) -> int:
+        """Bytes for programs: fifteen sixteenths, as 15 of the 16 GB of a TPU v5e."""
+        return int(self.memory) * 15 // 16
+
+
+DEVICES = tuple(
+    Device(kind, gigabytes * 1e9, terabytes * 1e12)
+    for kind, gigabytes, terabytes in (
+        ("B200", 180, 8.0),
+        ("H200", 141, 4.8),
+        ("H100 NVL", 94, 3.9),
+        ("H100 PCIe", 80, 2.0),
+        ("H100", 80, 3.35),
+        ("A100-SXM4-80GB", 80, 2.039),
+        ("A100 80GB PCIe", 80, 1.935),
+        ("A100", 40, 1.555),
+        ("L40S", 48, 0.864),
+        ("L4", 24, 0.3),
+        ("A10G", 24, 0.6),
+        ("T4", 16, 0.32),
+        ("RTX 4090", 24, 1.008),
+        ("TPU v6", 32, 1.64),
+        ("TPU v5p", 95, 2.765),
+        ("TPU v5e", 16, 0.819),
+        ("TPU v5 lite", 16, 0.819),
+        ("TPU v4", 32, 1.228),
+    )
+)
+"""The first whose kind is in a `device_kind` is meant."""
+
+PRESETS: Mapping[str, Device] = {
+    name: next(device for device in DEVICES if device.kind == kind)
+    for name, kind in {
+        "t4": "T4",
+        "l4": "L4",
+        "a100-40": "A100",
+        "a100-80": "A100-SXM4-80GB",
+        "h100": "H100",
+        "h200": "H200",
+        "v5e": "TPU v5e",
+        "v5p": "TPU v5p",
+        "v6e": "TPU v6",
+    }.items()
+}
+"""Devices to plan for, by short names; Colab has T4, L4, A100, v5e and v6e among them."""
+
+
+def device_of(device_kind: str) -> Device | None:
+    """The device that JAX calls so; None if it is not in the table."""
+    return next((device for device in DEVICES if device.kind in device_kind), None)

@@ -1,0 +1,53 @@
+"""Bytes of a model's cache, and what programs hold besides it and weights, of an engine that need not run."""
+
+import functools
+import math
+from typing import Any
+
+from kvjax.models.sharding import bytes_per_device
+from kvjax.pallas_kernels import GroupedMatrix, is_quantized
+from kvjax.policies.base import Layer, held_bytes
+from kvjax.runtime.engine import Engine
+
+_SPARE = 1.5
+"""How much more programs that read hold than what one operation after the other would: XLA runs some side by side."""
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def layer_bytes(layer: Layer[Any]) -> tuple[int, int, int]:
+    """Bytes of one layer's cache on the device and on the host, and what a step reads of them."""
+    return *held_bytes(layer), layer.bytes_read
+
+
+def cache_bytes(engine: Engine) -> tuple[int, int, int]:
+    """The same of all layers."""
+    held, host, read = zip(*map(layer_bytes, engine.layers), strict=True)
+    return sum(held), sum(host), sum(read)
+
+
+def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
+    """Bytes that reading a prompt and decoding hold besides weights and cache, estimated.
+
+    Reading: of the tokens that are read together the residual stream, its norm and the half of a layer that is wider, the layer's kept
+    keys and values beside those of the prompt, and the wider half's matrices as floats where they are in groups of 4 bits; half
+    as much again for what XLA runs side by side. Decoding: logits, a copy of a layer's cache and of a table that is not of floats, and on
+    a TPU twice the cache where it is rewritten from keys and values now and then. Peaks are 5 % below to 4 % above the TPU compiler's
+    (`benchmarks/results/fits-v5e.json`), and 0 to 13 % above those of programs on an H200 (`decode-h200.json` there).
+    """
+    c, shard, itemsize = engine.config, engine.shard, engine.weights.dtype.itemsize
+    rows = engine.batch // shard.data
+    caches = [layer_bytes(each) for each in engine.layers]
+    layer = max(held + host for held, host, _ in caches)
+    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim // shard.heads
+    tokens = rows * (engine.block or engine.specs[0].prompt_len)
+    width = max(2 * heads, 2 * c.intermediate_size // shard.model)
+    logits = 4 * rows * c.vocab_size
+    mlp = engine.weights.layers[0].mlp
+    floats = 2 * math.prod(mlp.gate.shape) // shard.model * itemsize if isinstance(mlp.gate, GroupedMatrix) else 0
+    pairs = 2 * tokens * c.num_kv_heads * c.head_dim // shard.heads * itemsize
+    reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (layer + pairs) + floats + logits
+    table = engine.weights.embed
+    decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else 0)
+    if tpu and any(each.traits.compress_reads_kv and each.traits.compression == "when_full" for each in engine.layers):
+        decoding += 2 * sum(held for held, _, _ in caches)
+    return int(_SPARE * reading) if engine.specs[0].prompt_len else 0, decoding

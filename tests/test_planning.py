@@ -1,0 +1,203 @@
+"""`kvjax.plan`: its bytes are an engine's, its estimate of workspace near the compiler's word, and what it refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from kernels.ahead_of_time import chip
+
+import kvjax
+from kvjax.bench.case import Case
+from kvjax.bench.floor import weight_bytes
+from kvjax.conversion import CheckpointError, to_hf
+from kvjax.devices import PRESETS as DEVICES
+from kvjax.models import ModelConfig, abstract
+from kvjax.models.params import nbytes
+from kvjax.models.presets import PRESETS
+from kvjax.models.sharding import bytes_per_device
+from kvjax.planning.plan import bound_for
+from kvjax.planning.sums import step_sums, sums_seconds
+from kvjax.planning.workspace import workspace
+from kvjax.runtime.engine import Engine
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+
+
+def rows(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def shallow(name: str, layers: int) -> ModelConfig:
+    """The first layers of a large model."""
+    return dataclasses.replace(PRESETS[name], num_layers=layers, windows=())
+
+
+@pytest.mark.parametrize("name", ["fits-v5e", "fits-v5e-2x2"])
+def test_workspace_is_near_the_tpu_compilers(name: str) -> None:
+    for row in rows(name):
+        params = abstract(PRESETS["llama-3.1-8b"], "bfloat16", weights=row["weights"], embedding=row["embedding"])
+        mesh = AbstractMesh((1, 4), ("data", "model")) if "2x2" in name else None
+        sizes = {"prompt_len": row["tokens"], "max_new_tokens": row["new_tokens"], "block": row["block"]}
+        engine = Engine(params, row["policy"], **row["settings"], **sizes, mesh=mesh)
+        assert engine.cache_bytes == row["cache_bytes"]
+        assert bytes_per_device(engine.weights) == row["weight_bytes"]
+        held = row["weight_bytes"] + row["cache_bytes"] + max(workspace(engine, tpu=True))
+        assert 0.95 <= held / max(row["prefill_bytes"], row["decode_bytes"]) <= 1.04
+
+
+def test_workspace_is_near_a_gpus() -> None:
+    measured = [row for row in rows("decode-h200") if "prefill" in row.get("program_bytes", ())]
+    assert {row["policy"] for row in measured} >= {"full", "chelsea", "clusterkv"}
+    for row in measured:
+        if row["policy"] not in ("full", "chelsea", "clusterkv", "treekv"):
+            continue
+        fields = row["policy"], row["settings"], row["context"], row["batch_run"], row["shape"], row["new_tokens"]
+        case = Case(*fields, dtype=row["dtype"], layers=row["layers"])
+        engine = case.engine(case.config, row["batch_run"])
+        held = bytes_per_device(engine.weights) + engine.cache_bytes + max(workspace(engine, tpu=False))
+        assert 1 <= held / row["peak_bytes"] <= 1.13
+        read = weight_bytes(engine.weights) + engine.step_bytes_read
+        assert (
+            1 <= 1e3 * read / DEVICES["h200"].bandwidth / row["floor_ms"] <= 1.03
+        )  # the floor counts slots that are filled
+
+
+def test_a_large_model_on_four_devices() -> None:
+    config = shallow("llama-3.1-70b", 8)
+    ways = kvjax.plan(config, device="h200", count=4, context=1_000_000, policy="catekv")
+    assert {(way.mesh, way.weights) for way in ways} == {
+        (f"data={data},model={4 // data}", weights) for data in (1, 2, 4) for weights in ("bfloat16", "int8", "int4")
+    }
+    _, policy, notes = bound_for(config, "catekv")
+    for way in ways:
+        data, model = (int(part.partition("=")[2]) for part in way.mesh.split(","))
+        kind = "float" if way.weights == "bfloat16" else way.weights
+        params = abstract(config, "bfloat16", weights=kind)
+        engine = Engine(
+            params,
+            policy,
+            batch=data,
+            prompt_len=1_000_000,
+            max_new_tokens=128,
+            block=4096,
+            mesh=AbstractMesh((data, model), ("data", "model")),
+        )
+        assert (way.cache_bytes, way.weight_bytes) == (engine.cache_bytes, bytes_per_device(engine.weights))
+        assert way.batch == data
+        assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
+        assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
+        assert way.sums == (18 if model > 1 else 0)
+        assert set(notes) < set(way.notes)
+        assert way.fits == (way.peak_bytes <= 132_187_500_000)
+        assert bool(way.largest_batch) == way.fits
+    assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    options = {"device": "v5e", "context": 8192, "policy": "snapkv:1024", "weights": "int8", "embedding": "int8"}
+    (way,) = kvjax.plan("llama-3.1-8b", **options)
+    (most,) = kvjax.plan("llama-3.1-8b", **options, batch=way.largest_batch)
+    (more,) = kvjax.plan("llama-3.1-8b", **options, batch=way.largest_batch + 1)
+    assert way.largest_batch > 1
+    assert most.fits
+    assert not more.fits
+    assert most.largest_batch == more.largest_batch == way.largest_batch
+
+
+def test_fit_takes_the_widest_weights_and_then_the_largest_budget() -> None:
+    config = shallow("llama-3.1-8b", 4)
+    options = {"device": "v5e", "context": 131_072, "memory": 4_000_000_000, "policy": "snapkv:8192", "fit": True}
+    (way,) = kvjax.plan(config, **options)
+    assert (way.weights, way.policy) == ("int8", "snapkv:budget=8192")
+    (way,) = kvjax.plan(config, **options | {"policy": "full"})  # which has no budget
+    budget = int(way.policy.removeprefix("snapkv:budget="))
+    larger = kvjax.plan(config, **options | {"policy": f"snapkv:{budget + 256}", "fit": False})
+    assert not any(way.fits for way in larger)
+    assert kvjax.plan(config, **options | {"memory": 2_000_000_000}) == ()
+
+
+def test_heads_of_kinds_without_a_profile() -> None:
+    config = PRESETS["llama-3.1-8b"]
+    for text in ("catekv", "catekv:budget=4096", kvjax.get_policy("catekv", eta=0.5), "duoattention"):
+        assert len(bound_for(config, text)[2]) == 1
+    assert bound_for(config, "catekv:share_adaptive=0.3", 1024)[::2] == ("catekv:share_adaptive=0.3,budget=1024", ())
+    assert not bound_for(PRESETS["smollm2-135m"], "catekv")[2]  # a profile comes with the library
+    with pytest.raises(kvjax.PolicyError, match="kvjax calibrate triattention"):
+        bound_for(config, "triattention")
+
+
+def test_models_without_weights(tiny, tmp_path: Path) -> None:
+    options = {"device": "t4", "context": 100, "weights": "int8"}
+    (by_config,) = kvjax.plan(tiny.config, **options)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(to_hf(tiny.config)))
+    assert kvjax.plan(file, **options) == kvjax.plan(tmp_path, **options) == (by_config,)
+    assert by_config.weight_bytes == nbytes(abstract(tiny.config, "bfloat16", weights="int8"))
+    kvjax.save(tiny, tmp_path / "model", format="safetensors")
+    assert kvjax.plan(tmp_path / "model", **options) == (by_config,)
+    (stored,) = kvjax.plan(tmp_path / "model", **options | {"weights": "as stored"})
+    assert stored.weight_bytes == nbytes(abstract(tiny.config, "bfloat16"))
+    with pytest.raises(CheckpointError, match="no stored weights"):
+        kvjax.plan(file, **options | {"weights": "as stored"})
+    with pytest.raises(CheckpointError, match=r"not a shape of llama-3\.1-8b"):
+        kvjax.plan("nowhere", **options)
+
+
+def test_what_is_refused(tiny) -> None:
+    with pytest.raises(ValueError, match="Did you mean 'h200'"):
+        kvjax.plan(tiny.config, device="h300")
+    with pytest.raises(ValueError, match="give memory"):
+        kvjax.plan(tiny.config, device="cpu")
+    with pytest.raises(ValueError, match="of 4 devices, but count=3"):
+        kvjax.plan(tiny.config, device="t4", count=3, mesh="data=2,model=2")
+    with pytest.raises(kvjax.PolicyError, match="unknown policy"):
+        kvjax.plan(tiny.config, device="t4", policy="nope")
+    with pytest.raises(ValueError, match="batch=0"):
+        kvjax.plan(tiny.config, device="t4", batch=0)
+    (way,) = kvjax.plan("llama-3.1-8b", device="h200", mesh="model=3", weights="float", context=1000)
+    assert "cannot share 32 query heads" in (way.refused or "")
+    assert not way.fits
+
+
+def test_sums_are_as_measured() -> None:
+    assert step_sums(PRESETS["llama-3.1-8b"]) == 66
+    assert sums_seconds(DEVICES["h200"], 2, 8192) == sums_seconds(DEVICES["h200"], 2, 10) == pytest.approx(60e-6)
+    assert sums_seconds(DEVICES["h200"], 1, 33_000_000) == pytest.approx(185e-6)
+    assert sums_seconds(DEVICES["v5e"], 2, 8192) is None
+    assert sums_seconds(DEVICES["v5e"], 0, 8192) == 0
+
+
+@pytest.mark.slow
+def test_the_cpus_compiler_is_asked(tiny) -> None:
+    (way,) = kvjax.plan(tiny.config, device="cpu", memory=10**9, context=60, weights="int8", compile=True)
+    engine = Engine(abstract(tiny.config, "bfloat16", weights="int8"), "full", prompt_len=60, max_new_tokens=128)
+    memory = engine.compile()
+    assert way.memory_by == "compiler"
+    assert (way.peak_bytes, way.weight_bytes, way.cache_bytes) == (memory.peak, memory.weights, memory.cache)
+    assert way.ms is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("device", "count"), [("v5e", 1), ("v5e", 4)])
+def test_the_tpus_compiler_is_asked(device: str, count: int) -> None:
+    chip(device)  # or there is none
+    config = shallow("llama-3.1-8b", 1)
+    ways = kvjax.plan(
+        config, device=device, count=count, context=1000, weights="int8", policy="snapkv:256", compile=True
+    )
+    assert [way.memory_by for way in ways] == ["compiler", *["formula"] * (len(ways) - 1)]
+    formula = kvjax.plan(config, device=device, count=count, context=1000, weights="int8", policy="snapkv:256")[0]
+    assert formula.mesh == ways[0].mesh
+    assert (formula.weight_bytes, formula.cache_bytes) == (ways[0].weight_bytes, ways[0].cache_bytes)
+    assert 0.7 < formula.peak_bytes / ways[0].peak_bytes < 1.3
+
+
+def test_where_there_is_no_compiler_it_is_said(tiny) -> None:
+    (way,) = kvjax.plan(tiny.config, device="h200", context=60, weights="float", compile=True)
+    assert way.memory_by == "formula"
+    assert any(note.startswith("not compiled") for note in way.notes) or jax.default_backend() == "gpu"
+    assert way.weight_bytes == nbytes(abstract(tiny.config, jnp.bfloat16))
