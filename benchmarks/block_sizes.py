@@ -73,7 +73,7 @@ def main() -> None:
         parser.error("give at least one --text")
     params = kvjax.load(args.model, dtype=args.dtype)
     suite = make_suite(params, args)
-    texts = passages(params, args.text, args.samples, suite.prompt + suite.new)
+    texts = passages(params, args.text, args.samples, suite.prompt + suite.new(seen=False))
     header, rows = report.begun(
         args.out,
         report.header(
@@ -81,7 +81,7 @@ def main() -> None:
             texts=[path.name for path in args.text],
             tasks=args.tasks.split(","),
             prompt_tokens=suite.prompt,
-            scored_tokens=suite.new - 1,
+            scored_tokens=suite.new(seen=False) - 1,
             samples=args.samples,
             budget=args.budget,
             dtype=args.dtype,
@@ -164,14 +164,15 @@ class Reading(Engine):
     """An engine of the suite's sizes, whatever the lengths of prompts and questions at hand, and of those of `continuation`."""
 
     def __init__(self, params: kvjax.Params, policy: kvjax.Policy, suite: Suite, batch: int, block: int) -> None:
-        super().__init__(
-            params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=suite.new, block=block or None
-        )
-        self.given = suite.question
+        new = suite.new(seen=False)
+        super().__init__(params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=new, block=block or None)
+        self.given, self.goes_on = suite.question, suite.goes_on
 
     def compile_all(self) -> None:
         """Have all programs compiled that `continuation` and answers need."""
         self.executables(given=self.given)
+        if self.goes_on:
+            self.executables()
         compile_read(self, self.reading()[1].caches)
 
     def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
