@@ -28,6 +28,10 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if CI else "local")
 
 
+QUICK_EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""XLA's flags for many small programs: no newer emitters, and no module of a program for each of several threads."""
+
+
 # Where a shell starts tests in the background they would not be interrupted, nor would the processes that they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,8 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     if config.option.markexpr == "mesh":
         jax.config.update("jax_num_cpu_devices", 8)
-    if config.option.markexpr not in ("slow", "long") and importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    if config.option.markexpr != "long" and importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_EMITTERS}"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so the garbage collector need not look through it, at each time, for the rest of the run.
+
+    Torch, transformers and the tests are most of what a process holds: to look took 6 % of the time of typical tests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +75,8 @@ def optimised(request: pytest.FixtureRequest):
     """Programs are optimised where a test is marked so, for the default model, which computes for long, and on devices.
 
     Most tests compile many small programs and run each a few times. So they do without the backend's optimisations, which take a third
-    of the time; and the fast ones, with the version of XLA that has a choice, without its newer emitters, which take half of the rest.
+    of the time; and all but the long ones, with the version of XLA that has a choice, without its newer emitters, which take half of
+    the rest.
     """
     marked = any(request.node.get_closest_marker(name) for name in ("optimised", "device"))
     usual = jax.config.read("jax_disable_most_optimizations")
