@@ -142,7 +142,6 @@ SLOW = {
     "cam",
     "chelsea",
     "compactor",
-    "critical(snapkv)",
     "duoattention",
     "expected_attention",
     "h2o",
@@ -161,16 +160,21 @@ SLOW = {
     "snapkv",
     "tova",
     "triattention",
-    "turboquant(full)",
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
+
+LONG = {"critical(snapkv)", "turboquant(full)"}
+"""Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
 
 
 def each(policies: list[Policy]) -> pytest.MarkDecorator:
     """One test for every policy."""
-    marks = {True: [pytest.mark.slow], False: []}
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.long] if name in LONG else [pytest.mark.slow] if name in SLOW else []
+
     named = [(policy.info.name or type(policy).__name__, policy) for policy in policies]
-    params = [pytest.param(policy, id=name, marks=marks[name in SLOW]) for name, policy in named]
+    params = [pytest.param(policy, id=name, marks=marks(name)) for name, policy in named]
     return pytest.mark.parametrize("policy", params)
 
 
