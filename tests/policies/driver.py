@@ -207,7 +207,7 @@ def every_policy(budget: int | float) -> list[Policy]:
         if "residual" in fields:  # of what is quantised, as much stays exact
             options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
         if "exact_layers" in fields:  # of TINY's two layers, both where as much as the budget stays exact
-            options["exact_layers"] = 1 if isinstance(budget, int) and budget > 1000 else 0
+            options |= {"exact_layers": 1 if isinstance(budget, int) and budget > 1000 else 0, "group": 4}
         if kinds := getattr(cls, "labels", ()):
             options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
         if cls is TriAttention:
