@@ -142,7 +142,6 @@ SLOW = {
     "cam",
     "chelsea",
     "compactor",
-    "critical(snapkv)",
     "duoattention",
     "expected_attention",
     "h2o",
@@ -161,16 +160,21 @@ SLOW = {
     "snapkv",
     "tova",
     "triattention",
-    "turboquant(full)",
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
+
+LONG = {"critical(snapkv)", "turboquant(full)"}
+"""Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
 
 
 def each(policies: list[Policy]) -> pytest.MarkDecorator:
     """One test for every policy."""
-    marks = {True: [pytest.mark.slow], False: []}
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.long] if name in LONG else [pytest.mark.slow] if name in SLOW else []
+
     named = [(policy.info.name or type(policy).__name__, policy) for policy in policies]
-    params = [pytest.param(policy, id=name, marks=marks[name in SLOW]) for name, policy in named]
+    params = [pytest.param(policy, id=name, marks=marks(name)) for name, policy in named]
     return pytest.mark.parametrize("policy", params)
 
 
@@ -203,7 +207,7 @@ def every_policy(budget: int | float) -> list[Policy]:
         if "residual" in fields:  # of what is quantised, as much stays exact
             options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
         if "exact_layers" in fields:  # of TINY's two layers, both where as much as the budget stays exact
-            options["exact_layers"] = 1 if isinstance(budget, int) and budget > 1000 else 0
+            options |= {"exact_layers": 1 if isinstance(budget, int) and budget > 1000 else 0, "group": 4}
         if kinds := getattr(cls, "labels", ()):
             options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
         if cls is TriAttention:

@@ -280,6 +280,17 @@ def test_a_model_may_have_no_template_that_opens_an_answer(template, opening, le
     assert replay.words_of(layers, None) == ()
 
 
+def test_programs_without_words_do_not_take_weights_with_a_tokenizer(letters):
+    """Those for a shape alone have no words, and a model without a tokenizer none either."""
+    shapes = {"policy": "kvzip:16", "prompt_len": 40, "max_new_tokens": 4}
+    engine = kvjax.Engine(letters.config, dtype=letters.dtype, **shapes)
+    assert engine.specs[0].words == ()
+    with pytest.raises(ValueError, match=r"kvzip has the model read words.*compile with the weights"):
+        engine.of(letters)
+    assert engine.of(letters.replace(tokenizer=None)).policy == engine.policy
+    assert kvjax.Engine(letters, **shapes).of(letters).specs[0].words
+
+
 def test_other_layers_of_a_model_are_as_without_it(tiny):
     """Layers that do not want a second reading keep what they keep, and it is of the whole prompt in all layers."""
     prompt, options = list(range(40)), {"batch": 1, "prompt_len": 40, "max_new_tokens": 4}
