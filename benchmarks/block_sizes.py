@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Semaphore
@@ -28,12 +28,11 @@ from tqdm import tqdm
 import kvjax
 from benchmarks import report
 from benchmarks.analyses.continuation import continuation
-from benchmarks.equal_bytes.batches import FixedRun
+from benchmarks.equal_bytes.batches import FixedRun, Roomy
 from benchmarks.equal_bytes.suite import Asked, Data, Suite, make_suites
 from kvjax.evals import Format
 from kvjax.evals.perplexity import compile_read
 from kvjax.policies.text import split_policies
-from kvjax.runtime.engine import Engine
 from kvjax.runtime.request import check_request
 
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt"
@@ -97,7 +96,7 @@ def main() -> None:
         text, size = case
         try:
             policy = kvjax.get_policy(kvjax.get_policy(text), budget=args.budget)
-            engine = Reading(params, policy, suite, len(texts), size)
+            engine = Reading(params, policy, suite, len(texts), block=size or None)
             with compiling:
                 engine.compile_all()
             with report.alone(args.lock):
@@ -160,23 +159,12 @@ def row(params: kvjax.Params, engine: "Reading", suite: Suite, texts: list[list[
     }
 
 
-class Reading(Engine):
-    """An engine of the suite's sizes, whatever the lengths of prompts and questions at hand, and of those of `continuation`."""
-
-    def __init__(self, params: kvjax.Params, policy: kvjax.Policy, suite: Suite, batch: int, block: int) -> None:
-        new = suite.new(seen=False)
-        super().__init__(params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=new, block=block or None)
-        self.given, self.goes_on = suite.question, suite.goes_on
+class Reading(Roomy):
+    """What answers the suite's tasks, and what `continuation` runs with texts of its sizes."""
 
     def compile_all(self) -> None:
-        """Have all programs compiled that `continuation` and answers need."""
-        self.executables(given=self.given)
-        if self.goes_on:
-            self.executables()
+        super().compile_all()
         compile_read(self, self.reading()[1].caches)
-
-    def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
-        return super().answering(*args, **options | {"size": self.given})
 
 
 def merge(parts: Sequence[Path], out: Path) -> None:

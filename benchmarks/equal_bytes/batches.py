@@ -8,20 +8,30 @@ from typing import Any
 
 from kvjax.evals.runner import described
 from kvjax.models import Params
+from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.generation import Row, Run
 from kvjax.runtime.request import check_request
 
 from .cells import Cell
+from .suite import Suite
 
 
 class Roomy(Engine):
     """An engine of a suite's sizes, whatever the lengths of the prompts and questions at hand."""
 
-    def __init__(self, params: Params, cell: Cell, batch: int) -> None:
-        suite, policy = cell.suite, cell.fitted or cell.policy
-        super().__init__(params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=suite.new(cell.seen))
-        self.given = None if cell.seen else suite.question
+    def __init__(
+        self,
+        params: Params,
+        policy: str | Policy,
+        suite: Suite,
+        batch: int,
+        seen: bool = False,
+        block: int | None = None,
+    ) -> None:
+        new = suite.new(seen)
+        super().__init__(params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=new, block=block)
+        self.given = None if seen else suite.question
         self.goes_on = suite.goes_on
 
     def compile_all(self) -> None:
@@ -149,7 +159,7 @@ class Compiled:
 
     def _make(self, cell: Cell) -> Roomy:
         start = time.monotonic()
-        engine = Roomy(self._params, cell, self._size)
+        engine = Roomy(self._params, cell.fitted or cell.policy, cell.suite, self._size, cell.seen)
         engine.compile_all()
         self._clock.took("compile", time.monotonic() - start)
         return engine

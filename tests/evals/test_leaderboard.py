@@ -201,7 +201,7 @@ def test_all_that_answers_take_is_compiled_ahead(talker, uneven):
     """Answers of more tokens than one call returns, or that end at a string, take the decoding program as well."""
     (cell,) = cells.cells(uneven, talker, [], [], [])
     cell = dataclasses.replace(cell, fitted=get_policy("full"))
-    engine = batches.Roomy(talker, cell, 1)
+    engine = batches.Roomy(talker, cell.fitted, cell.suite, 1, cell.seen)
     engine.compile_all()
     compiled = decoding.decode.compile_seconds, decoding.answer.compile_seconds, decoding.prefill.compile_seconds
     engine.executables(given=engine.given)
