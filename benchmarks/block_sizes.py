@@ -90,6 +90,8 @@ def main() -> None:
     there = [(row["policy"], row["block"]) for row in rows]
     cases = [(text, size) for text in split_policies(args.policies) for size in sizes if (text, size) not in there]
 
+    if not cases:
+        return print(tables(rows))
     compiling = Semaphore(args.jobs)
 
     def one(case: tuple[str, int]) -> dict[str, Any] | str:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import kvjax
 from kvjax.calibration.make_profile import METHODS, profile
+from kvjax.conversion import describe
+from kvjax.models import ModelConfig
 from kvjax.policies import PolicyError
 from kvjax.policies.profile import fingerprint, load
 
@@ -73,12 +75,18 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in RECIPES]:
         parser.error(f"no profile for {', '.join(unknown)}; there are {', '.join(RECIPES)}")
     if args.commands:
+        config = describe(args.model).config
         for name in chosen:
-            print(shlex.join(command(name, args.texts, args.out / f"{name}.json", args.model, args.dtype)))
+            print(shlex.join(command(name, args.texts, path(args.out, name, config), args.model, args.dtype)))
         return
     params = kvjax.load(args.model, dtype=args.dtype)
     for name in chosen:
-        make(params, name, args.texts, args.out / f"{name}-{fingerprint(params.config)}.json")
+        make(params, name, args.texts, path(args.out, name, params.config))
+
+
+def path(folder: Path, name: str, config: ModelConfig) -> Path:
+    """Where the library finds a profile of this model."""
+    return folder / f"{name}-{fingerprint(config)}.json"
 
 
 def command(name: str, texts: Path, out: Path, model: str | None, dtype: str) -> list[str]:

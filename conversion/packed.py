@@ -32,6 +32,9 @@ from .schema import Strict, checked
 _AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
 """Where in a word an AWQ output is."""
 
+WORDS, BYTES, ORDERS = ("int32",), ("int8",), ("int32", "int64")
+"""Types of codes several in a word, of those alone in a byte, and of the groups that inputs are in."""
+
 _ROWS_AT_ONCE = 1 << 22
 """Numbers that are made floats at a time."""
 
@@ -129,10 +132,10 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
     one_less = held.checkpoint_format == "gptq"
 
     def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
-        words, scales = _of(arrays, "qweight", 2), _of(arrays, "scales", 2)
+        words, scales = _of(arrays, "qweight", WORDS, 2), _of(arrays, "scales", FLOATS, 2)
         inputs, outputs, groups = words.shape[0] * each, words.shape[1], scales.shape[0]
-        _fit(scales, (groups, outputs), not inputs % groups)
-        stored = _of(arrays, "qzeros", 2)
+        _fit(scales, (groups, outputs), groups > 0 and not inputs % groups)
+        stored = _of(arrays, "qzeros", WORDS, 2)
         _fit(stored, (groups, outputs // each))
 
         def codes(start: int, stop: int) -> np.ndarray:
@@ -143,7 +146,13 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
             found = _split(_whole(stored), held.bits).reshape(groups, -1)[:, start:stop].T
             return (found + one_less) & np.uint8(2**held.bits - 1)
 
+        order = _order(arrays, "g_idx")
+
         def scale(start: int, stop: int) -> np.ndarray:
+            if order and not held.desc_act and not np.array_equal(order(), np.arange(inputs) // (inputs // groups)):
+                raise CheckpointError(
+                    f"{words.file}: {source.name} says that groups are of neighbouring inputs (desc_act), g_idx is in another order"
+                )
             if "bias.needless" in arrays and _whole(arrays["bias.needless"]).any():
                 raise CheckpointError(
                     f"{words.file}: there are biases that the configuration does not have, and not of zeros"
@@ -154,12 +163,10 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
                 )
             return _whole(scales)[:, start:stop].T
 
-        order = (lambda: _whole(arrays["g_idx"])) if "g_idx" in arrays else None
         if order is None and held.desc_act:
             raise CheckpointError(f"{words.file}: desc_act without the order of inputs (g_idx)")
-        if not held.desc_act:
-            order = None
-        return _Codes((outputs, inputs), groups, codes, None if held.sym else zeros, scale, order)
+        kept = order if held.desc_act else None
+        return _Codes((outputs, inputs), groups, codes, None if held.sym else zeros, scale, kept)
 
     return held.bits, layout
 
@@ -170,10 +177,10 @@ def _awq(quantization: Mapping[str, Any], source: Path) -> _Layout:
         raise CheckpointError(f"{source}: AWQ of version {shortened(held.version)} is not read; gemm is")
 
     def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
-        words, scales = _of(arrays, "qweight", 2), _of(arrays, "scales", 2)
+        words, scales = _of(arrays, "qweight", WORDS, 2), _of(arrays, "scales", FLOATS, 2)
         inputs, outputs, groups = words.shape[0], words.shape[1] * 8, scales.shape[0]
-        _fit(scales, (groups, outputs), not inputs % groups)
-        stored = _of(arrays, "qzeros", 2)
+        _fit(scales, (groups, outputs), groups > 0 and not inputs % groups)
+        stored = _of(arrays, "qzeros", WORDS, 2)
         _fit(stored, (groups, outputs // 8))
 
         def along_outputs(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
@@ -212,11 +219,14 @@ def _compressed_tensors(
         return _split(array, args.num_bits).reshape(len(array), -1) if packed else array.view(np.uint8) ^ np.uint8(128)
 
     def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
-        words, scales = _of(arrays, "weight_packed" if packed else "weight", 2), _of(arrays, "weight_scale")
+        words = _of(arrays, "weight_packed", WORDS, 2) if packed else _of(arrays, "weight", BYTES, 2)
+        scales = _of(arrays, "weight_scale", FLOATS)
         outputs, inputs = words.shape[0], words.shape[1] * each
         groups = scales.shape[1] if len(scales.shape) == 2 else 1
         one = len(scales.shape) < 2
-        _fit(scales, () if scales.shape == () else (1,) if one else (outputs, groups), not inputs % groups)
+        _fit(
+            scales, () if scales.shape == () else (1,) if one else (outputs, groups), groups > 0 and not inputs % groups
+        )
 
         def zeros(start: int, stop: int) -> np.ndarray:
             stored = arrays["weight_zero_point"]
@@ -233,12 +243,12 @@ def _compressed_tensors(
 
         if not args.symmetric:
             rows = -(-outputs // each) if packed else outputs
-            zero = _of(arrays, "weight_zero_point")
+            zero = _of(arrays, "weight_zero_point", WORDS if packed else BYTES)
             if one and packed:
                 raise CheckpointError(f"{zero.file}: one zero for a whole packed matrix is not read")
             if not one:
                 _fit(zero, (rows, groups))
-        order = (lambda: _whole(arrays["weight_g_idx"])) if "weight_g_idx" in arrays else None
+        order = _order(arrays, "weight_g_idx")
         codes = lambda start, stop: unsigned(words, start, stop)  # noqa: E731
         return _Codes((outputs, inputs), groups, codes, None if args.symmetric else zeros, scale, order)
 
@@ -270,8 +280,6 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
     outputs, inputs = held.shape
     file = next(iter(arrays.values())).file
     scales = arrays.get("scales") or arrays["weight_scale"]
-    if scales.dtype not in FLOATS:
-        raise CheckpointError(f"{file}: scales of {name} are {scales.dtype}; supported are {', '.join(FLOATS)}")
     if bits == 4 and inputs // held.groups % 2:
         raise CheckpointError(
             f"{file}: {name} has groups of {inputs // held.groups} inputs; in 4 bits two are in a byte"
@@ -312,10 +320,22 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
     return StoredTensor(held.shape, kept.kind, nbytes, file, read, kept, keep)
 
 
-def _of(arrays: Mapping[str, StoredTensor], end: str, ndim: int | None = None) -> StoredTensor:
+def _order(arrays: Mapping[str, StoredTensor], end: str) -> Callable[[], np.ndarray] | None:
+    """What reads the group of each input; None where there is none."""
+    if end not in arrays:
+        return None
+    order = _of(arrays, end, ORDERS, 1)
+    return lambda: _whole(order)
+
+
+def _of(arrays: Mapping[str, StoredTensor], end: str, dtypes: Collection[str], ndim: int | None = None) -> StoredTensor:
     if end not in arrays:
         near = next(iter(arrays.values()))
         raise CheckpointError(f"{near.file}: a packed matrix has {', '.join(arrays)}, but no {end}")
+    if arrays[end].dtype not in dtypes:
+        raise CheckpointError(
+            f"{arrays[end].file}: a {end} of a packed matrix is {arrays[end].dtype}; it should have {' or '.join(dtypes)}"
+        )
     if ndim is not None and len(arrays[end].shape) != ndim:
         raise CheckpointError(
             f"{arrays[end].file}: a {end} has shape {list(arrays[end].shape)}; it should have {ndim} axes"

@@ -4,6 +4,7 @@ Each format declares the fields that it reads as a `Strict` model; `checked` com
 nothing reads may hold anything.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -63,4 +64,5 @@ def checked(schema: type[_Schema], fields: Mapping[str, Any], source: object, pr
         if first["type"] == "missing":
             raise CheckpointError(f"{source}: {key} is missing") from error
         allowed = first["msg"].replace("Input should", "it should").removeprefix("Value error, ")
+        allowed = re.sub(r" or instance of \w+", "", allowed)
         raise CheckpointError(f"{source}: {key} is {shortened(first['input'])}; {allowed}") from error

@@ -7,6 +7,7 @@ driver and its runtime take their part of it, see `Device.usable`.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 
@@ -51,9 +52,10 @@ DEVICES = tuple(
         ("TPU v5e", 16, 0.819),
         ("TPU v5 lite", 16, 0.819),
         ("TPU v4", 32, 1.228),
+        ("TPU v5", 95, 2.765),  # what JAX calls a v5p
     )
 )
-"""The first whose kind is in a `device_kind` is meant."""
+"""The first whose kind is in a `device_kind`, as words of their own, is meant."""
 
 PRESETS: Mapping[str, Device] = {
     name: next(device for device in DEVICES if device.kind == kind)
@@ -74,4 +76,4 @@ PRESETS: Mapping[str, Device] = {
 
 def device_of(device_kind: str) -> Device | None:
     """The device that JAX calls so; None if it is not in the table."""
-    return next((device for device in DEVICES if device.kind in device_kind), None)
+    return next((each for each in DEVICES if re.search(rf"\b{re.escape(each.kind)}(?!\d)", device_kind)), None)

@@ -15,6 +15,7 @@ from kvjax.bench.case import Case
 from kvjax.bench.floor import weight_bytes
 from kvjax.conversion import CheckpointError, to_hf
 from kvjax.devices import PRESETS as DEVICES
+from kvjax.devices import device_of
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.params import nbytes
 from kvjax.models.presets import PRESETS
@@ -53,8 +54,6 @@ def test_workspace_is_near_a_gpus() -> None:
     measured = [row for row in rows("decode-h200") if "prefill" in row.get("program_bytes", ())]
     assert {row["policy"] for row in measured} >= {"full", "chelsea", "clusterkv"}
     for row in measured:
-        if row["policy"] not in ("full", "chelsea", "clusterkv", "treekv"):
-            continue
         fields = row["policy"], row["settings"], row["context"], row["batch_run"], row["shape"], row["new_tokens"]
         case = Case(*fields, dtype=row["dtype"], layers=row["layers"])
         engine = case.engine(case.config, row["batch_run"])
@@ -201,3 +200,36 @@ def test_where_there_is_no_compiler_it_is_said(tiny) -> None:
     assert way.memory_by == "formula"
     assert any(note.startswith("not compiled") for note in way.notes) or jax.default_backend() == "gpu"
     assert way.weight_bytes == nbytes(abstract(tiny.config, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("told", "kind"),
+    {
+        "NVIDIA H200": "H200",
+        "NVIDIA GH200 480GB": None,
+        "NVIDIA L4": "L4",
+        "NVIDIA L40": None,
+        "NVIDIA L40S": "L40S",
+        "NVIDIA T400 4GB": None,
+        "NVIDIA A100-PCIE-40GB": "A100",
+        "TPU v5": "TPU v5",
+        "TPU v5 lite": "TPU v5 lite",
+        "TPU v6 lite": "TPU v6",
+    }.items(),
+)
+def test_devices_by_what_jax_calls_them(told: str, kind: str | None) -> None:
+    found = device_of(told)
+    assert (None if found is None else found.kind) == kind
+
+
+def test_what_is_proposed_in_place_of_another_policy_is_said() -> None:
+    (way,) = kvjax.plan("llama-3.1-8b", device="t4", context=131_072, policy="quest:1024", fit=True)
+    assert way.policy.startswith("snapkv")
+    assert any("quest:1024 does not fit" in note for note in way.notes)
+
+
+def test_memory_is_checked() -> None:
+    with pytest.raises(ValueError, match="memory"):
+        kvjax.plan("llama-3.1-8b", device="t4", memory=-5)
+    with pytest.raises(ValueError, match="prefill_block"):
+        kvjax.plan("llama-3.1-8b", device="t4", prefill_block=-3)

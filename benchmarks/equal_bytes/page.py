@@ -36,7 +36,7 @@ question is part of the prompt, for some policies that score tokens by queries; 
 
 Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
 **Bold** are those that no other of the column is clearly above, where there is headroom: the 95 % interval of the paired difference
-(Student's t) reaches zero. Of many comparisons one in twenty does not by chance.
+(Student's t) reaches zero. Of many comparisons of equals one in forty does not by chance.
 """
 
 
@@ -131,12 +131,14 @@ def headroom(scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.nda
 
 
 def clearly_above(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> bool:
-    """Whether the interval of the paired difference, over what both have, is above zero."""
+    """Whether the interval of the paired difference, over what both have, is above zero; False if they have nothing in common."""
     apart = []
     for task in (task for task in ours if task in theirs):
         size = min(len(ours[task]), len(theirs[task]))
         each = ours[task][:size] - theirs[task][:size]
         apart.append(each[~np.isnan(each)])
+    if not apart:
+        return False
     mean, width = means_interval(apart)
     return mean > width
 

@@ -29,7 +29,7 @@ class LayerSpec:
         block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
         words: tokens of what a method has the model read besides the prompt, by text: those of the text, and those with which the
-            model's template opens an answer. None where no method does, or there is no tokenizer.
+            model's template opens an answer. Empty where no method does, or there is no tokenizer.
         shard: how devices share the layer; of one that runs over a mesh, `batch`, `num_heads` and `num_kv_heads` are one device's.
     """
 

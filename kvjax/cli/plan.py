@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.settings import parse_value
+
 from . import checks, console
 from .hyperparameters import read_policy
 from .options import DType, EmbeddingOption, JsonOption, ModelOption, PolicyOption, spelt
@@ -113,7 +115,8 @@ def plan(
         if kind not in KINDS:
             raise typer.BadParameter(f"{kind!r}: give {', '.join(KINDS)}", param_hint="--weights")
     # Shares of kinds of heads are no hyperparameters.
-    chosen: Any = policy if "share_" in policy and budget is None else read_policy(policy, budget)
+    shares = "share_" in policy
+    chosen: Any = policy if shares else read_policy(policy, budget)
     available = None if memory is None else parse_bytes(memory)
     start_jax(devices=True)
     with unwatched("Planning"):
@@ -126,6 +129,7 @@ def plan(
             new_tokens=new_tokens,
             batch=batch,
             policy=chosen,
+            budget=_budget(budget) if shares else None,
             weights=kinds,
             embedding=spelt(embedding),  # pyright: ignore[reportArgumentType]
             dtype=dtype,
@@ -140,6 +144,13 @@ def plan(
         _print(ways)
     else:
         print("Nothing fits; give more devices, a shorter context, or another policy.")
+
+
+def _budget(text: str | None) -> int | float | None:
+    try:
+        return None if text is None else parse_value(text, int | float)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}; {error}", param_hint="--budget") from None
 
 
 def _entry(way: "Plan") -> dict[str, Any]:

@@ -213,6 +213,8 @@ class _Question:
         self.count = whole("count", self.count, 1)
         self.new_tokens = whole("new_tokens", self.new_tokens, 1)
         self.batch = whole("batch", self.batch, 1)
+        self.memory = None if self.memory is None else whole("memory", self.memory, 1)
+        self.block = None if self.block is None else whole("prefill_block", self.block, 1)
         self.shapes: dict[str, Params] = {}
         self.bound: dict[str, Policy] = {}
         if self.mesh is not None:
@@ -411,8 +413,11 @@ def _fitting(given: _Question, ways: Sequence[Plan], kinds: Sequence[Kind], poli
                 low, best = middle, found
             else:
                 high = middle
-        if best:
+        if best and cut == policy:
             return best
+        if best:
+            told = f"{policy} does not fit with any budget, so {cut} is proposed"
+            return tuple(dataclasses.replace(way, notes=(*way.notes, told)) for way in best)
     return ()
 
 

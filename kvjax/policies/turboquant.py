@@ -36,7 +36,7 @@ class TurboQuant(Policy):
         group: channels of a value that share a scale and a zero: the largest divisor of both this and the head dim, a power of two.
         values: "levels" between the least and the greatest of a group, or "rotated" as keys are.
         signs: a seed, by which coordinates change signs at random before they are rotated, in each layer otherwise; None for none.
-        exact_layers: layers at the beginning, and as many at the end, that are not quantised.
+        exact_layers: layers at the beginning, and as many at the end, that are not quantised: all, of a model that has no more.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -272,15 +272,56 @@ def test_biases_of_zeros_are_none(tmp_path: Path) -> None:
     np.testing.assert_array_equal(own, numbers["model.layers.0.self_attn.q_proj.bias"])
 
 
-@pytest.mark.parametrize("layout", ["gptq-4", "awq", "compressed-4-asym", "compressed-int8"])
-def test_damaged_arrays_are_refused(tmp_path: Path, layout: str) -> None:
-    quantization, pack = LAYOUTS[layout]
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]]] = {
+    "fewer scales": (r"does not fit its codes|should have", lambda arrays: _ended(arrays, "scale", lambda x: x[:-1])),
+    "no scales": (r"does not fit its codes|should have", lambda arrays: _ended(arrays, "scale", lambda x: x[..., :0])),
+    "scales that are whole numbers": (
+        r"is int32; it should have float32 or",
+        lambda arrays: _ended(arrays, "scale", lambda x: x.astype(np.int32)),
+    ),
+    "codes in longer words": (
+        r"is int64; it should have int(32|8)",
+        lambda arrays: _ended(arrays, "weight", lambda x: x.astype(np.int64)),
+    ),
+    "an order in floats": (
+        r"g_idx of a packed matrix is float32; it should have int32 or int64",
+        lambda arrays: _ended(arrays, "g_idx", lambda x: x.astype(np.float32)),
+    ),
+    "an order that is not spoken of": (
+        r"says that groups are of neighbouring inputs \(desc_act\)",
+        lambda arrays: _ended(arrays, "g_idx", lambda x: x[::-1].copy()),
+    ),
+}
+"""What is said of it, and what is done to a matrix's arrays."""
 
-    def cut(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+
+def _ended(
+    arrays: dict[str, np.ndarray], end: str, change: Callable[[np.ndarray], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """With the arrays changed of whose names the last part is of this kind: scales, codes or the order of inputs."""
+    named = {"scale": ("scales", "weight_scale"), "weight": ("qweight", "weight_packed", "weight"), "g_idx": ("g_idx",)}
+    return {name: change(array) if name in named[end] else array for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage"),
+    [
+        *(
+            (layout, damage)
+            for layout in ("gptq-4", "awq", "compressed-4-asym", "compressed-int8")
+            for damage in list(DAMAGE)[:4]
+        ),
+        ("gptq-4", "an order in floats"),
+        ("gptq-4", "an order that is not spoken of"),
+    ],
+)
+def test_damaged_arrays_are_refused(tmp_path: Path, layout: str, damage: str) -> None:
+    (quantization, pack), (told, change) = LAYOUTS[layout], DAMAGE[damage]
+
+    def damaged(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         arrays, numbers = pack(rng, outputs, inputs)
-        end = "scales" if "scales" in arrays else "weight_scale"
-        return arrays | {end: arrays[end][:-1]}, numbers
+        return change(arrays), numbers
 
-    write(tmp_path, (quantization, cut))
-    with pytest.raises(CheckpointError, match=r"does not fit its codes|should have"):
+    write(tmp_path, (quantization, damaged))
+    with pytest.raises(CheckpointError, match=told):
         load(tmp_path)

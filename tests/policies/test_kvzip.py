@@ -335,6 +335,10 @@ def test_layers_with_a_sliding_window_keep_everything():
             ),
             "here it has some",
         ),
+        (
+            lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),
+            "read a prompt again for all heads",
+        ),
     ],
 )
 def test_what_does_not_go(make, says):

@@ -113,7 +113,7 @@ def test_equals_the_literal_algorithm(name):
 
 @pytest.mark.parametrize("values", ["levels", "rotated"])
 def test_blocks_are_coded_as_token_by_token(values):
-    """Rows of any lengths, in blocks of any length: what is held, to the bit, and a block of one token attends as a step does."""
+    """Rows of any lengths, in blocks of any length: what is held, and a block of one token attends as a step does."""
     policy, random, size = TurboQuant(exact_layers=0, values=values), np.random.default_rng(1), 11
     lengths = random.integers(1, 50, size=60)
     case = make_case(4, lengths, 1, heads=2, kv_heads=1)

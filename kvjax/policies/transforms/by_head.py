@@ -74,6 +74,12 @@ class ByHead(Policy):
             if heads:
                 sub = dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads), kv_heads=heads)
                 parts.append(Part(policy.layer(sub), tuple(present.index(head) for head in heads)))
+        for part in parts:
+            if part.layer.traits.replays:
+                raise PolicyError(
+                    f"by_head: {part.layer.policy.info.name!r} has the model read a prompt again for all heads of a layer together; give it "
+                    "to whole layers, by by_layer"
+                )
         return ByHeadLayer(self, spec, _traits([part.layer.traits for part in parts]), tuple(parts))
 
     def map(self, wrap: Callable[[Policy], Policy]) -> "ByHead":

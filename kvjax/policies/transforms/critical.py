@@ -60,7 +60,7 @@ class Critical(Wrapper):
         if not (scores and traits.plain and traits.compression == "never"):
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} does not keep simply what scores highest of a prompt, each head its own; give "
-                "a policy that does, such as snapkv, pyramidkv, expected_attention or compactor"
+                "a policy that does, such as snapkv, pyramidkv or compactor"
             )
         traits = dataclasses.replace(traits, surroundings=True)
         scorer = cast(PromptScorer, self.policy)
@@ -111,7 +111,8 @@ def critical(policy: Policy, share: float = 0.5, epsilon: float = 1e-4) -> Criti
     should not be below 0. Memory is the policy's.
 
     Args:
-        policy: keeps simply what scores highest of a prompt: snapkv, pyramidkv, expected_attention, compactor, or one of your own.
+        policy: keeps simply what scores highest of a prompt: snapkv, pyramidkv, compactor, or one of your own. expected_attention counts the
+            lengths of values by itself, and then counts them twice; in blocks it has a way of its own to choose, and is refused.
         share, epsilon: see above.
 
     Raises:

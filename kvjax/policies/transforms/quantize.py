@@ -92,6 +92,13 @@ class Quantized(Wrapper):
     exact_layers: int = 0
 
     def __post_init__(self) -> None:
+        others = ("residual",) if self.scheme == "turboquant" else ("values", "signs", "exact_layers")
+        for field in dataclasses.fields(self):
+            if field.name in others and getattr(self, field.name) != field.default:
+                raise PolicyError(
+                    f"quantized: {field.name}={getattr(self, field.name)!r} means nothing to scheme={self.scheme!r}; leave it out, or give "
+                    "the other scheme"
+                )
         if self.scheme == "turboquant":
             check_codes(self, self.bits)
         else:
@@ -133,7 +140,7 @@ class Quantized(Wrapper):
         if spec.head_dim & (spec.head_dim - 1):
             raise PolicyError(
                 f"{self.info.name}: heads of {spec.head_dim} numbers; scheme='turboquant' rotates by a Hadamard matrix, whose size is a "
-                "power of two, so give scheme='kivi' for this model"
+                "power of two, so take kivi, or scheme='kivi', for this model"
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in ("bits", "group", "values", "signs")}
         return RotatedLayer(self, spec, traits, inner=inner, **options)
