@@ -29,8 +29,12 @@ STILL = Rope((0.0,))
 """A rotation by no angle."""
 
 
-def observed(queries, sinks, part, own, **options) -> list[float]:
-    """What `Repetition` finds of one part, of queries [R, G] and keys that are numbers."""
+def observed(queries, sinks, part, own, values=None, inputs=None, **options) -> list[float]:
+    """What `Repetition` finds of one part, of queries [R, G] and keys that are numbers.
+
+    With `values` of the part's tokens and lengths of the `inputs` that ask, by KVzip+; the output projection changes nothing.
+    """
+    options |= {"surroundings": values is not None}
     reading = Repetition(chunk=len(part), sinks=len(sinks), **options)
     queries, keys = np.asarray(queries, np.float32), np.asarray([*sinks, *part], np.float32)
 
@@ -40,12 +44,16 @@ def observed(queries, sinks, part, own, **options) -> list[float]:
     spec = dataclasses.replace(make_case(0, [len(keys)], 1).spec, batch=1, num_heads=queries.shape[1], num_kv_heads=1)
     spec = dataclasses.replace(spec, head_dim=2, rope=STILL, scale=1.0)
     one = jnp.asarray([len(keys)], jnp.int32)
-    whole = Prompt.of(STILL, *[heads(keys[:, None])] * 3, one, one)
+    held = keys if values is None else np.asarray([*[0] * len(sinks), *values], np.float32)
+    whole = Prompt.of(STILL, *[heads(keys[:, None])] * 2, heads(held[:, None]), one, one)
+    eye = jnp.broadcast_to(jnp.eye(2), (spec.num_heads, 2, 2))
+    lengths = jnp.asarray([1.0] * len(own) if inputs is None else inputs, jnp.float32)
+    around = Surroundings(lambda: lengths[None, :, None], lambda: eye)
     new = heads(np.asarray(own, np.float32)[:, None])
     count = jnp.asarray([len(own)], jnp.int32)
     block = TokenBlock(heads(queries), new, new, one, count, one, STILL)
     at = jnp.asarray(len(sinks), jnp.int32), jnp.asarray([len(part)], jnp.int32), jnp.asarray(1, jnp.int32)
-    found = reading.observe(spec, Part(held_whole(spec, whole, len(own)), block, *at))
+    found = reading.observe(spec, Part(held_whole(spec, whole, len(own)), block, *at, around))
     return np.asarray(found)[0, 0, : len(part)].tolist()
 
 
@@ -64,6 +72,7 @@ def test_the_most_that_a_query_gives_by_hand():
 def test_what_a_value_becomes_counts_by_hand():
     """The first head alone: inputs of length 2 and 1 ask, and values are 3 and 1 long; which turns the order around."""
     part, keys = np.log([2, 3]), np.zeros((2, 2))
+    assert observed([[1], [1]], [0], part, [0, 0], values=[3, 1], inputs=[2, 1]) == pytest.approx([0.75, 0.375])
     queries = np.sqrt(2) * np.asarray([[[1, 0]]] * 2)
     got = oracle.part_scores(
         queries,
