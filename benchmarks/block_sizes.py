@@ -7,8 +7,9 @@ RULER, asked twice: with the question out of the policy's sight, so that it come
 question at the end of what is read. Of that only the last token is read as new tokens are, so that both run in the same programs.
 A block of 0 is the whole prompt. Policies that need it whole have that row alone.
 
-A result file that is there is gone on with. With `--lock FILE` several runs compile beside each other, and run one after the other;
-`--merge PART...` makes one file of theirs.
+All tasks' samples run as one batch, and as many texts. A result file that is there is gone on with. With `--lock FILE` several runs
+compile beside each other, and measure one after the other; `--merge PART...` makes one file of theirs. A run compiles all it is to
+measure before it measures: Python that traces programs holds up Python that runs them.
 """
 
 import argparse
@@ -16,9 +17,8 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Semaphore
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ import kvjax
 from benchmarks import report
 from benchmarks.analyses.continuation import continuation
 from benchmarks.equal_bytes.batches import FixedRun, Roomy
-from benchmarks.equal_bytes.suite import Asked, Data, Suite, make_suites
+from benchmarks.equal_bytes.suite import Data, Suite, make_suites
 from kvjax.evals import Format
 from kvjax.evals.perplexity import compile_read
 from kvjax.policies.text import split_policies
@@ -54,14 +54,12 @@ def main() -> None:
     parser.add_argument(
         "--tasks", default=TASKS, help="of RULER; those that hide something in a text hide it in the first"
     )
-    parser.add_argument("--samples", type=int, default=8, help="of every task, and texts, which run as one batch")
+    parser.add_argument("--samples", type=int, default=8, help="of every task")
     parser.add_argument("--budget", type=float, default=0.25, help="a fraction of prompt + new tokens")
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--blocks", default="512,2048,8192")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="cases that are compiled, and without --lock also run, at a time"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="cases that are compiled at a time")
     parser.add_argument("--lock", type=Path, help="a file that is locked while a case runs")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="PART", help="write --out from these")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/block-sizes.json"))
@@ -72,7 +70,8 @@ def main() -> None:
         parser.error("give at least one --text")
     params = kvjax.load(args.model, dtype=args.dtype)
     suite = make_suite(params, args)
-    texts = passages(params, args.text, args.samples, suite.prompt + suite.new(seen=False))
+    batch = sum(len(asked.examples) for asked in suite.asked.values())
+    texts = passages(params, args.text, batch, suite.prompt + suite.new(seen=False))
     header, rows = report.begun(
         args.out,
         report.header(
@@ -82,6 +81,7 @@ def main() -> None:
             prompt_tokens=suite.prompt,
             scored_tokens=suite.new(seen=False) - 1,
             samples=args.samples,
+            passages=batch,
             budget=args.budget,
             dtype=args.dtype,
         ),
@@ -92,35 +92,33 @@ def main() -> None:
 
     if not cases:
         return print(tables(rows))
-    compiling = Semaphore(args.jobs)
 
-    def one(case: tuple[str, int]) -> dict[str, Any] | str:
+    def compiled(case: tuple[str, int]) -> Reading | str:
         text, size = case
         try:
             policy = kvjax.get_policy(kvjax.get_policy(text), budget=args.budget)
-            engine = Reading(params, policy, suite, len(texts), block=size or None)
-            with compiling:
-                engine.compile_all()
-            with report.alone(args.lock):
-                start = time.monotonic()
-                found = row(params, engine, suite, texts)
-                return {"policy": text, **found, "seconds": round(time.monotonic() - start, 2)}
-        except (
-            kvjax.PolicyError,
-            jax.errors.JaxRuntimeError,
-        ) as error:  # what is refused must not keep others from running
-            return f"{text}, block {size}: {' '.join(str(error).split())[:300]}"
+            engine = Reading(params, policy, suite, batch, block=size or None)
+            engine.compile_all()
+        except (kvjax.PolicyError, jax.errors.JaxRuntimeError) as error:  # the others are to run
+            return " ".join(str(error).split())[:300]
+        return engine
 
-    with ThreadPoolExecutor(len(cases) if args.lock else args.jobs) as pool:
-        begun = [pool.submit(one, case) for case in cases]
-        for future in tqdm(as_completed(begun), total=len(cases), unit="case"):
-            found = future.result()
-            if isinstance(found, str):
-                tqdm.write(found)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        engines = list(tqdm(pool.map(compiled, cases), total=len(cases), unit="case", desc="compiled"))
+    for (text, size), engine in zip(tqdm(cases, unit="case", desc="measured"), engines, strict=True):
+        if isinstance(engine, str):
+            tqdm.write(f"{text}, block {size}: {engine}")
+            continue
+        with report.alone(args.lock):
+            start = time.monotonic()
+            try:
+                found = row(params, engine, suite, texts)
+            except jax.errors.JaxRuntimeError as error:
+                tqdm.write(f"{text}, block {size}: {' '.join(str(error).split())[:300]}")
                 continue
-            rows.append(found)
-            tqdm.write(line(found))
-            report.write(args.out, header, rows)
+        rows.append({"policy": text, **found, "seconds": round(time.monotonic() - start, 2)})
+        tqdm.write(line(rows[-1]))
+        report.write(args.out, header, rows)
     print(tables(rows))
 
 
@@ -154,8 +152,8 @@ def row(params: kvjax.Params, engine: "Reading", suite: Suite, texts: list[list[
     return {
         "block": engine.block,
         "nll": [text.scores.nll for text in found],
-        "unseen": {name: scores(engine, params, asked, ahead=0) for name, asked in suite.asked.items()},
-        "seen": {name: scores(engine, params, asked, ahead=-1) for name, asked in suite.asked.items()},
+        "unseen": scores(engine, params, suite, ahead=0),
+        "seen": scores(engine, params, suite, ahead=-1),
         "cache_bytes": found[0].scores.cache_bytes,
         "full_cache_bytes": engine.full_cache_bytes // engine.batch,
     }
@@ -217,19 +215,27 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{unseen:.0f}, {seen:.0f}, {np.exp(np.mean(row['nll'])):.2f}"
 
 
-def scores(engine: Reading, params: kvjax.Params, asked: Asked, ahead: int) -> list[float]:
-    """A task's scores, where of a question all but the last `-ahead` tokens, or none for 0, are read with the prompt."""
-    prompts = [context + (question[:ahead] if ahead else []) for context, question in asked.pairs]
-    questions = [question[ahead:] if ahead else question for _, question in asked.pairs]
-    request = check_request(params, asked.examples[0].max_new_tokens, stop=asked.examples[0].stop)
+def scores(engine: Reading, params: kvjax.Params, suite: Suite, ahead: int) -> dict[str, list[float]]:
+    """Each task's scores, where of a question all but the last `-ahead` tokens, or none for 0, are read with the prompt."""
+    assert params.tokenizer is not None
+    asked = [
+        (task, example, pair)
+        for task in suite.asked.values()
+        for example, pair in zip(task.examples, task.pairs, strict=True)
+    ]
+    prompts = [context + (question[:ahead] if ahead else []) for _, _, (context, question) in asked]
+    questions = [question[ahead:] if ahead else question for _, _, (_, question) in asked]
+    request = check_request(params, max(example.max_new_tokens for _, example, _ in asked))
     running = FixedRun(params, prompts, engine.policy, None, request, questions)
     running.engine = engine
     answers = running.finish()
     assert isinstance(answers, list)
-    return [
-        round(asked.task.score(answer.text or "", example), 6)
-        for answer, example in zip(answers, asked.examples, strict=True)
-    ]
+    found: dict[str, list[float]] = {name: [] for name in suite.asked}
+    names = [name for name, task in suite.asked.items() for _ in task.examples]
+    for name, (task, example, pair), answer in zip(names, asked, answers, strict=True):
+        text = params.tokenizer.decode_after(pair[0] + pair[1], answer.tokens[: example.max_new_tokens])
+        found[name].append(round(task.task.score(text, example), 6))
+    return found
 
 
 def line(row: dict[str, Any]) -> str:
