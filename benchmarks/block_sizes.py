@@ -40,7 +40,7 @@ TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt"
 
 POLICIES = (
     "full,streaming_llm,snapkv,pyramidkv,adakv,chunkkv,expected_attention,h2o,tova,keydiff,knorm,treekv,chelsea,"
-    "clusterkv,kivi:4,rkv"
+    "clusterkv,kivi,rkv"
 )
 """Those that need no profile of the model, but CaM, which reads token by token whatever the size of blocks."""
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import block_sizes
 from kvjax import pallas_kernels
 from kvjax.models.presets import PRESETS
 from kvjax.policies import policies
@@ -291,6 +292,11 @@ def blocks_and_whole() -> str:
     return "\n".join(lines)
 
 
+def reading_in_blocks() -> str:
+    """What was found and perplexity by size of blocks, one row per policy, and who loses by blocks of 2048."""
+    return block_sizes.tables(rows("block-sizes-smollm2-135m-h200.json"))
+
+
 def fits() -> str:
     """What a model with 128k tokens takes of TPU chips, by weights and policy."""
     lines = [
@@ -382,6 +388,7 @@ if __name__ == "__main__":
         published(),
         long_texts(),
         blocks_and_whole(),
+        reading_in_blocks(),
         fits(),
         peers(),
         kernels(),

@@ -76,7 +76,12 @@ def test_policies_are_all_listed():
 
 def test_tables_are_those_of_the_result_files():
     assert tables.speed() in README
-    for table in (tables.perplexity(), tables.memory(), tables.quality(tables.measured_quality())):
+    for table in (
+        tables.perplexity(),
+        tables.memory(),
+        tables.quality(tables.measured_quality()),
+        tables.reading_in_blocks(),
+    ):
         assert table in QUALITY
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
         assert table in SPEED
