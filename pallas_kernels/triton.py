@@ -43,7 +43,7 @@ def triton_call(
 ) -> Callable[..., Any]:
     """`pallas_call` of a kernel for this backend, with so many warps and stages."""
 
-    def call(*inputs: Array) -> Any:
+    def call(*inputs: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             params = backend.CompilerParams(num_warps=warps, num_stages=stages)

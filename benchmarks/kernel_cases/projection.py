@@ -3,6 +3,7 @@
 Nearly all the time of a step at batch 1 goes into these. "xla" is what models do where no Pallas kernel serves.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -12,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Norm, gated_projection, projection
+from kvjax.models.params import quantized_shape
+from kvjax.pallas_kernels import Matrix, Norm, gated_projection, is_quantized, projection
 from kvjax.pallas_kernels.projection import pallas_triton
+from kvjax.pallas_kernels.projection.quantized import nbytes_of
 
 from .case import Case, relative_error
 
@@ -26,36 +29,39 @@ LAYERS = (
 )
 """What it is, outputs of each matrix, inputs."""
 
+KINDS = "bfloat16", "int8", "int4"
+"""What the matrices are kept in."""
+
 
 def cases() -> Iterator[Case]:
     """Normal weights, kept as [outputs, inputs]; what goes into an output projection is not normed, but added to."""
-    for (name, outputs, depth), rows in product(LAYERS, (1, 8)):
+    for (name, outputs, depth), rows, kind in product(LAYERS, (1, 8), KINDS):
         way = partial(_way, name == "gate and up", name in ("attention's output", "down"))
         yield Case(
             operation="gated_projection" if name == "gate and up" else "projection",
             shape=f"{name}: {rows} x {depth} to {' + '.join(map(str, outputs))}",
-            dtype="bfloat16",
-            inputs=partial(_inputs, rows, outputs, depth),
+            dtype=kind,
+            inputs=partial(_inputs, rows, outputs, depth, kind),
             variants={
                 "xla": partial(way, implementation="xla"),
                 "auto": way,
                 **{
                     f"gpu {' '.join(map(str, sizes.values()))}": partial(way, sizes=sizes)
-                    for sizes in _candidates(rows, depth)
+                    for sizes in _candidates(rows, depth, kind)
                 },
             },
             error=partial(_error, way.args),
             tolerance=1e-2,
-            bytes=2 * (sum(outputs) * depth + rows * (depth + sum(outputs))),
+            bytes=sum(_weight_bytes(kind, count, depth) for count in outputs) + 2 * rows * (depth + sum(outputs)),
             flops=2 * rows * sum(outputs) * depth,
         )
 
 
-def _candidates(rows: int, depth: int) -> Iterator[dict[str, int]]:
-    """Block sizes to try: with the matrix units, and for one row without."""
+def _candidates(rows: int, depth: int, kind: str) -> Iterator[dict[str, int]]:
+    """Block sizes to try: with the matrix units, and for one row of floats without."""
     with_units = [(*sizes, 1) for sizes in product((16, 32, 64), (128, 256, 512), (1, 2, 4), (3, 4, 5))]
     without = [(*sizes, 0) for sizes in product((4, 8), (512, 1024, 2048), (4,), (1,))]
-    for outputs, inputs, warps, stages, units in with_units + (without if rows == 1 else []):
+    for outputs, inputs, warps, stages, units in with_units + (without if rows == 1 and kind == "bfloat16" else []):
         if depth % inputs == 0 and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
             yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages, "units": units}
 
@@ -66,7 +72,7 @@ def _way(
     x: jax.Array,
     gain: jax.Array,
     residual: jax.Array,
-    *weights: jax.Array,
+    *weights: Matrix,
     sizes: dict[str, int] | None = None,
     implementation: Any = "auto",
 ) -> list[jax.Array]:
@@ -79,7 +85,7 @@ def _way(
     return projection(x, *weights, **rest, implementation=implementation)
 
 
-def _inputs(rows: int, outputs: tuple[int, ...], depth: int, seed: int) -> tuple[jax.Array, ...]:
+def _inputs(rows: int, outputs: tuple[int, ...], depth: int, kind: str, seed: int) -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(seed), 3 + len(outputs)))
     x = jax.random.normal(next(keys), (rows, depth), jnp.bfloat16)
     gain = jax.random.normal(next(keys), (depth,), jnp.bfloat16)
@@ -88,16 +94,36 @@ def _inputs(rows: int, outputs: tuple[int, ...], depth: int, seed: int) -> tuple
         x,
         gain,
         residual,
-        *(jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * depth**-0.5 for out in outputs),
+        *(_matrix(kind, next(keys), out, depth) for out in outputs),
     )
+
+
+def _matrix(kind: str, key: jax.Array, outputs: int, depth: int) -> Matrix:
+    """Of numbers about as large as normal ones over the root of the inputs."""
+    if kind == "bfloat16":
+        return jax.random.normal(key, (outputs, depth), jnp.bfloat16) * depth**-0.5
+    held = quantized_shape(jax.ShapeDtypeStruct((outputs, depth), jnp.float32), kind)
+    levels = jax.random.randint(key, held.levels.shape, -127 if kind == "int8" else 0, 128 if kind == "int8" else 256)
+    step = depth**-0.5 / (74 if kind == "int8" else 4.6)
+    fields: dict[str, Any] = {
+        "levels": levels.astype(held.levels.dtype),
+        "scale": jnp.full(held.scale.shape, step, held.scale.dtype),
+    }
+    if kind == "int4":
+        fields["minimum"] = -7.5 * fields["scale"]
+    return dataclasses.replace(held, **fields)
+
+
+def _weight_bytes(kind: str, outputs: int, depth: int) -> int:
+    shape = jax.ShapeDtypeStruct((outputs, depth), jnp.bfloat16)
+    return nbytes_of(shape if kind == "bfloat16" else quantized_shape(shape, kind))
 
 
 def _error(way: tuple[bool, bool], inputs: tuple[Any, ...], out: list[Any]) -> float:
     """Of the first 512 outputs of each matrix."""
     gated, added = way
-    x, gain, residual, *weights = (
-        np.asarray(given[:512] if i > 2 else given, np.float64) for i, given in enumerate(inputs)
-    )
+    x, gain, residual = (np.asarray(given, np.float64) for given in inputs[:3])
+    weights = [np.asarray(_first(w), np.float64) for w in inputs[3:]]
     if not added:
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain
     expected = [x @ w.T for w in weights]
@@ -107,3 +133,9 @@ def _error(way: tuple[bool, bool], inputs: tuple[Any, ...], out: list[Any]) -> f
     if added:
         expected = [residual[:, :512] + expected[0]]
     return max(relative_error(np.asarray(o, np.float64)[:, :512], e) for o, e in zip(out, expected, strict=True))
+
+
+def _first(w: Matrix, count: int = 512) -> jax.Array:
+    """The numbers of the first outputs."""
+    part = jax.tree.map(lambda array: array[:count], w)
+    return part.dequantized(jnp.float32) if is_quantized(part) else part

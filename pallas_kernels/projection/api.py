@@ -12,7 +12,7 @@ from .types import Norm
 
 
 def _prefer_xla_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
-    if max(w.shape[0] for w in weights) > 65536:
+    if max(w.shape[0] for w in weights) > 65536 and not any(isinstance(w, QuantizedMatrix) for w in weights):
         return "of so many outputs XLA's own kernel is as fast (128256 of 4096 inputs on an H200: 255 us, these kernels 270)"
     return None
 
@@ -37,8 +37,8 @@ def projection(
 
     Args:
         x: inputs; each matrix multiplies all of them.
-        weights: matrices [_, D] as checkpoints keep them, outputs first; each may have other outputs, and be in 8 or 4 bits, which
-            XLA multiplies (`QuantizedMatrix`).
+        weights: matrices [_, D] as checkpoints keep them, outputs first; each may have other outputs, and all may be in 8 or in 4 bits
+            (`QuantizedMatrix`).
         norm: RMS norm of the inputs.
         residual: added to the product of the only matrix.
         dtype: of the products, that of `x` if not given.

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
 from .quantized import Matrix, QuantizedMatrix
+from .quantized_pallas_triton import alike, in_order_of, products, unsupported_weights
 from .types import Norm
 
 ROWS = 16
@@ -30,10 +31,12 @@ def unsupported_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | N
         return reason
     if x.ndim != 2 or x.shape[0] > ROWS:
         return f"inputs are {x.shape}, not up to {ROWS} rows"
-    plain = [w for w in weights if not isinstance(w, QuantizedMatrix)]
-    if len(plain) < len(weights):
-        return "weights are in 8 or 4 bits"
-    if {x.dtype, *(w.dtype for w in plain)} != {jnp.dtype(jnp.bfloat16)}:
+    packed = [w for w in weights if isinstance(w, QuantizedMatrix)]
+    if packed and len(packed) < len(weights):
+        return "some weights are in 8 or 4 bits and others are not"
+    if reason := unsupported_weights(packed):
+        return reason
+    if {x.dtype, *(w.dtype for w in weights if not isinstance(w, QuantizedMatrix))} != {jnp.dtype(jnp.bfloat16)}:
         return "not everything is bfloat16"
     if x.shape[1] % 128:
         return f"{x.shape[1]} inputs are not a multiple of 128"
@@ -44,7 +47,7 @@ def unsupported_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | N
 
 def projection(
     x: Float[Array, "B D"],
-    weights: Sequence[Float[Array, "_ D"]],
+    weights: Sequence[Matrix],
     *,
     norm: Norm | None,
     residual: Float[Array, "B O"] | None,
@@ -59,10 +62,16 @@ def projection(
         sizes: `outputs` of a program, `inputs` read at a time, `warps` and `stages` of it, instead of the tuned ones.
     """
     rows, depth = x.shape
-    if norm is not None and rows > 1:  # in the loop of the matrix units it costs more than on its own
+    kind = weights[0].kind if isinstance(weights[0], QuantizedMatrix) else ""
+    if norm is not None and (rows > 1 or kind):  # in the loop of the matrix units it costs more than on its own
         x, norm = norm(x), None
+    if not alike(weights):
+        options = {"norm": norm, "dtype": dtype, "interpret": interpret, "sizes": sizes}
+        outs = [projection(x, [w], residual=None, **options)[0] for w in weights]
+        return [jax.nn.silu(outs[0]) * outs[1]] if gated else outs
+    x = in_order_of(x, weights[0])
     counts = [w.shape[0] for w in weights]
-    sizes = _sizes(rows, depth, counts, gated, norm is not None) if sizes is None else sizes
+    sizes = _sizes(rows, depth, counts, gated, norm is not None, kind) if sizes is None else sizes
     blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
     inputs = [x, *([] if norm is None else [norm.gain]), *weights, *([] if residual is None else [residual])]
     options = {
@@ -86,7 +95,7 @@ def projection(
 
 
 def gated_projection(
-    x: Float[Array, "B D"], weights: Sequence[Float[Array, "O D"]], *, norm: Norm | None = None, **options: Any
+    x: Float[Array, "B D"], weights: Sequence[Matrix], *, norm: Norm | None = None, **options: Any
 ) -> Float[Array, "B O"]:
     """One product of the first matrix's, gated, and the second's; `options` as for `projection`."""
     (out,) = projection(x, weights, norm=norm, residual=None, dtype=x.dtype, gated=True, **options)
@@ -95,7 +104,7 @@ def gated_projection(
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype", "warps", "stages", "interpret"))
 def _call(
-    inputs: list[Array], *, options: tuple[tuple[str, Any], ...], dtype: Any, warps: int, stages: int, interpret: bool
+    inputs: list[Any], *, options: tuple[tuple[str, Any], ...], dtype: Any, warps: int, stages: int, interpret: bool
 ) -> list[Float[Array, "B _"]]:
     """The kernel, traced and lowered once for all layers."""
     body = functools.partial(_body, **dict(options))
@@ -112,7 +121,7 @@ def _call(
     return list(products)
 
 
-def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool) -> dict[str, int]:
+def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool, kind: str) -> dict[str, int]:
     """Block sizes: a warp has 16 outputs, and of their weights 16 to 40 KB under way.
 
     Tried on an H200 in a chain of all four projections of layers of Llama-3.1-8B's shape: what is best for one of them is within
@@ -124,7 +133,8 @@ def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bo
         block = _divisor(depth, 128 if gated else 256)
         stages = 3 if gated else 5 if depth > 8192 else 4
         sizes = {"outputs": 16, "inputs": block, "warps": 1, "stages": stages, "units": 1}
-    return tuned("projection", {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated}, sizes)
+    case = {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated}
+    return tuned("projection", case | ({"kind": kind} if kind else {}), sizes)
 
 
 def _divisor(depth: int, most: int) -> int:
@@ -189,6 +199,9 @@ def _products(
     """`outputs` products of each matrix from `first` on, in float32, for the rows, padded to R."""
     rows, depth = x_ref.shape
     padded = max(8, pl.next_power_of_2(rows)) if units else rows
+    if isinstance(weight_refs[0], QuantizedMatrix):
+        read = functools.partial(_rows, x_ref, padded=padded)
+        return [products(w, read, first, outputs, padded, inputs) for w in weight_refs]
 
     def step(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         sums, squares = carry

@@ -1,10 +1,12 @@
 """Projections of a few rows, by every implementation, against float64 NumPy."""
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.conversion.quantised import BLOCKS, from_blocks, to_int4, to_int8
 from kvjax.pallas_kernels import Norm, gated_projection, projection
 from kvjax.pallas_kernels.op import Unsupported
 
@@ -121,3 +123,50 @@ def test_gradients_pass_through():
     x, norm, (w,) = draw(9, 2, 8, (4,), "float32")
     slope = jax.grad(lambda w: projection(x, w, norm=norm)[0].sum())(w)
     np.testing.assert_allclose(slope, np.broadcast_to(normed(x, norm).sum(0), (4, 8)), rtol=1e-5)
+
+
+def quantised(kind, w):
+    w = exact(w).astype(np.float32)
+    if kind in BLOCKS:
+        size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        random = np.random.default_rng(7)
+        blocks = random.integers(0, 256, (len(w), w.shape[1] // size[0], size[1]), np.uint8)
+        for place in {"Q4_K": (0, 2), "Q6_K": (208,), "Q4_0": (0,)}[kind]:  # factors of such blocks, no NaN among them
+            factors = random.normal(scale=0.001, size=blocks.shape[:2]).astype(np.float16)
+            blocks[..., place : place + 2] = factors[..., None].view(np.uint8)
+        held = from_blocks(kind, blocks.reshape(len(w), -1))
+    else:
+        held = to_int8(w) if kind == "int8" else to_int4(w)
+    return jax.tree.map(jnp.asarray, held)
+
+
+class TestQuantized:
+    @pytest.mark.parametrize("kind", ["int8", "int4", "Q4_0", "Q4_K", "Q6_K"])
+    @pytest.mark.parametrize("case", [(1, 1024, (32, 16)), (3, 1536, (16,))], ids=str)
+    def test_products_are_those_of_the_numbers(self, by, case, kind):
+        x, norm, matrices = draw(5, *case, "bfloat16")
+        held = [quantised(kind, w) for w in matrices]
+        numbers = [exact(w.dequantized(jnp.float32)) for w in held]
+        for first in (None, norm):
+            inputs = exact(x) if first is None else normed(x, norm)
+            for w, y in zip(numbers, projection(x, *held, norm=first, **by), strict=True):
+                agree(y, inputs @ w.T, "bfloat16")
+        residual = jnp.asarray(np.random.default_rng(3).normal(size=(len(x), len(numbers[0]))), jnp.bfloat16)
+        (got,) = projection(x, held[0], residual=residual, **by)
+        agree(got, exact(residual) + exact(x) @ numbers[0].T, "bfloat16")
+        up = jax.tree.map(lambda a: jnp.flip(a, axis=0), held[0])
+        a, b = normed(x, norm) @ numbers[0].T, normed(x, norm) @ numbers[0][::-1].T
+        agree(gated_projection(x, held[0], up, norm=norm, **by), a / (1 + np.exp(-a)) * b, "bfloat16")
+
+    def test_kinds_may_differ(self, by):
+        x, norm, matrices = draw(6, 2, 512, (32, 16, 16), "bfloat16")
+        held = [quantised(kind, w) for kind, w in zip(("int4", "int4", "int8"), matrices, strict=True)]
+        for w, y in zip(held, projection(x, *held, norm=norm, **by), strict=True):
+            agree(y, normed(x, norm) @ exact(w.dequantized(jnp.float32)).T, "bfloat16")
+
+    def test_says_what_kernels_do_not_multiply(self):
+        x, _, (w, *_) = draw(6, 1, 256, (32,), "bfloat16")
+        with pytest.raises(Unsupported, match="8 groups are not a multiple of 16"):
+            projection(x, quantised("int4", w), implementation="gpu", interpret=True)
+        with pytest.raises(Unsupported, match="others are not"):
+            projection(x, w, quantised("int8", w), implementation="gpu", interpret=True)
