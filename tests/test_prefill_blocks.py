@@ -10,7 +10,7 @@ from policies.driver import compositions
 import kvjax
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
-from kvjax.runtime import engine, generation
+from kvjax.runtime import decoding, engine, generation
 from kvjax.runtime.engine import Engine
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5 + [1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 4]
@@ -78,6 +78,17 @@ def test_blocks_end_together_and_the_first_is_the_shorter() -> None:
         [[1, 2, 3], [], [0, 1, 2]],
         [[4, 5, 6], [0, 1], [3, 4, 5]],
     ]
+
+
+def test_blocks_of_all_sizes_go_on_in_the_same_programs(tiny: Params) -> None:
+    programs = decoding.decode, decoding.answer
+    asked = {**OPTIONS, "policy": kvjax.TreeKV(budget=16, sinks=2), "question": [3, 1, 4]}
+    kvjax.generate(tiny, PROMPTS[0], prefill_block=8, **asked)
+    kvjax.generate(tiny, PROMPTS[0], prefill_block=8, **asked | {"question": None})
+    before = [len(program.executables) for program in programs]
+    kvjax.generate(tiny, PROMPTS[0], prefill_block=24, **asked)
+    kvjax.generate(tiny, PROMPTS[0], prefill_block=24, **asked | {"question": None})
+    assert [len(program.executables) for program in programs] == before
 
 
 def test_memory_does_not_depend_on_the_length_of_the_prompt(tiny: Params) -> None:

@@ -228,7 +228,7 @@ def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Pa
     return shard, (partitions(params), caches, ROWS, ROWS, ROWS, ALL), (caches, ROWS, ROWS)
 
 
-stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt)
+stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt, canonical=decoding.of_steps)
 """`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
 
 

@@ -330,6 +330,11 @@ def _sample(
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+def of_steps(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[Policy, tuple[LayerSpec, ...]]:
+    """What matters to programs that run token by token: whether prompts were read in blocks, but not in blocks of which size."""
+    return policy, tuple(dataclasses.replace(spec, block=min(spec.block, 1)) for spec in specs)
+
+
 begin = Program(_empty, static=2, partition=_beginning)
 """`begin(policy, specs, seed, total)`: the state of rows that have read nothing yet; see `empty`."""
 
@@ -341,7 +346,12 @@ it chooses what to keep, see `kvjax.runtime.replay`. Returns the `Decoding` stat
 """
 
 decode = Program(
-    _decode, static=2, donate=(3,), gpu_options=_gpu_options, partition=_going_on((ALL, ALL, ALL), (ALL, ALL))
+    _decode,
+    static=2,
+    donate=(3,),
+    gpu_options=_gpu_options,
+    partition=_going_on((ALL, ALL, ALL), (ALL, ALL)),
+    canonical=of_steps,
 )
 """`decode(policy, specs, params, state, count, sampler, ends)`: sample up to `count` <= `CHUNK` more tokens per row.
 
@@ -355,6 +365,7 @@ answer = Program(
     donate=(3,),
     gpu_options=_gpu_options,
     partition=_going_on((ROWS, ROWS, ALL, ALL, ALL), (ALL, ALL)),
+    canonical=of_steps,
 )
 """`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then sample.
 

@@ -45,6 +45,7 @@ class Program:
         donate: indices, among all arguments, of arrays whose buffers the program may reuse for its results.
         gpu_options: called with the static arguments, the XLA options for a GPU. `XLA_FLAGS` that name one have the last word.
         partition: called with all arguments, how the arrays among them and the results are dealt to a mesh's devices; None for one device.
+        canonical: called with the static arguments, what of them matters to this program: it is compiled once for all that are alike in that.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Program:
         donate: tuple[int, ...] = (),
         gpu_options: Callable[..., Mapping[str, str]] | None = None,
         partition: Callable[..., Partition | None] | None = None,
+        canonical: Callable[..., tuple[Any, ...]] | None = None,
     ) -> None:
         self._function = function
         self._static = static
         self._donate = donate
         self._gpu_options = gpu_options
         self._partition = partition
+        self._canonical = canonical
         self._compiled: dict[Hashable, Any] = {}
         self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
@@ -115,6 +118,7 @@ class Program:
 
     def shapes(self, *args: Any) -> Any:
         """Shapes of the results; of a program over a mesh, those of all devices' parts together."""
+        args = self._with_canonical(args)
         return jax.eval_shape(self._whole(*args), *args[self._static :])
 
     def _whole(self, *args: Any) -> Callable[..., Any]:
@@ -125,11 +129,17 @@ class Program:
 
     def _placed(self, args: tuple[Any, ...], *, shapes: bool = False) -> tuple[Any, ...]:
         """The arguments, with arrays, or their shapes, where a program over a mesh wants them."""
+        args = self._with_canonical(args)
         dealt = None if self._partition is None else self._partition(*args)
         if dealt is None:
             return args
         shard, inputs, _ = dealt
         return *args[: self._static], *placed(shard, inputs, args[self._static :], shapes=shapes)
+
+    def _with_canonical(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self._canonical is None:
+            return args
+        return *self._canonical(*args[: self._static]), *args[self._static :]
 
 
 def _place(x: Any) -> Any:
