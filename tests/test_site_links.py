@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HOME, REPOSITORY = "https://here.example/kvjax/", "https://code.example/kvjax/kvjax"
+HOME, REPOSITORY = "https://here.example/kvjax/", "https://code.example/them/kvjax"
 
 
 @pytest.fixture
