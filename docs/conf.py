@@ -1,7 +1,9 @@
 """The site: `python -m sphinx -W --keep-going -j 2 docs site` builds it, notebooks executed (`pip install ".[docs]"`)."""
 
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import kvjax
@@ -11,6 +13,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # its extensions, and benchmarks, 
 # Pages are the same wherever they are built, and need no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+_about = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 project = "kvjax"
 author = "kvjax contributors"
 copyright = "kvjax contributors"
@@ -28,6 +31,7 @@ extensions = [
     "extensions.docstrings",
     "extensions.drawings",
     "extensions.elsewhere",
+    "extensions.links",
     "extensions.methods",
     "extensions.public",
 ]
@@ -57,10 +61,11 @@ nb_merge_streams = True
 
 html_theme = "sphinx_book_theme"
 html_title = "kvjax"
+html_baseurl = _about["urls"]["Homepage"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
-    "repository_url": "https://github.com/kvjax/kvjax",
+    "repository_url": _about["urls"]["Repository"],
     "use_repository_button": True,
     "path_to_docs": "docs",
     "navbar_persistent": [],
@@ -69,3 +74,10 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 copybutton_exclude = ".linenos, .gp, .go"
+
+# Other people's pages: `python -m sphinx -b linkcheck -D nb_execution_mode=off docs linkcheck`. Links to the project's own are checked as
+# the site is built (extensions/links.py), also before they are published.
+linkcheck_ignore = [re.escape(_about["urls"][name]) + ".*" for name in ("Homepage", "Repository")]
+linkcheck_ignore += [r"https://colab\.research\.google\.com/.*"]  # answers for any notebook
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]  # which makes them in the browser
+linkcheck_timeout, linkcheck_retries = 30, 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from benchmarks import tables
+from benchmarks import long_file, tables
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS = (
     )
 )
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-(POLICY,) = re.findall(r"```python\n(.*?)```", OWN_POLICY, flags=re.DOTALL)
+SCORER, POLICY, _ = re.findall(r"```python\n(.*?)```", OWN_POLICY, flags=re.DOTALL)
 PRINTED = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -61,6 +61,19 @@ def test_own_policy_of_the_docs_works(tiny):
         assert tight[0].stats.cache_bytes == policy.nbytes(tiny.config, 2, 60, 12, jnp.float32)
     finally:
         registry._POLICIES.pop("low_norm", None)
+
+
+def test_the_scorer_that_the_docs_write_keeps_what_knorm_keeps(tiny):
+    namespace = {"__name__": "my_policy"}
+    exec(SCORER, namespace)
+    try:
+        options, prompts = {"max_new_tokens": 12, "ignore_eos": True}, [[5, 9, 2] * 20, [3, 1, 4]]
+        both = "small_keys:16", "prompt_only(knorm:16,dense_layers=0)"
+        own, ours = (kvjax.generate(tiny, prompts, policy=policy, **options) for policy in both)
+        assert [row.tokens for row in own] == [row.tokens for row in ours]
+        assert [row.logprobs for row in own] == [row.logprobs for row in ours]
+    finally:
+        registry._POLICIES.pop("small_keys", None)
 
 
 def test_policies_are_all_listed():
@@ -114,6 +127,17 @@ def test_memory_does_not_grow_with_what_is_read():
     marks = [row["marks"] for row in tables.rows("long-context-h200.json") if "in_use_bytes" in row["marks"][0]]
     assert len(marks) >= 15
     assert all(len({mark["in_use_bytes"] for mark in row}) == 1 for row in marks)
+
+
+def test_a_long_file_took_what_the_page_says():
+    page = " ".join((ROOT / "docs/howto/long_prompts.md").read_text(encoding="utf-8").split())
+    (row,) = tables.rows("long-file-cpu.json")
+    words, limit = long_file.options()
+    assert f"kvjax {' '.join(words)}" in page.replace("(ulimit", "")
+    assert row["data_limit_bytes"] == limit
+    assert row["process_peak_bytes"] < limit
+    assert f"{row['tokens']:,} tokens takes {row['cpu_s'] / 60:.0f} minutes of CPU time" in page
+    assert f"{row['process_peak_bytes'] / 1e9:.1f} GB at its peak" in page
 
 
 def test_result_files_say_what_the_docs_claim():

@@ -1,6 +1,7 @@
 """The pages at the repository's door: short enough, citable, and without links that lead nowhere."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -85,3 +86,19 @@ def test_citation() -> None:
         assert reference["title"]
         assert all(author["family-names"] and author["given-names"] for author in reference["authors"])
         assert f"]({reference['url']})" in methods
+
+
+def test_the_public_address_stands_in_one_place() -> None:
+    """`pyproject.toml` has it. The few others are files in whose formats it cannot be left out, and tests compare them."""
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    name = address.removeprefix("https://github.com/")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not listed:
+        pytest.skip("needs a git checkout")
+    files = [ROOT / file for file in listed.split("\0") if file]
+    having = {
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.is_file() and not file.is_symlink() and name.encode() in file.read_bytes()
+    }
+    assert having == {"pyproject.toml", "CITATION.cff", "notebooks/README.md"}

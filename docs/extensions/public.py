@@ -31,6 +31,7 @@ MODULES = (
     "kvjax.analysis.wavelet",
     "kvjax.calibration.make_profile",
     "kvjax.evals.compare",
+    "kvjax.notebooks",
     "kvjax.plots",
     "kvjax.runtime.inspection",
     "kvjax.runtime.sampling",

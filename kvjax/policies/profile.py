@@ -1,8 +1,10 @@
 """Profiles: what calibration has found out about one model, as a small JSON file. Of its KV heads, a `HeadProfile`."""
 
+import base64
 import dataclasses
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,6 +20,9 @@ from .info import PolicyError
 
 VERSION = 1
 """Of the file's layout; files of another version are refused."""
+
+MOST_BYTES = 1 << 26
+"""Of one layer's numbers, as `unpack` reads them: more than any model's, and no more than a damaged file may claim."""
 
 Labels = tuple[tuple[str, ...], ...]
 """The label of every KV head: [layer][head]."""
@@ -181,6 +186,29 @@ def fingerprint(config: ModelConfig) -> str:
 def rows(table: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
     """A table of any kind of sequences as tuples, the form that profiles have."""
     return tuple(tuple(row) for row in table)
+
+
+def pack(numbers: bytes) -> str:
+    """A layer's numbers as a line of text: compressed, in base85."""
+    return base64.b85encode(zlib.compress(numbers, 9)).decode()
+
+
+def unpack(text: Any) -> bytes:
+    """What `pack` made a text of.
+
+    Raises:
+        ValueError: it made no such text.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{type(text).__name__} is no text")
+    reader = zlib.decompressobj()
+    try:
+        numbers = reader.decompress(base64.b85decode(text), MOST_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"not compressed numbers ({error})") from None
+    if not reader.eof:
+        raise ValueError("cut short, or too long")
+    return numbers
 
 
 def _remedy(method: str) -> str:

@@ -36,7 +36,7 @@ def test_profile_is_what_the_policy_takes(tiny, tmp_path):
     assert TriAttention(profile=str(tmp_path / "tri.json")).bind(tiny.config).profile == made
     assert isinstance(made, MeanQueries)
     for layer, found in enumerate(mean_queries(tiny, SAMPLES)):
-        np.testing.assert_array_equal(made.layer(layer, 16), found)
+        np.testing.assert_allclose(made.layer(layer, 16), found, rtol=2**-11, atol=2**-24)  # float16's
 
 
 def test_the_default_model_has_its_profile(smollm2):
@@ -48,5 +48,5 @@ def test_the_default_model_has_its_profile(smollm2):
     for layer in range(30):
         real, imaginary, size = np.moveaxis(found.layer(layer, 64), 1, 0)
         shares.append(np.hypot(real, imaginary) / size)
-    assert 0 <= np.min(shares) <= np.max(shares) <= 1 + 1e-6
+    assert 0 <= np.min(shares) <= np.max(shares) <= 1 + 2**-10  # both are rounded
     assert np.mean(shares) > 0.5

@@ -73,4 +73,4 @@ def test_the_shipped_profile_is_small(smollm2):
     found = shipped("infinigen", smollm2.config, SkewProfile)
     found.require(["infinigen"], smollm2.config)
     folder = resources.files("kvjax.policies") / "profiles"
-    assert max(len(file.read_bytes()) for file in folder.iterdir()) < 250_000
+    assert max(len(file.read_bytes()) for file in folder.iterdir()) < 210_000

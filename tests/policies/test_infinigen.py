@@ -140,8 +140,9 @@ def test_profiles_that_do_not_fit(tmp_path):
         InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
     file = tmp_path / "skew.json"
     for damage, says in (
-        ((PROFILE.matrices[0], "not base85"), "one base85 text per layer"),
-        (('"version": 2', '"version": 1'), "skew profile of version 1, but this kvjax reads 2; make one with"),
+        ((PROFILE.matrices[0], "not base85"), "one text of packed numbers per layer"),
+        ((PROFILE.matrices[0], PROFILE.matrices[0][:-10]), "one text of packed numbers per layer"),
+        (('"version": 3', '"version": 2'), "skew profile of version 2, but this kvjax reads 3; make one with"),
         (('"matrices"', '"scores"'), "is not a skew profile: it has"),
     ):
         PROFILE.save(file)

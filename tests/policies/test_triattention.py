@@ -13,7 +13,7 @@ from policies.test_recompress import equals
 from kvjax.models.rope import Rope, RopeConfig
 from kvjax.policies import MeanQueries, PolicyError, TriAttention
 from kvjax.policies.families.trigonometry import frequencies, pairs
-from kvjax.policies.profile import load
+from kvjax.policies.profile import load, pack
 
 
 def policy_of(statistics: Any, **options: Any) -> TriAttention:
@@ -57,7 +57,7 @@ def test_queries_that_are_all_alike_score_their_products():
     half = query[:4] + 1j * query[4:]
     policy = policy_of([[half.real, half.imag, np.abs(half)]], offsets=5)
     products = [rotate(ROPE, query, 20 + 2**i) @ rotate(ROPE, key, 7) for i in range(5)]
-    assert expected(policy, ROPE, rotate(ROPE, key, 7), 20) == pytest.approx(np.mean(products), rel=1e-4)
+    assert expected(policy, ROPE, rotate(ROPE, key, 7), 20) == pytest.approx(np.mean(products), rel=1e-3)
 
 
 def test_layouts_by_hand():
@@ -65,13 +65,13 @@ def test_layouts_by_hand():
     size = [2**0.5] * 2
     policy, rope = policy_of([[[1.0, 1], [1, 1], size]], offsets=1), Rope((1.0, 0.01))
     turned = np.asarray(rope.rotate(jnp.asarray([1.0, 2, 3, 4]), jnp.asarray(7)))
-    assert expected(policy, rope, turned, 7) == pytest.approx(9.8639, abs=1e-4)
+    assert expected(policy, rope, turned, 7) == pytest.approx(9.8639, abs=5e-3)  # of sizes in float16
     found = oracle.score(
         np.full(2, 1 + 1j), np.asarray(size), np.asarray([1 + 3j, 2 + 4j]), np.asarray([1, 0.01]), 7, 7, 1, "mean"
     )
     assert found == pytest.approx(9.8639, abs=1e-4)
     other = dataclasses.replace(rope, interleaved=True)
-    assert expected(policy, other, turned, 7) == pytest.approx(9.9517, abs=1e-4)
+    assert expected(policy, other, turned, 7) == pytest.approx(9.9517, abs=5e-3)
     real, imaginary = pairs(other, jnp.asarray([1.0, 2, 3, 4]))
     assert (real.tolist(), imaginary.tolist()) == ([1, 3], [2, 4])
 
@@ -140,7 +140,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         ),
         (lambda: TriAttention(profile=mean_queries(TINY)).bind(dataclasses.replace(TINY, num_heads=2)), "was made for"),
         (
-            lambda: TriAttention(profile=dataclasses.replace(mean_queries(TINY), queries=("0000",) * 2)).bind(TINY),
+            lambda: TriAttention(profile=dataclasses.replace(mean_queries(TINY), queries=(pack(b"000"),) * 2)).bind(
+                TINY
+            ),
             "was its file cut short",
         ),
         (lambda: TriAttention(offsets=0), "offsets=0; give 1"),

@@ -1,6 +1,5 @@
 """Skewing matrices: directions that turn a head's queries and keys so that few channels tell their products."""
 
-import base64
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -11,7 +10,7 @@ from jaxtyping import Float
 from kvjax.models.config import ModelConfig
 
 from ..info import PolicyError
-from ..profile import Profile
+from ..profile import Profile, pack, unpack
 
 _SCALE, _STEPS = np.dtype("<f2"), 127
 """Type of the scales, and how many steps of its scale an entry may be."""
@@ -27,7 +26,7 @@ class SkewProfile(Profile):
     same attention to three digits (0.611 and 0.623 of all).
 
     Attributes:
-        matrices: [L], the matrices [K, H, H] of each layer as base85 text. A matrix has orthogonal unit vectors as its columns,
+        matrices: [L], the matrices [K, H, H] of each layer as text (`pack`). A matrix has orthogonal unit vectors as its columns,
             those in which the sample's queries are largest first.
     """
 
@@ -35,26 +34,26 @@ class SkewProfile(Profile):
     tables: ClassVar[tuple[str, ...]] = ("matrices",)
 
     matrices: tuple[str, ...] = dataclasses.field(repr=False)
-    version: int = dataclasses.field(default=2, kw_only=True)
+    version: int = dataclasses.field(default=3, kw_only=True)
 
     @classmethod
     def of(cls, found: Float[np.ndarray, "L K H H"], **about: Any) -> Self:
-        return cls(matrices=tuple(base64.b85encode(_packed(layer)).decode() for layer in found), **about)
+        return cls(matrices=tuple(pack(_packed(layer)) for layer in found), **about)
 
     @classmethod
     def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
         matrices = found["matrices"]
         try:
-            texts = isinstance(matrices, list) and all(base64.b85decode(text) for text in matrices)
-        except (TypeError, ValueError):
+            texts = isinstance(matrices, list) and all(unpack(text) for text in matrices)
+        except ValueError:
             texts = False
         if not texts:
-            raise ValueError("matrices should be one base85 text per layer")
+            raise ValueError("matrices should be one text of packed numbers per layer")
         return {"matrices": tuple(matrices)}
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)
-        sizes = {len(base64.b85decode(text)) for text in self.matrices}
+        sizes = {len(unpack(text)) for text in self.matrices}
         if len(self.matrices) != config.num_layers or sizes != {config.num_kv_heads * _nbytes(config.head_dim)}:
             shape = config.num_kv_heads, config.head_dim, config.head_dim
             raise PolicyError(
@@ -65,7 +64,7 @@ class SkewProfile(Profile):
 
     def layer(self, layer: int, head_dim: int) -> Float[np.ndarray, "K H H"]:
         """The matrices of one layer, in float32."""
-        return _unpacked(base64.b85decode(self.matrices[layer]), head_dim)
+        return _unpacked(unpack(self.matrices[layer]), head_dim)
 
 
 def _nbytes(head_dim: int) -> int:

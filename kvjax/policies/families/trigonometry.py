@@ -1,6 +1,5 @@
 """Queries and keys as complex numbers, one for each pair of channels that is rotated together; and a model's mean queries as such."""
 
-import base64
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -13,9 +12,10 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
 
 from ..info import PolicyError
-from ..profile import Profile
+from ..profile import Profile, pack, unpack
 
-_DTYPE = np.dtype("<f4")
+_DTYPE = np.dtype("<f2")
+"""In which statistics are kept."""
 
 
 def pairs(rope: Rope, x: Float[Array, "*S H"]) -> tuple[Float[Array, "*S F"], Float[Array, "*S F"]]:
@@ -44,33 +44,37 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Float[np.ndarray, " F"], Flo
 class MeanQueries(Profile):
     """What TriAttention knows of a model's query heads: of unrotated queries as complex numbers the mean, and the mean size.
 
+    In float16: of the tokens that TriAttention keeps by SmolLM2's statistics of one text (a quarter of a thousand), 99.98 % are the same as in
+    float32, and 95 % are by another text's statistics.
+
     Attributes:
-        queries: [L], of each layer Re μ, Im μ and ρ of every query head and pair [N, 3, F] in float32, as base85 text.
+        queries: [L], of each layer Re μ, Im μ and ρ of every query head and pair [N, 3, F] in float16, as text (`pack`).
     """
 
     noun: ClassVar[str] = "profile of mean queries"
     tables: ClassVar[tuple[str, ...]] = ("queries",)
 
     queries: tuple[str, ...] = dataclasses.field(repr=False)
+    version: int = dataclasses.field(default=2, kw_only=True)
 
     @classmethod
     def of(cls, found: Float[np.ndarray, "L N 3 F"], **about: Any) -> Self:
-        return cls(queries=tuple(base64.b85encode(layer.astype(_DTYPE).tobytes()).decode() for layer in found), **about)
+        return cls(queries=tuple(pack(layer.astype(_DTYPE).tobytes()) for layer in found), **about)
 
     @classmethod
     def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
         queries = found["queries"]
         try:
-            texts = isinstance(queries, list) and all(base64.b85decode(text) for text in queries)
-        except (TypeError, ValueError):
+            texts = isinstance(queries, list) and all(unpack(text) for text in queries)
+        except ValueError:
             texts = False
         if not texts:
-            raise ValueError("queries should be one base85 text per layer")
+            raise ValueError("queries should be one text of packed numbers per layer")
         return {"queries": tuple(queries)}
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)
-        sizes = {len(base64.b85decode(text)) for text in self.queries}
+        sizes = {len(unpack(text)) for text in self.queries}
         expected = config.num_heads * 3 * (config.head_dim // 2) * _DTYPE.itemsize
         if len(self.queries) != config.num_layers or sizes != {expected}:
             raise PolicyError(
@@ -86,4 +90,4 @@ class MeanQueries(Profile):
 
     def layer(self, layer: int, head_dim: int) -> Float[np.ndarray, "N 3 F"]:
         """Of one layer: Re μ, Im μ and ρ of every query head."""
-        return np.frombuffer(base64.b85decode(self.queries[layer]), _DTYPE).reshape(-1, 3, head_dim // 2)
+        return np.frombuffer(unpack(self.queries[layer]), _DTYPE).reshape(-1, 3, head_dim // 2).astype(np.float32)
