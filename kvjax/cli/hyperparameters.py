@@ -59,6 +59,9 @@ def _check_profile(policy: "Policy") -> None:
     from kvjax.calibration.make_profile import METHODS
     from kvjax.policies.profile import load
 
+    weights = getattr(policy, "weights", None)
+    if isinstance(weights, str) and not Path(weights).exists():
+        raise FileNotFoundError(f"{weights}: no such file")
     profile = getattr(policy, "profile", None)
     if isinstance(profile, str) and profile not in METHODS:
         read_text(Path(profile))
