@@ -48,6 +48,7 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
     policy = replaced(policy, values)
     policy.validate(_LONG)
     _check_profile(policy)
+    _check_weights(policy)
     return policy
 
 
@@ -59,13 +60,18 @@ def _check_profile(policy: "Policy") -> None:
     from kvjax.calibration.make_profile import METHODS
     from kvjax.policies.profile import load
 
-    weights = getattr(policy, "weights", None)
-    if isinstance(weights, str) and not Path(weights).exists():
-        raise FileNotFoundError(f"{weights}: no such file")
     profile = getattr(policy, "profile", None)
     if isinstance(profile, str) and profile not in METHODS:
         read_text(Path(profile))
         load(profile, METHODS[policy.info.name].profile)
+
+
+def _check_weights(policy: "Policy") -> None:
+    from kvjax.policies.families.surrogates import load
+
+    weights, read = (getattr(policy, name, None) for name in ("weights", "read"))
+    if isinstance(weights, str) and read is not None:
+        load(weights, read)
 
 
 def read_policies(names: str, budgets: str | None, settings: Sequence[str], option: str) -> "list[Policy]":

@@ -205,6 +205,8 @@ def test_which_command_was_meant(kvjax_command, monkeypatch: pytest.MonkeyPatch)
         ["eval", "qa_1", "--data", "FILE"],
         ["eval", "vt", "--policy", "catekv", "--set", "profile=FILE"],
         ["generate", "--policy", "infinigen", "--set", "profile=FILE", "x"],
+        ["eval", "vt", "--policy", "kvzap", "--set", "weights=FILE"],
+        ["eval", "vt", "--policy", "fast_kvzip", "--set", "weights=FILE"],
         ["compare", "--policies", "full", "--tasks", "vt,perplexity", "--out", "results", "--text", "FILE"],
         ["calibrate", "catekv", "--out", "profile.json", "--data", "data.jsonl", "--data", "FILE"],
     ],
