@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--suites", default="ruler-4096", help="of ruler-LENGTH, longbench-LENGTH, gsm8k-SHOTS")
     parser.add_argument("--tasks", default=None, help="only these of the suites' tasks, separated by commas")
-    parser.add_argument("--policies", default=",".join(kvjax.policies.policies()), help="as kvjax takes them")
+    parser.add_argument(
+        "--policies", default=",".join(kvjax.policies.policies(trained=False)), help="as kvjax takes them"
+    )
     parser.add_argument("--seeing", default=",".join(SEEING), help="policies asked with the question in sight as well")
     parser.add_argument("--shares", default="0.5,0.25,0.125", help="of the full cache's bytes")
     parser.add_argument("--samples", type=int, default=20, help="of every task")

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=1024, help="tokens read after them")
     parser.add_argument("--skip", type=int, default=0, help="tokens to leave out at the start of each text")
     parser.add_argument("--budgets", default="0.125,0.25,0.5,1.0", help="fractions of prompt + scored tokens")
-    parser.add_argument("--policies", default=",".join(kvjax.policies.policies()))
+    parser.add_argument("--policies", default=",".join(kvjax.policies.policies(trained=False)))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
         "--jobs",

@@ -1,6 +1,6 @@
 """Draws what each method keeps or reads of a text, on the default model: `python docs/draw_methods.py [METHOD ...]`.
 
-Writes docs/pictures/METHOD.png for every registered policy, or those named; it takes some minutes on a CPU.
+Writes docs/pictures/METHOD.png for every registered policy that needs no trained weights, or those named; it takes some minutes on a CPU.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def _share(policy: kvjax.Policy) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("methods", nargs="*", default=[*policies()])
+    parser.add_argument("methods", nargs="*", default=[*policies(trained=False)])
     params = kvjax.load()
     assert params.tokenizer is not None
     ids = params.tokenizer.encode((DOCS / "loomings.txt").read_text(encoding="utf-8").strip())

@@ -9,6 +9,9 @@ from . import strict_json
 
 T = TypeVar("T")
 
+_MARK = b"\xef\xbb\xbf"
+"""Which some editors open UTF-8 with."""
+
 
 def read(path: Path, kind: type[T], max_lines: int | None = None) -> list[T]:
     """All lines of a file, or the first `max_lines`, as `kind`: a pydantic model or a dataclass. Blank lines count for nothing.
@@ -17,10 +20,31 @@ def read(path: Path, kind: type[T], max_lines: int | None = None) -> list[T]:
         ValueError: there is no line, or one is not UTF-8, not JSON, or lacks something that `kind` has or has it otherwise.
         OSError: the file cannot be read.
     """
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # which some editors open UTF-8 with
+    content = path.read_bytes().removeprefix(_MARK)
     found = [parsed(path, number, line, kind) for number, line in numbered(content)[:max_lines]]
     if not found:
         raise ValueError(f"{path}: no rows; give a file of JSON lines")
+    return found
+
+
+def read_rows(path: Path, kind: type[T], max_rows: int | None = None) -> list[T]:
+    """The same of a file of JSON lines, or of one JSON document that is a list of rows.
+
+    Raises:
+        ValueError, OSError: as `read`.
+    """
+    content = path.read_bytes().removeprefix(_MARK)
+    if not content.lstrip().startswith(b"["):
+        return read(path, kind, max_rows)
+    try:
+        listed = strict_json.loads(content)
+        found = [TypeAdapter(kind).validate_python(row, strict=True) for row in listed[:max_rows]]
+    except ValidationError as error:
+        raise ValueError(f"{path}: {complaint(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not found:
+        raise ValueError(f"{path}: no rows; give a file of JSON lines, or a list of rows")
     return found
 
 

@@ -35,7 +35,7 @@ def test_commands_name_the_packages_of_the_extra(project: dict, extra: str) -> N
 
 def test_a_missing_package(project: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rouge", None)
-    says = r"^LongBench's ROUGE-L needs rouge: pip install 'jieba>=[\d.]+' 'rouge>=[\d.]+' 'wonderwords>=[\d.]+' \("
+    says = r"^LongBench's ROUGE-L needs rouge: pip install 'jieba>=[\d.]+' 'math-verify>=[\d.]+' 'rouge>=[\d.]+' 'wonderwords>=[\d.]+' \("
     with pytest.raises(ImportError, match=says):
         extras.optional("rouge", "LongBench's ROUGE-L")
 

@@ -94,6 +94,8 @@ def _facts(name: str) -> str:
 
 def _picture(name: str) -> str:
     about = policies()[name].about
+    if about.trained:
+        return "*There is no picture of it: its weights do not come with kvjax, and none were published for SmolLM2-135M-Instruct.*"
     if name in ("kivi", "turboquant"):
         alt = "Keys of one head as they are, and the errors that 4 and 2 bits make, by position and channel"
     elif name == "shadowkv":

@@ -17,6 +17,7 @@ from .task_options import (
     DataOption,
     ExamplesOption,
     LengthOption,
+    NewTokensOption,
     QueryAwareOption,
     SamplesOption,
     SeedOption,
@@ -44,6 +45,7 @@ def compare(
     data: DataOption = None,
     examples: ExamplesOption = None,
     shots: ShotsOption = 8,
+    max_new_tokens: NewTokensOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +68,7 @@ def compare(
     names = checks.listed(tasks, "--tasks")
     chosen = read_policies(policies, None, (), "--policies")
     targets = checks.numbers(budgets, float, "--budgets", "shares above 0, up to 1", lambda share: 0 < share <= 1)
-    inputs = read_inputs(length, samples, seed, text, data, examples, shots)
+    inputs = read_inputs(length, samples, seed, text, data, examples, shots, max_new_tokens=max_new_tokens)
 
     from kvjax.evals.compare import compare as compare_all
     from kvjax.evals.measure import check

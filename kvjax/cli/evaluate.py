@@ -28,6 +28,7 @@ from .task_options import (
     DataOption,
     ExamplesOption,
     LengthOption,
+    NewTokensOption,
     QueryAwareOption,
     SamplesOption,
     SeedOption,
@@ -45,7 +46,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="TASK",
-            help="perplexity, fidelity, needle-KIND, one of RULER's names (niah_single_1, vt, …), longbench-NAME, or gsm8k.",
+            help="perplexity, fidelity, needle-KIND, one of RULER's names (niah_single_1, vt, …), longbench-NAME, gsm8k, math500, aime, or "
+            "multi-query.",
         ),
     ],
     model: ModelOption = None,
@@ -74,6 +76,25 @@ def evaluate(
     data: DataOption = None,
     examples: ExamplesOption = None,
     shots: ShotsOption = 8,
+    max_new_tokens: NewTokensOption = None,
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="What a question of multi-query follows: the one before it with its reference answer (reference) or the model's (own), or "
+            "none. [default: reference]",
+            show_default=False,
+        ),
+    ] = None,
+    score_by: Annotated[
+        str | None,
+        typer.Option(
+            "--score-by",
+            metavar="KIND",
+            help="Of multi-query: any or all of the reference answers, the first number, or f1. [default: any]",
+            show_default=False,
+        ),
+    ] = None,
     depths: Annotated[
         str | None, typer.Option(metavar="X[,X…]", help="Of needles, from 0 to 1.", show_default=False)
     ] = None,
@@ -113,7 +134,8 @@ def evaluate(
     # All that can be told before the model is loaded is: mistakes show at once.
     chosen = read_policies(policy, budget, settings or (), "--policy")
     several = len(chosen) > 1
-    more: dict[str, object] = {"window": window, "stride": stride}
+    more: dict[str, object] = {"window": window, "stride": stride, "max_new_tokens": max_new_tokens}
+    more |= {"history": history, "score_by": score_by}
     if depths is not None:
         more["depths"] = checks.numbers(depths, float, "--depths", "shares from 0 to 1", lambda depth: 0 <= depth <= 1)
     inputs = read_inputs(length, samples, seed, text, data, examples, shots, **more)
@@ -189,7 +211,7 @@ def _print(outcome: "Outcome") -> None:
     if outcome.query_aware is not None:
         rows.append(["question", "known when compressed" if outcome.query_aware else "not known when compressed"])
     for label, found in outcome.details.items():
-        if label in ("length", "depth") and len(found) > 1:
+        if label in ("length", "depth", "level", "turn") and len(found) > 1:
             rows.append([f"by {label}", ", ".join(f"{value}: {score:.2f}" for value, score in found.items())])
     for name, value in outcome.details.get("means", {}).items():
         rows.append([name.replace("_", " "), f"{value:.4f}"])

@@ -48,6 +48,7 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
     policy = replaced(policy, values)
     policy.validate(_LONG)
     _check_profile(policy)
+    _check_weights(policy)
     return policy
 
 
@@ -63,6 +64,14 @@ def _check_profile(policy: "Policy") -> None:
     if isinstance(profile, str) and profile not in METHODS:
         read_text(Path(profile))
         load(profile, METHODS[policy.info.name].profile)
+
+
+def _check_weights(policy: "Policy") -> None:
+    from kvjax.policies.families.surrogates import load
+
+    weights, read = (getattr(policy, name, None) for name in ("weights", "read"))
+    if isinstance(weights, str) and read is not None:
+        load(weights, read)
 
 
 def read_policies(names: str, budgets: str | None, settings: Sequence[str], option: str) -> "list[Policy]":

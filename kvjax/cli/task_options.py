@@ -40,14 +40,29 @@ DataOption = Annotated[
         "--data",
         "-d",
         metavar="PATH",
-        help="LongBench's jsonl file or their folder, GSM8K's problems, or SQuAD or HotpotQA for RULER.",
+        help="LongBench's jsonl file or their folder, problems of GSM8K, MATH-500 or AIME, contexts with many questions, or SQuAD or "
+        "HotpotQA for RULER.",
         show_default=False,
     ),
 ]
 ExamplesOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="GSM8K's solved examples.", show_default=False)
 ]
-ShotsOption = Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="How many of them; many-shot is 50.")]
+ShotsOption = Annotated[
+    int,
+    typer.Option(min=0, max=checks.MAX_INT, help="How many of them; many-shot is 50, and 0 asks the model to reason."),
+]
+NewTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        min=1,
+        max=checks.MAX_INT,
+        help="Of an answer to gsm8k, math500, aime or multi-query. [default: the task's own]",
+        show_default=False,
+    ),
+]
 QueryAwareOption = Annotated[
     bool,
     typer.Option(

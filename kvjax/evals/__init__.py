@@ -3,6 +3,8 @@
 from . import ruler as ruler
 from .gsm8k import GSM8K as GSM8K
 from .longbench import LongBench as LongBench
+from .math_problems import MathProblems as MathProblems
+from .multi_query import MultiQuery as MultiQuery
 from .needle import NeedleInAHaystack as NeedleInAHaystack
 from .perplexity import Perplexity as Perplexity
 from .perplexity import streaming as streaming

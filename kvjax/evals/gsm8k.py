@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021): word problems after solved examples; eight of them, or fifty (many-shot, ChunkKV section 4.1)."""
+"""GSM8K (Cobbe et al. 2021): word problems after solved examples, eight or fifty (many-shot, ChunkKV section 4.1), or to reason about."""
 
 import dataclasses
 import re
@@ -12,6 +12,8 @@ from pydantic import BaseModel, field_validator
 from kvjax import json_lines
 
 from .haystack import seeded
+from .math_answers import last_box
+from .math_problems import ASKED
 from .task import Example, Format
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
@@ -19,29 +21,40 @@ _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
 @dataclasses.dataclass(frozen=True)
 class GSM8K:
-    """The examples are what a cache policy compresses, the problem is the question.
+    r"""The examples are what a cache policy compresses, the problem is the question.
+
+    Without examples the problem is what is compressed, and the model is asked, in its chat template if it has one, to reason step by step
+    and put its answer in \boxed{}: then long chains are what fills the cache.
 
     Attributes:
         file: problems, one JSON object with `question` and `answer` per line.
-        examples_file: solved examples, in the same form.
-        shots: how many of them come first; the published many-shot setting has 50, of more than 4k tokens.
+        examples_file: solved examples, in the same form; None if there are to be none.
+        shots: how many of them come first, or 0; the published many-shot setting has 50, of more than 4k tokens.
         samples: how many problems, from the file's beginning; None takes all.
-        extract: "flexible" takes the number after "####", or the answer's last one where there is none; "strict" only the former.
+        extract: "flexible" takes the number after "####" or in a box, or the answer's last one where there is none; "strict" only the
+            former.
         seed: which examples, and in which order; the same for all problems.
+        max_new_tokens: of a solution; None for 256 after examples, and 1024 without.
     """
 
     file: str
-    examples_file: str
+    examples_file: str | None
     shots: int = 8
     samples: int | None = None
     extract: Literal["flexible", "strict"] = "flexible"
     seed: int = 0
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.extract not in ("flexible", "strict"):
             raise ValueError(f"extract={self.extract!r}; give 'flexible' or 'strict'")
-        if self.shots < 1 or (self.samples is not None and self.samples < 1):
-            raise ValueError(f"shots={self.shots}, samples={self.samples}; give 1 or more (samples may be None)")
+        if self.shots < 0 or any(number is not None and number < 1 for number in (self.samples, self.max_new_tokens)):
+            raise ValueError(
+                f"shots={self.shots}, samples={self.samples}, max_new_tokens={self.max_new_tokens}; give 0 or more shots, and 1 or more "
+                "of the others, or None"
+            )
+        if self.shots and self.examples_file is None:
+            raise ValueError(f"shots={self.shots}, but no examples_file; give a file of solved examples, or shots=0")
 
     def check(self) -> None:
         """Read the files, and raise what `examples` would."""
@@ -53,12 +66,27 @@ class GSM8K:
         """gsm8k-SHOTS."""
         return f"gsm8k-{self.shots}"
 
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of a solution."""
+        return self.max_new_tokens or (256 if self.shots else 1024)
+
     def examples(self, form: Format) -> Sequence[Example]:
         """One for each problem.
 
         Raises:
             ValueError: a line of a file is not of GSM8K's form (JSON with a question, and an answer that ends in #### NUMBER), or it has fewer solved examples than are asked for.
         """
+        if not self.shots:
+            return [
+                Example(
+                    context=question,
+                    question=f"\n\n{ASKED}",
+                    answers=(_final(answer, "strict") or "",),
+                    max_new_tokens=self.new_tokens,
+                )
+                for question, answer in _read(self.file)[: self.samples]
+            ]
         shown = seeded(self.name, self.seed).sample(self._solved(), self.shots)
         context = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shown)
         return [
@@ -66,7 +94,7 @@ class GSM8K:
                 context=context,
                 question=f"Question: {question}\nAnswer:",
                 answers=(_final(answer, "strict") or "",),
-                max_new_tokens=256,
+                max_new_tokens=self.new_tokens,
                 stop=("Question:",),
                 chat=False,
             )
@@ -74,6 +102,8 @@ class GSM8K:
         ]
 
     def _solved(self) -> list[tuple[str, str]]:
+        if self.examples_file is None:
+            return []
         solved = _read(self.examples_file)
         if self.shots > len(solved):
             raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
@@ -87,8 +117,11 @@ class GSM8K:
 
 def _final(answer: str, extract: str) -> str | None:
     """The number that an answer arrives at, in digits alone."""
-    marked = re.search(rf"####\s*({_NUMBER})", answer)
-    numbers = [marked[1]] if marked else re.findall(_NUMBER, answer) if extract == "flexible" else []
+    marked, box = re.search(rf"####\s*({_NUMBER})", answer), last_box(answer)
+    if marked or box is not None:
+        numbers = [marked[1]] if marked else re.findall(_NUMBER, box or "")
+    else:
+        numbers = re.findall(_NUMBER, answer) if extract == "flexible" else []
     return re.sub(r"[$,]", "", numbers[-1]) if numbers else None
 
 

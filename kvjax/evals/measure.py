@@ -14,11 +14,11 @@ from kvjax.cache import bucket
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
 
-from . import fidelity
+from . import fidelity, sessions
 from .perplexity import Perplexity, stream, streaming, windowed
 from .report import ResultFile, header, model_fingerprint
 from .runner import described, evaluate
-from .task import Format
+from .task import Example, Format
 from .tasks import MEASURES, Inputs, make_task, task_name
 
 Progress = Callable[[int, int], None]
@@ -180,10 +180,17 @@ def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bo
     assert params.tokenizer is not None
     form = Format(params.tokenizer, params.tokenizer.chat_template is not None if chat is None else chat)
     found = []
+    together: dict[int, list[Example]] = {}
     for example in make_task(name, inputs, params.config.max_position).examples(form):
+        if example.session is not None:
+            together.setdefault(example.session, []).append(example)
+            continue
         context, question = (len(part) for part in form.encode(example))
         new_tokens = example.max_new_tokens + (0 if query_aware else bucket(question))
         found.append((context + question if query_aware else context, new_tokens))
+    for examples in together.values():
+        context, _, new_tokens = sessions.plan(form, examples)
+        found.append((len(context), new_tokens))
     prompts, most_new = zip(*found, strict=True)
     return max(prompts), max(most_new)
 

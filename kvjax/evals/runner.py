@@ -15,6 +15,7 @@ from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime.generation import generate
 
+from . import sessions
 from .report import ResultFile, header, model_fingerprint
 from .task import Example, Format, Task
 
@@ -97,7 +98,7 @@ def evaluate(
         budget: as for `generate`.
         query_aware: whether the policy compresses context and question together, so that the question is what its observation
             window sees. By default the context is compressed before its question is known, as one that many questions are asked
-            of has to be; the question is then read token by token.
+            of has to be; the question is then read token by token. Not for examples of a session.
         chat: put examples in the model's chat template; by default if it has one.
         batch: examples that run together.
         prefill_block: as for `generate`.
@@ -105,7 +106,8 @@ def evaluate(
         progress: called with examples done and in all.
 
     Raises:
-        ValueError: the model has no tokenizer, or `out` holds results of another run, or rows that are not of this task.
+        ValueError: the model has no tokenizer, or `out` holds results of another run, or rows that are not of this task; or the
+            task's questions share contexts, and are to be known.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     if params.tokenizer is None:
@@ -123,14 +125,22 @@ def evaluate(
         "batch": batch,
     } | ({} if prefill_block is None else {"prefill_block": prefill_block})
     examples = task.examples(form)
+    if query_aware and any(example.session is not None for example in examples):
+        raise ValueError(
+            f"query_aware=True, but {task.name} asks many questions of a context that is compressed once; leave it out"
+        )
     results = ResultFile(out, header(**settings), Row, _belongs(examples))
     done = {row["example"] for row in results.rows}
     if progress is not None:
         progress(len(done), len(examples))
     for planned, rows in _batches(form, examples, batch):
         left = [i for i in planned if i not in done]
-        if left:
+        if left and examples[left[0]].session is not None:
+            found = _run_session(params, task, policy, form, examples, planned, prefill_block)
+            results.append([row for row in found if row["example"] in left])
+        elif left:
             results.append(_run(params, task, policy, form, query_aware, examples, left, rows, prefill_block))
+        if left:
             done |= set(left)
             if progress is not None:
                 progress(len(done), len(examples))
@@ -170,15 +180,20 @@ def _short(text: str) -> str:
 
 
 def _batches(form: Format, examples: Sequence[Example], size: int) -> list[tuple[list[int], int]]:
-    """Examples of like lengths that run together, and the rows of the compiled program that runs them."""
+    """Examples of like lengths that run together, and the rows of the compiled program that runs them; those of a session by themselves."""
     groups: dict[Any, list[int]] = {}
+    together: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
+        if example.session is not None:
+            together.setdefault(example.session, []).append(i)
+            continue
         context, question = form.encode(example)
         key = bucket(len(context)), bucket(len(question)), example.max_new_tokens, example.stop
         groups.setdefault(key, []).append(i)
-    return [
+    batches = [
         (group[at : at + size], min(size, len(group))) for group in groups.values() for at in range(0, len(group), size)
     ]
+    return batches + [(group, 1) for group in together.values()]
 
 
 def _run(
@@ -221,6 +236,37 @@ def _run(
                 "question_tokens": 0 if query_aware else len(question),
                 "new_tokens": len(answer.tokens),
                 **{name: getattr(stats, name) / stats.rows for name in shares},
+            }
+        )
+    return rows
+
+
+def _run_session(
+    params: Params,
+    task: Task,
+    policy: Policy,
+    form: Format,
+    examples: Sequence[Example],
+    group: Sequence[int],
+    prefill_block: int | None,
+) -> list[dict[str, Any]]:
+    """Answers to the questions of one context."""
+    rows = []
+    for i, asked in zip(
+        group, sessions.ask(params, policy, form, [examples[i] for i in group], prefill_block), strict=True
+    ):
+        example, reply = examples[i], asked.reply
+        assert reply.text is not None
+        took = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "reply"}
+        rows.append(
+            {
+                "example": i,
+                "score": task.score(reply.text, example),
+                "answer": reply.text,
+                "answers": list(example.answers),
+                "labels": dict(example.labels),
+                "new_tokens": len(reply.tokens),
+                **took,
             }
         )
     return rows

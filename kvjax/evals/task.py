@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvjax.conversion.tokenizer import Tokenizer
+
+History = Literal["reference", "own", "none"]
+"""What a question of a session follows: the one before it and the reference answer to that, or the model's own, or just the context."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,9 @@ class Example:
         chat: whether a chat model gets this in its chat template; completions (of code, of few-shot lists) go without.
         choices: what there is to choose from, where the task is to classify.
         labels: what results are broken down by, such as a needle's depth.
+        session: examples of the same number have one context, which is read and compressed once; then they are asked in their order.
+            None for one that is asked by itself.
+        history: what it follows there.
     """
 
     context: str
@@ -32,6 +38,8 @@ class Example:
     chat: bool = True
     choices: tuple[str, ...] = ()
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    session: int | None = None
+    history: History = "reference"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +75,21 @@ class Format:
             )
         following = text[at:] + example.prefix.lstrip()
         return self.tokenizer.encode(text[:at], add_special=False), self.tokenizer.encode(following, add_special=False)
+
+    def encode_next(self, example: Example) -> list[int]:
+        """Token ids of a question that follows the answer to another one: in a chat, as the user's next message.
+
+        Raises:
+            ValueError: the model has no chat template, or its template leaves earlier answers out.
+        """
+        if not (self.chat and example.chat):
+            return self.tokenizer.encode(example.question + example.prefix, add_special=False)
+        mark, question = "\N{OBJECT REPLACEMENT CHARACTER}", example.question.strip()
+        said = [("user", question), ("assistant", mark), ("user", question)]
+        text = self.tokenizer.render([{"role": role, "content": content} for role, content in said])
+        if mark not in text:
+            raise ValueError("the chat template leaves earlier answers out; use chat=False")
+        return self.tokenizer.encode(text.rpartition(mark)[2] + example.prefix.lstrip(), add_special=False)
 
     def count(self, example: Example) -> int:
         """Tokens of the whole: prompt, question and the longest answer."""

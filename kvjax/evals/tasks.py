@@ -9,7 +9,10 @@ from kvjax.texts import read_text
 
 from . import longbench, ruler
 from .gsm8k import GSM8K
+from .math_problems import Benchmark, MathProblems
+from .multi_query import MultiQuery, ScoreBy
 from .needle import Kind, NeedleInAHaystack
+from .task import History
 
 MEASURES = ("perplexity", "fidelity")
 """What is measured on a text, with no answers to score."""
@@ -25,11 +28,15 @@ class Inputs:
         seed: of what is drawn.
         depths: of needles, as shares of the haystack.
         text: a plain text: haystack, or what perplexity and fidelity are measured on.
-        data: LongBench's jsonl file or the folder of them, GSM8K's problems, or the questions of RULER's QA tasks.
+        data: LongBench's jsonl file or the folder of them, problems of GSM8K, MATH-500 or AIME, contexts with many questions, or the
+            questions of RULER's QA tasks.
         examples: GSM8K's solved examples.
-        shots: how many of them.
+        shots: how many of them; with none of them GSM8K is asked of a model that reasons.
         window, stride: perplexity in windows of so many tokens, that begin so far from one another, in place of streaming.
         queries: tokens at the text's end that fidelity compares the attention of.
+        max_new_tokens: of an answer to problems of mathematics and to questions of one context; None: the task's own.
+        history: what the questions of one context follow, see `MultiQuery`.
+        score_by: how answers to them are scored, see `MultiQuery`.
     """
 
     lengths: tuple[int, ...] | None = None
@@ -43,6 +50,9 @@ class Inputs:
     window: int | None = None
     stride: int | None = None
     queries: int = 32
+    max_new_tokens: int | None = None
+    history: History = "reference"
+    score_by: ScoreBy = "any"
 
     def length(self, default: int) -> int:
         """The one length that most tasks take.
@@ -73,7 +83,8 @@ class Inputs:
 def task_names() -> tuple[str, ...]:
     """All names that `make_task` knows, and the `MEASURES`."""
     needles = (f"needle-{kind}" for kind in get_args(Kind))
-    return (*MEASURES, *needles, *ruler.TASKS, *(f"longbench-{name}" for name in longbench.tasks()), "gsm8k")
+    named = (f"longbench-{name}" for name in longbench.tasks())
+    return (*MEASURES, *needles, *ruler.TASKS, *named, "gsm8k", *get_args(Benchmark), "multi-query")
 
 
 def task_name(asked: str) -> str:
@@ -90,7 +101,7 @@ def task_name(asked: str) -> str:
 
 def make_task(
     name: str, inputs: Inputs, window: int
-) -> NeedleInAHaystack | ruler.RulerTask | longbench.LongBench | GSM8K:
+) -> NeedleInAHaystack | ruler.RulerTask | longbench.LongBench | GSM8K | MathProblems | MultiQuery:
     """The task of that name.
 
     Args:
@@ -123,6 +134,25 @@ def make_task(
             samples=inputs.samples,
         )
     if name == "gsm8k":
-        files = inputs.file("data", "file of problems"), inputs.file("examples", "file of solved examples")
-        return GSM8K(*files, shots=inputs.shots, samples=inputs.samples, seed=inputs.seed)
+        problems = inputs.file("data", "file of problems")
+        solved = inputs.file("examples", "file of solved examples") if inputs.shots else None
+        return GSM8K(
+            problems,
+            solved,
+            shots=inputs.shots,
+            samples=inputs.samples,
+            seed=inputs.seed,
+            max_new_tokens=inputs.max_new_tokens,
+        )
+    if name in get_args(Benchmark):
+        problems = inputs.file("data", "file of problems")
+        return MathProblems(problems, cast(Benchmark, name), inputs.samples, inputs.max_new_tokens)
+    if name == "multi-query":
+        return MultiQuery(
+            inputs.file("data", "file of contexts and questions"),
+            inputs.history,
+            inputs.score_by,
+            inputs.samples,
+            **({} if inputs.max_new_tokens is None else {"max_new_tokens": inputs.max_new_tokens}),
+        )
     raise ValueError(f"{name} is measured on a text; it has no examples")

@@ -17,7 +17,9 @@ from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
 from .families.skewing import SkewProfile as SkewProfile
 from .families.sparse import SparseLayer as SparseLayer
+from .families.surrogates import Surrogate as Surrogate
 from .families.trigonometry import MeanQueries as MeanQueries
+from .fast_kvzip import FastKVzip as FastKVzip
 from .full import Full as Full
 from .h2o import H2O as H2O
 from .infinigen import InfiniGen as InfiniGen
@@ -26,6 +28,7 @@ from .info import PolicyInfo as PolicyInfo
 from .keydiff import KeyDiff as KeyDiff
 from .kivi import KIVI as KIVI
 from .knorm import KNorm as KNorm
+from .kvzap import KVzap as KVzap
 from .kvzip import KVzip as KVzip
 from .lagkv import LagKV as LagKV
 from .profile import HeadProfile as HeadProfile

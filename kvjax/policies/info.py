@@ -36,6 +36,7 @@ class PolicyInfo:
             keeps any sequence inside the trained window).
         takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
         joint_heads: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh.
+        trained: whether it works with weights that were trained for a model, and do not come with kvjax.
         transform: what is done to the policy as a whole, such as "offloaded".
     """
 
@@ -50,6 +51,7 @@ class PolicyInfo:
     positions: Positions = "original"
     takes_budget: bool = True
     joint_heads: bool = False
+    trained: bool = False
     transform: str = ""
 
 
@@ -70,5 +72,6 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         accumulates_values=any(info.accumulates_values for info in infos),
         takes_budget=any(info.takes_budget for info in infos),
         joint_heads=any(info.joint_heads for info in infos),
+        trained=any(info.trained for info in infos),
         positions="cache_rank" if all(info.positions == "cache_rank" for info in infos) else "original",
     )

@@ -26,9 +26,13 @@ def register(cls: P) -> P:
     return cls
 
 
-def policies() -> dict[str, type[Policy]]:
-    """All registered policies, by name."""
-    return dict(sorted(_POLICIES.items()))
+def policies(*, trained: bool = True) -> dict[str, type[Policy]]:
+    """All registered policies, by name.
+
+    Args:
+        trained: whether those are among them that need weights which were trained for a model.
+    """
+    return {name: cls for name, cls in sorted(_POLICIES.items()) if trained or not cls.about.trained}
 
 
 def policy_class(name: str) -> type[Policy]:

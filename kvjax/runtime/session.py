@@ -136,6 +136,11 @@ class Session:
         """Bytes that the cache holds; on each device of a mesh."""
         return 0 if self._over else bytes_per_device(self._at.state.caches)
 
+    @property
+    def compile_seconds(self) -> float:
+        """Time that compiling has taken so far, in this session and its forks."""
+        return self._engine.compile_seconds
+
     def __repr__(self) -> str:
         """Model, policy, and how far it got, in a few lines."""
         config = self._params.config

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from device.models import BUDGET, SMALL, generated, same, small
-from policies.driver import compositions, every_policy, mean_queries
+from policies.driver import compositions, every_policy, mean_queries, trained
 
 from kvjax.policies import ChunkKV, Policy, by_layer, offloaded, pyramid, quantized
 from kvjax.policies import policies as registered
@@ -22,6 +22,11 @@ def named() -> dict[str, Policy]:
         "by_layer(by_head)": layers,
         **{policy.info.name: policy for policy in others},
         "triattention": dataclasses.replace(policies["triattention"], profile=mean_queries(SMALL)),
+        **{
+            name: dataclasses.replace(policy, **trained(type(policy), SMALL))
+            for name, policy in policies.items()
+            if policy.info.trained
+        },
         **{f"offloaded({name})": offloaded(policies[name]) for name in hosted},
         "offloaded(quest, by layer)": offloaded(policies["quest"], 2, "layer"),
         "quantized(chunkkv)": quantized(CHUNKS, bits=4, group=16, residual=16),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import compositions, every_policy, mean_queries
+from policies.driver import compositions, every_policy, mean_queries, trained
 from policies.random_cases import draw_policy
 
 from kvjax import Engine
@@ -29,6 +29,8 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
     """Tokens, log-probabilities, and what is kept in each layer: positions, weights and tokens seen."""
     if isinstance(policy, TriAttention):
         policy = dataclasses.replace(policy, profile=mean_queries(params.config))
+    if policy.info.trained:
+        policy = dataclasses.replace(policy, **trained(type(policy), params.config))
     engine = Engine(params, policy, batch=len(prompts), prompt_len=50, max_new_tokens=NEW, mesh=mesh, **options)
     state, first = engine.prefill(prompts, [NEW, NEW - 1, NEW - 5, NEW])
     begun = np.asarray(state.token)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from policies import surrogates
 
 from kvjax.cache import LayerSpec, Prompt, Token, bucket
 from kvjax.models import ModelConfig
@@ -20,7 +21,9 @@ from kvjax.policies import (
     ByLayer,
     ClusterKV,
     Critical,
+    FastKVzip,
     KNorm,
+    KVzap,
     KVzip,
     MeanQueries,
     Offloaded,
@@ -41,6 +44,7 @@ from kvjax.policies.capabilities import as_cache
 from kvjax.policies.capabilities import prefill as prefill_alone
 from kvjax.policies.families.scoring import PromptScorer
 from kvjax.policies.profile import fingerprint
+from kvjax.policies.surroundings import Surroundings
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
@@ -126,7 +130,8 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), {})[0]
+        carry = surrounded(spec, q, k).told({}) if layer.traits.surroundings else {}
+        return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
@@ -135,6 +140,13 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
         return out, layer.compress(state)
 
     return prefill, step
+
+
+def surrounded(spec: LayerSpec, q: Any, k: Any) -> Surroundings:
+    """What is around attention that reads queries and keys side by side, as wide as `TINY`; nothing comes after it."""
+    read = jnp.concatenate([q.reshape(*q.shape[:2], -1), k.reshape(*k.shape[:2], -1)], axis=-1)
+    read = jnp.pad(read, ((0, 0), (0, 0), (0, max(TINY.hidden_size - read.shape[-1], 0))))[..., : TINY.hidden_size]
+    return dataclasses.replace(Surroundings.alone(spec), inputs=lambda: read)
 
 
 SLOW = {
@@ -163,7 +175,7 @@ SLOW = {
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
-LONG = {"critical(snapkv)", "turboquant(full)"}
+LONG = {"critical(snapkv)", "fast_kvzip", "kvzap", "turboquant(full)"}
 """Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
 
 
@@ -212,6 +224,7 @@ def every_policy(budget: int | float) -> list[Policy]:
             options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
         if cls is TriAttention:
             options["profile"] = Cut(**vars(mean_queries(TINY)))
+        options |= trained(cls, TINY)
         made.append(get_policy(name, **options).bind(TINY))
     return made
 
@@ -222,6 +235,12 @@ class Cut(MeanQueries):
 
     def layer(self, layer: int, head_dim: int) -> np.ndarray:
         return super().layer(layer, TINY.head_dim)[..., : head_dim // 2]
+
+
+def trained(cls: type[Policy], config: ModelConfig) -> dict[str, Any]:
+    """Random weights for a method that wants trained ones."""
+    makers = {KVzap: surrogates.kvzap, FastKVzip: surrogates.gates}
+    return {"weights": makers[cls](config)} if cls in makers else {}
 
 
 def mean_queries(config: ModelConfig) -> MeanQueries:
@@ -265,7 +284,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         total = jnp.asarray([length + spec.new_tokens], jnp.int32)
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32), total).item()
-    if isinstance(policy, AdaKV | KVzip):  # the heads of a layer share theirs
+    if isinstance(policy, AdaKV | KVzip | KVzap | FastKVzip):  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.info.budget_excludes_new_tokens else 0))

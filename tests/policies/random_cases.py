@@ -170,7 +170,7 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
     if made < 0.48:
         return critical(inner())
 
-    names = sorted(policies())
+    names = sorted(policies(trained=False))
     cls = policies()[names[int(random.integers(len(names)))]]
     hints = get_type_hints(cls)
     options: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from policies import oracle_blocks as oracle
 from policies import oracle_recompress, oracle_rkv
-from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax
+from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax, trained
 from policies.oracle_quest import QuestHead
 
 from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
@@ -31,10 +31,12 @@ from kvjax.policies import (
     Compactor,
     DuoAttention,
     ExpectedAttention,
+    FastKVzip,
     Full,
     InfiniGen,
     KeyDiff,
     KNorm,
+    KVzap,
     KVzip,
     LagKV,
     Policy,
@@ -427,7 +429,7 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {"compactor", "infinigen", "kvzip", "lagkv", "shadowkv"}
+    assert names == {"compactor", "fast_kvzip", "infinigen", "kvzap", "kvzip", "lagkv", "shadowkv"}
     assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
 
 
@@ -644,6 +646,8 @@ WHOLE = [
     LagKV(budget=16, sinks=2, lag=6),
     Compactor(budget=16, sinks=2, recent=2),
     KVzip(budget=16, chunk=9),
+    KVzap(budget=16, **trained(KVzap, TINY)),
+    FastKVzip(budget=16, scope="head", **trained(FastKVzip, TINY)),
     ChunkKV(budget=16, chunk=4, window=4, rule="kvpress"),
     ChunkKV(budget=16, chunk=4, window=4, strict=True),
     ClusterKV(budget=16, sinks=2, dense_layers=0, n_clusters=5),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import ROPE, TINY, Case, make_case, mean_queries, rotate, run, softmax
+from policies.driver import ROPE, TINY, Case, make_case, mean_queries, rotate, run, softmax, trained
 
 import kvjax
 from kvjax.cache import layer_specs
@@ -40,6 +40,7 @@ def test_a_share_that_rounds_to_nothing_is_an_error(name, tiny):
     profile = {"profile": ((kinds[0], kinds[0]),) * 2} if kinds else {}
     if name == "triattention":
         profile = {"profile": mean_queries(tiny.config)}
+    profile |= trained(policies()[name], tiny.config)
     policy = get_policy(name, budget=0.001, **profile)
     with pytest.raises(PolicyError, match=r"budget of 0.001 gives [01] (slots|tokens)"):
         kvjax.generate(tiny, [[1, 2, 3] * 500, [1, 2, 3]], policy=policy, max_new_tokens=4)

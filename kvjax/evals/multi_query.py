@@ -1,0 +1,110 @@
+"""Many questions of one context, in the style of SCBench (Li et al. 2025, "SCBench: A KV Cache-Centric Analysis of Long-Context Methods")."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from kvjax import json_lines
+
+from .longbench import metrics
+from .ruler.scoring import match_all, match_part
+from .task import Example, Format, History
+
+ScoreBy = Literal["any", "all", "number", "f1"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiQuery:
+    """A context is read and compressed once, before any of its questions is known; then they are asked one after the other.
+
+    SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions can be read as they are; its
+    own runner puts an instruction before each context. Its summaries, multiple choices and code, which have metrics of their own, are not here.
+
+    Attributes:
+        file: JSON lines, or one list, of rows with `context` and `multi_turns`, a list of `input` and `answer` (one, or a list of them).
+        history: what a question follows: the one before it with its "reference" answer, as SCBench has it by default, or with the
+            model's "own", or "none" of the others: each is then asked of the context alone, SCBench's shared context of several requests.
+        score_by: of the reference answers, ignoring case, whether "any" or the share of "all" is in the answer; whether its first whole
+            "number" is the reference; or the best "f1" of words.
+        samples: how many contexts, from the file's beginning; None takes all.
+        turns: how many questions of each; None asks all.
+        max_new_tokens: of an answer.
+    """
+
+    file: str
+    history: History = "reference"
+    score_by: ScoreBy = "any"
+    samples: int | None = None
+    turns: int | None = None
+    max_new_tokens: int = 150
+
+    def __post_init__(self) -> None:
+        if self.history not in get_args(History) or self.score_by not in get_args(ScoreBy):
+            raise ValueError(
+                f"history={self.history!r}, score_by={self.score_by!r}; give one of {', '.join(get_args(History))}, and one of "
+                f"{', '.join(get_args(ScoreBy))}"
+            )
+        if any(number is not None and number < 1 for number in (self.samples, self.turns, self.max_new_tokens)):
+            raise ValueError(
+                f"samples={self.samples}, turns={self.turns}, max_new_tokens={self.max_new_tokens}; give 1 or more (the first two "
+                "may be None)"
+            )
+
+    def check(self) -> None:
+        """Read the file, and raise what `examples` would."""
+        self._rows()
+
+    @property
+    def name(self) -> str:
+        """multi-query."""
+        return "multi-query"
+
+    def examples(self, form: Format) -> Sequence[Example]:
+        """One for each question, context by context.
+
+        Raises:
+            ValueError: a row of the file has no context, or no questions with answers.
+        """
+        return [
+            Example(
+                context=row.context,
+                question=f"\n\n{turn.input}",
+                answers=turn.answers(),
+                max_new_tokens=self.max_new_tokens,
+                labels={"turn": at},
+                session=i,
+                history=self.history,
+            )
+            for i, row in enumerate(self._rows())
+            for at, turn in enumerate(row.multi_turns[: self.turns])
+        ]
+
+    def score(self, answer: str, example: Example) -> float:
+        """By `score_by`."""
+        if self.score_by == "number":
+            found = re.search(r"\d+", answer)
+            return float(found is not None and found[0] == example.answers[0])
+        if self.score_by == "f1":
+            return max(metrics.f1(answer, reference) for reference in example.answers)
+        return (match_part if self.score_by == "any" else match_all)(answer, example.answers)
+
+    def _rows(self) -> list["_Row"]:
+        return json_lines.read_rows(Path(self.file), _Row, self.samples)
+
+
+class _Turn(BaseModel):
+    input: str = Field(min_length=1)
+    answer: str | int | float | Annotated[list[str | int | float], Field(min_length=1)]
+
+    def answers(self) -> tuple[str, ...]:
+        """All of them, as text."""
+        return tuple(map(str, self.answer if isinstance(self.answer, list) else [self.answer]))
+
+
+class _Row(BaseModel):
+    context: str = Field(validation_alias=AliasChoices("context", "input"), min_length=1)
+    multi_turns: list[_Turn] = Field(min_length=1)

@@ -1,0 +1,99 @@
+"""Asking the questions of one context: the context is read and compressed once, in a `Session`, and not again for any of them."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from kvjax.models import Params
+from kvjax.policies import Full, Policy
+from kvjax.runtime.generation import Reply
+from kvjax.runtime.session import Session
+
+from .task import Example, Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question, its answer, and what they took.
+
+    Attributes:
+        reply: the answer.
+        context_tokens, question_tokens: what was read before it: the context, and of what follows it what no question before it had read.
+        cache_bytes, host_cache_bytes, full_cache_bytes: what the session's cache holds, and what a full one would.
+        prefill_seconds: this question's share of reading and compressing the context.
+        decode_seconds: reading the question and answering it.
+    """
+
+    reply: Reply
+    context_tokens: int
+    question_tokens: int
+    cache_bytes: int
+    host_cache_bytes: int
+    full_cache_bytes: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def ask(
+    params: Params, policy: Policy, form: Format, examples: Sequence[Example], prefill_block: int | None
+) -> list[Asked]:
+    """Answers to the examples of one session, in their order.
+
+    Raises:
+        ValueError: one of them has stop strings, which a session's answers do not end at.
+        PolicyError: the policy cannot serve sequences of that length.
+    """
+    if any(example.stop for example in examples):
+        raise ValueError("questions of a session have stop strings; leave them out, answers there end by themselves")
+    context, questions, most = plan(form, examples)
+    begun = time.perf_counter()
+    session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block)
+    prefill_seconds = time.perf_counter() - begun - session.compile_seconds
+    on_host = policy.host_nbytes(params.config, 1, len(context), most, params.dtype)
+    held = {
+        "cache_bytes": session.cache_bytes - on_host,
+        "host_cache_bytes": on_host,
+        "full_cache_bytes": Full().nbytes(params.config, 1, len(context), most, params.dtype),
+        "prefill_seconds": prefill_seconds / len(examples),
+        "context_tokens": len(context),
+    }
+    found: list[Asked] = []
+    for example, question in zip(examples, questions, strict=True):
+        begun, compiled = time.perf_counter(), session.compile_seconds
+        asked = session if example.history == "own" else session.fork()
+        if (
+            example.history == "own"
+            and found
+            and question[:1] == asked.tokens[-1:]
+            and question[0] in params.config.eos
+        ):
+            question = question[1:]  # the end token that the answer before it has already
+        reply = asked.generate(question, example.max_new_tokens)
+        seconds = time.perf_counter() - begun - (session.compile_seconds - compiled)
+        found.append(Asked(reply, question_tokens=len(question), decode_seconds=seconds, **held))
+        if example.history == "reference" and len(found) < len(examples):
+            session.read([*question, *reference_answer(form, example)])
+    return found
+
+
+def plan(form: Format, examples: Sequence[Example]) -> tuple[list[int], list[list[int]], int]:
+    """Token ids of a session's context and of its questions, and the most tokens that follow the context."""
+    context, first = form.encode(examples[0])
+    if examples[0].history == "none":
+        questions = [form.encode(example)[1] for example in examples]
+        return (
+            context,
+            questions,
+            max(len(question) + example.max_new_tokens for question, example in zip(questions, examples, strict=True)),
+        )
+    questions = [first, *(form.encode_next(example) for example in examples[1:])]
+    most = sum(
+        len(question) + max(example.max_new_tokens, len(reference_answer(form, example)))
+        for question, example in zip(questions, examples, strict=True)
+    )
+    return context, questions, most
+
+
+def reference_answer(form: Format, example: Example) -> list[int]:
+    """Token ids of an example's reference answer, as if the model had given it."""
+    return form.tokenizer.encode(", ".join(example.answers), add_special=False)

@@ -1,0 +1,341 @@
+"""KVzap and Fast KVzip against the literal algorithms, within models, and from files of the published layouts."""
+
+import argparse
+import collections
+import dataclasses
+import math
+import pickle
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from policies import oracle_surrogates as oracle
+from policies import surrogates
+from policies.driver import TINY, kept, make_case
+from safetensors.numpy import save_file
+
+import kvjax
+from kvjax import torch_files
+from kvjax.cache import Prompt
+from kvjax.models import transformer
+from kvjax.pallas_kernels import prefill_attention
+from kvjax.policies import FastKVzip, KVzap, PolicyError, Surrogate, by_head, get_policy
+from kvjax.policies.budget import budget_tokens
+from kvjax.policies.capabilities import as_cache
+from kvjax.policies.capabilities import prefill as prefill_alone
+from kvjax.policies.surroundings import Surroundings
+
+# The cases worked out by hand.
+
+
+def test_a_gate_by_hand():
+    """k · q / √r = ln 2 beside two keys with logits of 0: half."""
+    weights = {
+        "q_proj.weight": np.zeros((1, 1)),
+        "q_proj.bias": np.ones(1),
+        "k_proj.weight": np.ones((1, 1)),
+        "q_norm.weight": np.ones(1),
+        "k_norm.weight": np.full(1, math.log(2)),
+        "k_base": np.zeros((1, 1, 2, 1)),
+        "b": np.zeros((1, 1, 1)),
+    }
+    assert oracle.gate(weights, np.ones(1)) == pytest.approx([0.5], abs=1e-5)
+    arrays = {name: jnp.asarray(array, jnp.float32) for name, array in weights.items()}
+    found = FastKVzip().predicted(arrays, jnp.ones((1, 1, 1)), jnp.arange(1))
+    np.testing.assert_allclose(found, 0.5, atol=1e-5)
+
+
+def test_the_last_tokens_that_are_kept():
+    """Of 16000 tokens or more 4096, of fewer 2 %; the budget is not exceeded."""
+    policy = FastKVzip()
+    np.testing.assert_array_equal(policy.recent(jnp.asarray([49, 50, 15999, 16000, 100000])), [0, 1, 319, 4096, 4096])
+    np.testing.assert_array_equal(FastKVzip(short_window=0.0).recent(jnp.asarray([50, 16000])), [0, 4096])
+    mask = KVzap(budget=6, window=8, sinks=1).keep_mask(jnp.ones((1, 2, 20)), jnp.asarray([20]), jnp.asarray([6]))
+    np.testing.assert_array_equal(np.nonzero(np.asarray(mask)[0, 1])[0], [0, 15, 16, 17, 18, 19])
+
+
+# Random cases against the oracle.
+
+CONFIGURATIONS = {
+    "kvzap, mlp": (KVzap(budget=14, window=3), {"units": 7}, 4, 2),
+    "kvzap, linear, each head": (KVzap(budget=0.4, window=0, sinks=2, scope="head"), {"units": None}, 4, 4),
+    "gate": (FastKVzip(budget=16, short_window=0.1), {}, 4, 2),
+    "gate, each head, long": (FastKVzip(budget=20, long=30, window=5, sinks=0, scope="head"), {"rank": 16, "beside": 16}, 4, 1),
+    "gate, mha, a fraction": (FastKVzip(budget=0.35, sinks=1, short_window=0.0), {"rank": 3}, 3, 3),
+}  # fmt: skip
+STEPS = 2
+FAST = ("kvzap, mlp", "gate")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.long) for n in CONFIGURATIONS])
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch, prompts shorter and longer than the budget."""
+    policy, options, heads, kv_heads = CONFIGURATIONS[name]
+    config = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
+    zap = isinstance(policy, KVzap)
+    weights = (surrogates.kvzap if zap else surrogates.gates)(config, **options)
+    policy = dataclasses.replace(policy, weights=weights).bind(config)
+    random = np.random.default_rng(len(name))
+    lengths = random.integers(3, 64, size=20 if name in FAST else 70)
+    case = make_case(6, lengths, STEPS, heads, kv_heads)
+    x = random.normal(size=(len(lengths), case.spec.prompt_len, config.hidden_size)).astype(np.float32)
+    states = run_with_inputs(policy, case, x)
+    for row, length in enumerate(lengths.tolist()):
+        network = oracle.kvzap if zap else oracle.gate
+        scores = np.stack([network(weights.layers[0], token) for token in x[row, :length].astype(np.float64)], axis=1)
+        last = policy.window if zap or length >= policy.long else math.floor(policy.short_window * length + 1e-9)
+        budget = budget_tokens(policy.budget, length + STEPS)
+        expected = oracle.survivors(scores, budget, policy.scope, min(policy.sinks, length), last)
+        assert kept(policy, case, states)[row] == expected
+
+
+def run_with_inputs(policy, case, x):
+    """The state after a prompt, of whose attention the inputs are these; padding is NaN."""
+    layer, size = policy.layer(case.spec), case.spec.prompt_len
+    there = np.arange(size) < case.lengths[:, None]
+
+    def padded(array):
+        whole = np.zeros((len(array), size, *array.shape[2:]), np.float32)
+        whole[:, : min(size, array.shape[1])] = array[:, :size]
+        return np.where(there.reshape(*there.shape, *[1] * (array.ndim - 2)), whole, np.nan)
+
+    @jax.jit
+    def prefill(q, k, v, x):
+        lengths = jnp.asarray(case.lengths)
+        prompt = Prompt.of(case.spec.rope, q, k, v, lengths, lengths + STEPS)
+        around = Surroundings(lambda: x, lambda: jnp.zeros((case.spec.num_heads, case.spec.head_dim, 1)))
+        return prefill_alone(layer, prompt, around.told({}))[0]
+
+    return prefill(*(padded(array) for array in (case.q, case.k, case.v, x)))
+
+
+# Within a model.
+
+
+def inputs_of(params, tokens):
+    """What attention reads in each layer, from the queries, keys and values that it makes of it."""
+    found = []
+
+    def attend(i, q, k, v):
+        p = params.layers[i].attn
+        made = np.concatenate([np.asarray(a[0]).reshape(len(tokens), -1) for a in (q, k, v)], axis=1)
+        matrix = np.concatenate([np.asarray(m) for m in (p.q, p.k, p.v)])
+        found.append(np.linalg.lstsq(matrix.astype(np.float64), made.T.astype(np.float64), rcond=None)[0].T)
+        size = jnp.asarray([len(tokens)], jnp.int32)
+        prompt = Prompt.of(params.config.rope.resolve(len(tokens)), q, k, v, size, size)
+        return prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=params.config.head_dim**-0.5)
+
+    transformer.hidden(params, jnp.asarray([tokens]), attend)
+    return found
+
+
+@pytest.mark.parametrize("kind", [pytest.param("kvzap", marks=pytest.mark.slow), "fast_kvzip"])
+def test_a_model_brings_what_attention_reads(kind, tiny):
+    """In every layer, with the weights of that layer; and parts of heads have their own."""
+    make, network = {"kvzap": (surrogates.kvzap, oracle.kvzap), "fast_kvzip": (surrogates.gates, oracle.gate)}[kind]
+    weights = make(tiny.config)
+    policy = get_policy(kind, budget=12, weights=weights, sinks=1, scope="head", window=0)
+    both = by_head({"a": policy, "b": dataclasses.replace(policy, budget=12, sinks=1)}, [["a", "b"]] * 2)
+    random = np.random.default_rng(2)
+    prompts = [random.integers(0, 64, size=n).tolist() for n in (48, 9, 31)]
+    expected = {}
+    for row, prompt in enumerate(prompts):
+        for layer, x in enumerate(inputs_of(tiny, prompt)):
+            scores = np.stack([network(weights.layers[layer], token) for token in x], axis=1)
+            expected[row, layer] = oracle.survivors(scores, 12, "head", 1, 0)
+    for chosen in (policy, both):
+        engine = kvjax.Engine(tiny, chosen, batch=3, prompt_len=48, max_new_tokens=4)
+        state, _ = engine.prefill(prompts)
+        for (row, layer), want in expected.items():
+            slots = as_cache(engine.layers[layer], state.caches[layer])
+            pos, live = np.asarray(slots.pos[row]), np.asarray(slots.live[row])
+            assert [set(p[m].tolist()) for p, m in zip(pos, live, strict=True)] == want
+
+
+# Files in the published layouts.
+
+
+def write_kvzap(folder, weights, dtype=np.float32):
+    folder.mkdir()
+    arrays = {f"layers.{i}.{n}": a.astype(dtype) for i, layer in enumerate(weights.layers) for n, a in layer.items()}
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("units", [pytest.param(None, marks=pytest.mark.slow), 9])
+def test_kvzap_from_its_folder(tmp_path, tiny, units):
+    weights = surrogates.kvzap(tiny.config, units)
+    folder = write_kvzap(tmp_path / "kvzap", weights)
+    for path in (folder, folder / "model.safetensors"):
+        assert KVzap(weights=str(path)).bind(tiny.config) == KVzap(weights=weights).bind(tiny.config)
+    answer = kvjax.generate(tiny, [5, 9, 2] * 12, f"kvzap:budget=12,window=2,weights={folder}", max_new_tokens=4)
+    assert answer.stats.cache_bytes < answer.stats.full_cache_bytes
+
+
+def test_kvzap_in_bfloat16(tmp_path, tiny):
+    weights = surrogates.kvzap(tiny.config)
+    folder = write_kvzap(tmp_path / "kvzap", weights, ml_dtypes.bfloat16)
+    found = KVzap(weights=str(folder)).bind(tiny.config).weights
+    assert found.layers[1]["0.weight"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(
+        found.layers[1]["2.weight"].astype(np.float32), weights.layers[1]["2.weight"], rtol=2**-8
+    )
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_gates_that_torch_saved(tmp_path, tiny, dtype):
+    """A file of the published layout, with what training leaves beside the gates; scores are those of the authors' function."""
+    torch = pytest.importorskip("torch", reason="torch is in the `oracle` extra")
+    weights, kind = surrogates.gates(tiny.config), getattr(torch, dtype)
+    module = [
+        {name: torch.nn.Parameter(torch.tensor(array).to(kind)) if name == "b" else torch.tensor(array).to(kind) for name, array in layer.items()}
+        for layer in weights.layers
+    ]  # fmt: skip
+    module[0] = collections.OrderedDict(module[0])
+    module[1]["q_proj.weight"] = module[1]["q_proj.weight"].T.contiguous().T
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    file = tmp_path / "q2_dim6_sink5.pt"
+    torch.save({"module": module, "args": argparse.Namespace(lr=kind), "optim": optimizer.state_dict()}, file)
+    policy = FastKVzip(budget=12, weights=str(file)).bind(tiny.config)
+    x = np.random.default_rng(0).normal(size=(1, 7, tiny.config.hidden_size)).astype(np.float32)
+    arrays = {name: jnp.asarray(array).astype(jnp.float32) for name, array in policy.weights.layers[1].items()}
+    found = policy.predicted(arrays, jnp.asarray(x), jnp.arange(2))
+    given = {name: tensor.detach().float() for name, tensor in module[1].items()}
+    np.testing.assert_allclose(found, published(torch, given, torch.tensor(x)), rtol=2e-5)
+
+
+def published(torch, w, hidden):
+    """The gate of the authors' code, transcribed: heads of 6 numbers, one row."""
+    heads, dim = w["k_base"].shape[0], w["q_norm.weight"].shape[0]
+
+    def norm(x, weight):
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    hidden = hidden.squeeze(0)
+    shape = (hidden.shape[0], heads, -1, dim)
+    queries = norm((hidden @ w["q_proj.weight"].T + w["q_proj.bias"]).view(shape), w["q_norm.weight"])
+    keys = norm((hidden @ w["k_proj.weight"].T).view(shape), w["k_norm.weight"]).transpose(0, 1)
+    queries = queries.transpose(0, 1).transpose(-1, -2)
+    logit = torch.matmul(keys, queries) / math.sqrt(dim) + w["b"].unsqueeze(2)
+    base = torch.matmul(w["k_base"], queries) / math.sqrt(dim)
+    return (1 / (1 + torch.exp(base - logit).sum(2, keepdim=True))).mean(-1).squeeze(-1).unsqueeze(0).numpy()
+
+
+def test_nothing_in_a_file_is_run(tmp_path):
+    """Whatever a pickle names is not called, and what it makes is nothing."""
+    ran = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self):
+            return open, (str(ran), "w")
+
+    file = tmp_path / "trap.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("trap/data.pkl", pickle.dumps({"module": [Trap(), {"n": 1}]}))
+    found = torch_files.read(file)
+    assert found["module"][1] == {"n": 1}
+    assert not ran.exists()
+    with pytest.raises(PolicyError, match=r"trap.pt: no gates of Fast KVzip: it should have a list of dictionaries"):
+        FastKVzip(weights=str(file)).bind(TINY)
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", pickle.dumps({"module": []})])
+def test_files_that_torch_did_not_save(tmp_path, content):
+    file = tmp_path / "gates.pt"
+    file.write_bytes(content)
+    with pytest.raises(PolicyError, match=r"gates.pt is no file of torch.save that can be read"):
+        FastKVzip(weights=str(file)).bind(TINY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("FloatStorage", 4, (2, 3), (3, 1)), "does not fit"),
+        (("FloatStorage", 4, (2, 2), (9, 1)), "does not fit"),
+        (("FloatStorage", 4, (1 << 40,), (0,)), "does not fit"),
+        (("FloatStorage", 4, (2, 2), (-1, 1)), "does not fit"),
+        (("FloatStorage", 5, (2, 2), (2, 1)), "4 numbers stored of 5"),
+        (("QInt8Storage", 4, (2, 2), (2, 1)), "of type 'QInt8Storage'"),
+    ],
+)
+def test_damaged_tensors(tmp_path, arguments, says):
+    kind, count, shape, strides = arguments
+
+    class Tensor:
+        def __reduce__(self):
+            return Named("torch._utils", "_rebuild_tensor_v2"), (Stored(), 0, shape, strides, False, None)
+
+    class Stored: ...
+
+    class Named:
+        def __init__(self, module, name):
+            self.__module__, self.__qualname__ = module, name
+
+        def __call__(self): ...
+
+    class Writer(pickle._Pickler):  # the one in Python can be told what to write
+        def persistent_id(self, obj):
+            return ("storage", Named("torch", kind), "0", "cpu", count) if isinstance(obj, Stored) else None
+
+        def save(self, obj, save_persistent_id=True):
+            if isinstance(obj, Named):
+                self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__qualname__}\n".encode())
+            else:
+                super().save(obj, save_persistent_id)
+
+    with zipfile.ZipFile(tmp_path / "t.pt", "w") as archive:
+        with archive.open("t/data.pkl", "w") as stream:
+            Writer(stream, 2).dump({"module": [{"b": Tensor()}]})
+        archive.writestr("t/data/0", np.arange(4, dtype="<f4").tobytes())
+    with pytest.raises(ValueError, match=says):
+        torch_files.read(tmp_path / "t.pt")
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    other = dataclasses.replace(TINY, num_kv_heads=1)
+    for policy, make in ((KVzap, surrogates.kvzap), (FastKVzip, surrogates.gates)):
+        with pytest.raises(PolicyError, match="no weights are given"):
+            policy().bind(TINY)
+        with pytest.raises(PolicyError, match="layer 0 has weights"):
+            policy(weights=make(other)).bind(TINY)
+        with pytest.raises(PolicyError, match="weights for 3 layers"):
+            policy(weights=make(dataclasses.replace(TINY, num_layers=3, windows=()))).bind(TINY)
+        with pytest.raises(PolicyError, match="give a Surrogate"):
+            policy(weights=3)
+    with pytest.raises(FileNotFoundError):
+        KVzap(weights=str(tmp_path / "nothing")).bind(TINY)
+    (tmp_path / "x.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(PolicyError, match="not a safetensors file"):
+        KVzap(weights=str(tmp_path / "x.safetensors")).bind(TINY)
+    for name in ("model.embed.weight", "layers.1.weight"):
+        save_file({name: np.zeros(2, np.float32)}, tmp_path / f"{name}.safetensors")
+        with pytest.raises(PolicyError, match="no weights of KVzap"):
+            KVzap(weights=str(tmp_path / f"{name}.safetensors")).bind(TINY)
+
+
+def test_weights_are_compared_by_their_numbers():
+    one, same, other = surrogates.kvzap(TINY), surrogates.kvzap(TINY), surrogates.kvzap(TINY, seed=9)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert one.digest in repr(KVzap(weights=one))
+    with pytest.raises(ValueError, match="not finite"):
+        Surrogate.of([{"weight": np.asarray([np.inf], np.float32)}])
+    with pytest.raises(ValueError, match="layer 1 has b, but layer 0 a"):
+        Surrogate.of([{"a": np.zeros(1)}, {"b": np.zeros(1)}])
+
+
+def test_bad_hyperparameters():
+    for options, says in (
+        ({"short_window": 1.5}, "give a share"),
+        ({"sinks": -1}, "sinks=-1"),
+        ({"scope": "model"}, "scope='model'"),
+    ):
+        with pytest.raises(PolicyError, match=says):
+            FastKVzip(**options)
+    with pytest.raises(PolicyError, match="budget of 3 gives 3 slots"):
+        FastKVzip(budget=3)
