@@ -239,7 +239,7 @@ def _surrounded(
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
 
     def output() -> Float[Array, "N H D"]:
-        wide = shard.gather_over_copies(
+        wide = shard.gather_over_same_heads(
             matrix.dequantized(jnp.float32) if isinstance(matrix, QuantizedMatrix) else matrix
         )
         return wide.T.reshape(-1, config.head_dim, wide.shape[0])

@@ -68,12 +68,15 @@ def test_workspace_is_near_a_gpus() -> None:
 def test_a_large_model_on_four_devices() -> None:
     config = shallow("llama-3.1-70b", 8)
     ways = kvjax.plan(config, device="h200", count=4, context=1_000_000, policy="catekv")
+    # Heads have caches of unequal sizes, which no axis deals: so slots are dealt, too.
+    meshes = [f"data={data},model={4 // data}" for data in (1, 2, 4)]
+    meshes += ["data=1,model=1,sequence=4", "data=2,model=1,sequence=2"]
     assert {(way.mesh, way.weights) for way in ways} == {
-        (f"data={data},model={4 // data}", weights) for data in (1, 2, 4) for weights in ("bfloat16", "int8", "int4")
+        (mesh, weights) for mesh in meshes for weights in ("bfloat16", "int8", "int4")
     }
     _, policy, notes = bound_for(config, "catekv")
     for way in ways:
-        data, model = (int(part.partition("=")[2]) for part in way.mesh.split(","))
+        data, model, slots = [*(int(part.partition("=")[2]) for part in way.mesh.split(",")), 1][:3]
         kind = "float" if way.weights == "bfloat16" else way.weights
         params = abstract(config, "bfloat16", weights=kind)
         engine = Engine(
@@ -83,17 +86,37 @@ def test_a_large_model_on_four_devices() -> None:
             prompt_len=1_000_000,
             max_new_tokens=128,
             block=4096,
-            mesh=AbstractMesh((data, model), ("data", "model")),
+            mesh=AbstractMesh((data, model, slots), ("data", "model", "sequence")),
         )
         assert (way.cache_bytes, way.weight_bytes) == (engine.cache_bytes, bytes_per_device(engine.weights))
         assert way.batch == data
         assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
         assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
-        assert way.sums == (18 if model > 1 else 0)
+        assert way.sums == (18 + (engine.dealt_caches if slots > 1 else 0) if model * slots > 1 else 0)
+        assert any("the same on all" in note for note in way.notes) == (slots > 1)
         assert set(notes) < set(way.notes)
         assert way.fits == (way.peak_bytes <= 132_187_500_000)
         assert bool(way.largest_batch) == way.fits
     assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
+    held = {way.mesh: way.cache_bytes for way in ways if way.weights == "int8"}
+    assert held["data=1,model=1,sequence=4"] < 0.27 * held["data=1,model=4"]  # what each knows of slots is not dealt
+
+
+def test_slots_are_dealt_where_heads_cannot_be() -> None:
+    """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be dealt says so."""
+    config = shallow("qwen2.5-7b", 2)
+    full = {way.mesh: way for way in kvjax.plan(config, device="h200", count=8, context=100_000, weights="float")}
+    assert "data=1,model=4,sequence=2" in full
+    assert "data=1,model=2,sequence=4" not in full
+    few, many = full["data=1,model=8"], full["data=1,model=4,sequence=2"]
+    assert few.weight_bytes == many.weight_bytes
+    assert 0.5 < many.cache_bytes / few.cache_bytes < 0.51
+    assert many.sums == few.sums + 2
+    (tova,) = kvjax.plan(
+        config, device="h200", mesh="model=4,sequence=2", context=100_000, policy="tova", weights="float"
+    )
+    assert any("100 % of the cache of a device is the same on all 2" in note for note in tova.notes)
+    assert tova.sums == few.sums
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:

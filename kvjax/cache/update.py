@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.pallas_kernels import SlotUpdate, heads_of, write_sharded_slots, write_slots
 
 from . import host_memory
+from .dealt import own_slot
 from .state import LayerCache
-from .tokens import Token, TokenBlock
+from .tokens import Rotated, Token, TokenBlock
 
 
 def insert(
@@ -31,6 +33,10 @@ def insert(
         The cache, and the other arrays.
     """
     key = token.key if rotated else token.k
+    if cache.dealt > 1:
+        (k, v), (pos, weight, *rest) = write_sharded_slots(_dealt_updates(cache, key, token, extra))
+        *others, following, seen = rest
+        return LayerCache(k, v, pos, weight, following, seen, dealt=cache.dealt), others
     if host_memory.on_host(cache.k):
         new = (cache.k, heads_of(key)), (cache.v, token.v)
         stored = [host_memory.write(store, cache.next, x) for store, x in new]
@@ -51,6 +57,8 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
+    if any(cache.dealt > 1 for cache in caches):
+        return [insert(cache, token.heads(np.asarray(own)))[0] for cache, own in zip(caches, heads, strict=True)]
     values = [token.key, token.v, token.position[:, None], 1.0]
     written = write_sharded_slots(
         [
@@ -73,17 +81,30 @@ def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
     place = jnp.arange(block.size, dtype=jnp.int32)
     slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of range: dropped
-    at = rows[:, None, None], heads[:, None], slot
+    own = slot if cache.dealt == 1 else own_slot(cache, slot)
 
-    def written(array: Array, values: Any) -> Array:
-        return array.at[at].set(values, mode="drop")
+    def written(array: Array, values: Any, slot: Array = slot) -> Array:
+        return array.at[rows[:, None, None], heads[:, None], slot].set(values, mode="drop")
 
     return dataclasses.replace(
         cache,
-        k=written(cache.k, jnp.swapaxes(block.k_rotated, 1, 2).astype(cache.k.dtype)),
-        v=written(cache.v, jnp.swapaxes(block.v, 1, 2).astype(cache.v.dtype)),
+        k=written(cache.k, jnp.swapaxes(block.k_rotated, 1, 2).astype(cache.k.dtype), own),
+        v=written(cache.v, jnp.swapaxes(block.v, 1, 2).astype(cache.v.dtype), own),
         pos=written(cache.pos, block.positions[:, None]),
         weight=written(cache.weight, 1.0),
         next=cache.next + block.count[:, None],
         seen=cache.seen + block.count,
     )
+
+
+def _dealt_updates(
+    cache: LayerCache, key: Rotated, token: Token, extra: Sequence[tuple[Shaped[Array, "B K C ..."], Any]]
+) -> list[SlotUpdate]:
+    """What `insert` writes where keys and values are dealt: these in the device that has the slot, and all else in every one."""
+    every = tuple(range(cache.next.shape[1]))
+    arrays = [cache.pos, cache.weight, *(array for array, _ in extra)]
+    values = [token.position[:, None], 1.0, *(value for _, value in extra)]
+    return [
+        SlotUpdate([cache.k, cache.v], own_slot(cache, cache.next), [key, token.v], [], every),
+        SlotUpdate(arrays, cache.next, values, [cache.next, cache.seen], every),
+    ]
