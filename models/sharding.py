@@ -90,7 +90,8 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
 
     Args:
         mesh: an abstract one has some of the axes, too.
-        joint_heads: whether each device is to have all KV heads.
+        joint_heads: whether each device is to have all KV heads. Then those along `model` share slots, as along `sequence`: caches of
+            unequal sizes come to equal bytes so.
 
     Raises:
         ValueError: see `get_mesh`; or the model's query heads cannot be dealt among devices that hold the same KV heads.
@@ -107,7 +108,8 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
             f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
-    axes, sizes = (DATA, HEADS, COPIES, SLOTS), (data, heads, copies, slots)
+    axes = DATA, HEADS, COPIES, SLOTS
+    sizes = (data, 1, 1, copies * slots) if joint_heads else (data, heads, copies, slots)
     if isinstance(given, AbstractMesh):
         return Shard(AbstractMesh(sizes, axes))
     return Shard(Mesh(given.devices.reshape(sizes), axes))

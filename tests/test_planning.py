@@ -68,15 +68,12 @@ def test_workspace_is_near_a_gpus() -> None:
 def test_a_large_model_on_four_devices() -> None:
     config = shallow("llama-3.1-70b", 8)
     ways = kvjax.plan(config, device="h200", count=4, context=1_000_000, policy="catekv")
-    # Heads have caches of unequal sizes, which no axis deals: so slots are dealt, too.
-    meshes = [f"data={data},model={4 // data}" for data in (1, 2, 4)]
-    meshes += ["data=1,model=1,sequence=4", "data=2,model=1,sequence=2"]
     assert {(way.mesh, way.weights) for way in ways} == {
-        (mesh, weights) for mesh in meshes for weights in ("bfloat16", "int8", "int4")
+        (f"data={data},model={4 // data}", weights) for data in (1, 2, 4) for weights in ("bfloat16", "int8", "int4")
     }
     _, policy, notes = bound_for(config, "catekv")
     for way in ways:
-        data, model, slots = [*(int(part.partition("=")[2]) for part in way.mesh.split(",")), 1][:3]
+        data, model = (int(part.partition("=")[2]) for part in way.mesh.split(","))
         kind = "float" if way.weights == "bfloat16" else way.weights
         params = abstract(config, "bfloat16", weights=kind)
         engine = Engine(
@@ -86,20 +83,21 @@ def test_a_large_model_on_four_devices() -> None:
             prompt_len=1_000_000,
             max_new_tokens=128,
             block=4096,
-            mesh=AbstractMesh((data, model, slots), ("data", "model", "sequence")),
+            mesh=AbstractMesh((data, model), ("data", "model")),
         )
         assert (way.cache_bytes, way.weight_bytes) == (engine.cache_bytes, bytes_per_device(engine.weights))
         assert way.batch == data
         assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
         assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
-        assert way.sums == (18 + (engine.dealt_caches if slots > 1 else 0) if model * slots > 1 else 0)
-        assert any("the same on all" in note for note in way.notes) == (slots > 1)
+        assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are dealt
+        assert any("the same on all" in note for note in way.notes) == (model > 1)
         assert set(notes) < set(way.notes)
         assert way.fits == (way.peak_bytes <= 132_187_500_000)
         assert bool(way.largest_batch) == way.fits
     assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
     held = {way.mesh: way.cache_bytes for way in ways if way.weights == "int8"}
-    assert held["data=1,model=1,sequence=4"] < 0.27 * held["data=1,model=4"]  # what each knows of slots is not dealt
+    # Slots of unequal heads are dealt, but for what each device knows of them.
+    assert 0.25 < held["data=1,model=4"] / held["data=4,model=1"] < 0.27
 
 
 def test_slots_are_dealt_where_heads_cannot_be() -> None:
@@ -115,7 +113,7 @@ def test_slots_are_dealt_where_heads_cannot_be() -> None:
     (tova,) = kvjax.plan(
         config, device="h200", mesh="model=4,sequence=2", context=100_000, policy="tova", weights="float"
     )
-    assert any("100 % of the cache of a device is the same on all 2" in note for note in tova.notes)
+    assert any("100 % of the cache of a device is the same on all 2 that share slots" in note for note in tova.notes)
     assert tova.sums == few.sums
 
 

@@ -240,7 +240,7 @@ class _Question:
         self.bound[asked] = bound
         if context + self.new_tokens > config.max_position:
             notes = (*notes, f"beyond the {config.max_position} tokens that the model was trained on")
-        for mesh in self.meshes or _every_mesh(self.count, 1 if bound.info.joint_heads else config.num_kv_heads):
+        for mesh in self.meshes or _every_mesh(self.count, config, bound):
             yield self._way(shapes, kind, asked, notes, mesh)
 
     def fitting(self, kind: Kind, policy: str | Policy, budget: int) -> tuple[Plan, ...]:
@@ -314,7 +314,7 @@ class _Question:
             notes = (*notes, f"{mesh}: {engine.shard.copies} devices hold the same KV heads")
         if repeated := engine.repeated_cache_bytes:
             share = f"{100 * repeated / cached:.0f} % of the cache of a device"
-            notes = (*notes, f"{mesh}: {share} is the same on all {engine.shard.slots} along sequence")
+            notes = (*notes, f"{mesh}: {share} is the same on all {engine.shard.slots} that share slots")
         if on_host:
             notes = (*notes, "what is read over the bus to the host is not in the time")
         return dataclasses.replace(
@@ -372,13 +372,13 @@ class _Question:
         return ahead_of_time.memory_of(engine(ahead_of_time.mesh(chips).devices))
 
 
-def _every_mesh(count: int, kv_heads: int) -> list[_Sizes]:
-    """Every way to share work among so many devices, along the third axis only where the second cannot deal so many KV heads."""
+def _every_mesh(count: int, config: ModelConfig, policy: Policy) -> list[_Sizes]:
+    """Every way to share work among so many devices, along the third axis only where the second cannot deal so many KV heads, nor slots."""
     sizes = [(n, m, count // (n * m)) for n in range(1, count + 1) for m in range(1, count + 1) if not count % (n * m)]
     return [
         (data, model, slots)
         for data, model, slots in sizes
-        if slots == 1 or math.gcd(kv_heads, model * slots) == math.gcd(kv_heads, model) == model
+        if slots == 1 or (not policy.info.joint_heads and math.gcd(config.num_kv_heads, model * slots) == model)
     ]
 
 

@@ -75,9 +75,9 @@ class Engine:
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
         mesh: devices to run over: a `jax.sharding.Mesh` with some of the axes "data", along which rows are dealt, "model", along which KV
             heads, matrices and the vocabulary are, and "sequence", along which slots of the cache are, and again matrices and the vocabulary; or
-            text such as "data=2,model=4". Where there are fewer KV heads than devices to share them, or the policy's caches are not alike
-            in all heads (`PolicyInfo.joint_heads`), several devices along "model" hold the same heads; along "sequence" they hold the
-            same slots, too, of caches that cannot be dealt (`repeated_cache_bytes`).
+            text such as "data=2,model=4". Where there are fewer KV heads than devices to share them, several along "model" hold the same
+            heads. Where the policy's caches are not alike in all heads (`PolicyInfo.joint_heads`), all do, and share slots. Of caches
+            whose slots cannot be dealt, those that share them hold the same (`repeated_cache_bytes`).
             By default weights that lie on a mesh run there. With an `AbstractMesh` it tells bytes, and runs nothing.
 
     Attributes:
@@ -173,12 +173,12 @@ class Engine:
 
     @property
     def repeated_cache_bytes(self) -> int:
-        """Of `cache_bytes`, what the devices along "sequence" all hold alike."""
+        """Of `cache_bytes`, what devices that share slots all hold alike."""
         return repeated_bytes(self.policy, self.specs)
 
     @property
     def dealt_caches(self) -> int:
-        """How many caches have their slots dealt along "sequence", each of which costs a step a communication: one per layer, or group of heads."""
+        """How many caches have their slots dealt, each of which costs a step a communication: one per layer, or group of heads."""
         return dealt_caches(self.policy, self.specs)
 
     @property

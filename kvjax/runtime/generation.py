@@ -56,7 +56,7 @@ class GenerationStats:
         budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
         prefill_block: tokens of the blocks that the prompts were read in; None if they were read whole.
         devices: over how many devices it ran.
-        head_copies: how many of these held the same KV heads, as there are fewer heads, or the policy's caches differ from head to head.
+        head_copies: how many of these held the same KV heads, with all slots, as there are fewer heads.
         slot_devices: how many of these shared the slots of the same KV heads.
         repeated_cache_bytes: of `cache_bytes`, what these held alike nevertheless: of layers whose slots cannot be dealt all, of others
             what is known of slots besides keys and values.

@@ -208,6 +208,18 @@ def test_bytes_are_dealt(name, uneven, prompts):
     assert abs(engine.cache_bytes * 2 * engine.shard.heads - whole) <= 4 * rows
 
 
+def test_unequal_heads_come_to_equal_bytes(uneven, prompts):
+    """Heads that keep everything, of which a layer has one and the other two, have their slots on all devices that share a model."""
+    policy = next(policy for policy in POLICIES.values() if policy.info.name == "by_head(full, duoattention_streaming)")
+    one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "data=2,model=4"))
+    agree(one, many)
+    engine = many[3]
+    assert (engine.shard.heads, engine.shard.copies, engine.shard.slots) == (1, 1, 4)
+    assert {bytes_on(many[4], device) for device in jax.devices()} == {engine.cache_bytes}
+    whole, same = one[3].cache_bytes // 2, engine.repeated_cache_bytes
+    assert engine.cache_bytes == same + (whole - same) // 3  # 96 slots, 32 on each
+
+
 @pytest.mark.parametrize("mesh", ["data=2,model=4", "model=2,sequence=4"])
 def test_states_are_taken_over(mesh, uneven, prompts):
     *_, engine, state = generated(uneven, Policy(), prompts, mesh)
