@@ -68,9 +68,8 @@ def in_order(x: Any, devices: int, size: int) -> Any:
 
 def own_slot(cache: LayerCache, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
     """Where slots are in this device's part; beyond its end those that are not."""
-    run, place = slot // RUN, slot % RUN
-    mine = (run % cache.dealt == _index()) & (slot < cache.pos.shape[-1])
-    return jnp.where(mine, run // cache.dealt * RUN + place, cache.k.shape[2])
+    local = cache.k.shape[2]
+    return jnp.where(slot < cache.pos.shape[-1], _own_slot(slot, cache.dealt, local), local)
 
 
 def own_pages(
@@ -90,12 +89,18 @@ def own_pages(
 
 def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
     """Keys in the same slots of all heads; in those that do not exist, whatever there is."""
-    if cache.dealt == 1:
-        return jnp.take_along_axis(cache.k, pos[:, None, :, None], axis=2, mode="clip")
-    at = own_slot(cache, pos)[:, None, :, None]
-    mine = at < cache.k.shape[2]
-    keys = jnp.take_along_axis(cache.k, jnp.where(mine, at, 0), axis=2)
-    return jax.lax.psum(jnp.where(mine, keys, jnp.zeros((), keys.dtype)), SLOTS)
+    slot = jnp.minimum(pos, cache.pos.shape[-1] - 1)[:, None]
+    return rows_at(cache.k, slot, cache.dealt)
+
+
+def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: int) -> Shaped[Array, "B K S H"]:
+    """What is in slots, each of which exists, of an array that is dealt; the same on all devices."""
+    if devices == 1:
+        return jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip")
+    at = _own_slot(slot, devices, x.shape[2])
+    mine = at < x.shape[2]
+    rows = jnp.take_along_axis(x, jnp.where(mine, at, 0)[..., None], axis=2)
+    return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), rows.dtype)), SLOTS)
 
 
 def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: int) -> Float[Array, "*S H"]:
@@ -122,6 +127,12 @@ def _runs(x: Any, devices: int, fill: Any) -> Any:
     padding = [(0, 0), (0, 0), (0, local * devices - x.shape[2]), *[(0, 0)] * (x.ndim - 3)]
     padded = numbers.pad(x, padding, constant_values=fill)
     return padded.reshape(*x.shape[:2], local // RUN, devices, RUN, *x.shape[3:])
+
+
+def _own_slot(slot: Int[Array, "*S"], devices: int, local: int) -> Int[Array, "*S"]:
+    """Where slots are among the `local` ones of this device; `local` for those that are not."""
+    run, place = slot // RUN, slot % RUN
+    return jnp.where(run % devices == _index(), run // devices * RUN + place, local)
 
 
 def _index() -> Int[Array, ""]:

@@ -91,7 +91,11 @@ class Shard:
         if self.same_heads == 1:
             return x
         width = x.shape[-1] // self.same_heads
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SAME_HEADS) * width, width, axis=-1)
+        return jax.lax.dynamic_slice_in_dim(x, self.same_heads_index() * width, width, axis=-1)
+
+    def same_heads_index(self) -> Int[Array, ""]:
+        """Which of the devices that hold the same KV heads this one is."""
+        return jnp.zeros((), jnp.int32) if self.same_heads == 1 else jax.lax.axis_index(SAME_HEADS).astype(jnp.int32)
 
     def sum_over_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
         """The sum over the devices that hold a layer's KV heads."""

@@ -13,7 +13,7 @@ from kvjax.pallas_kernels import SlotUpdate, heads_of, write_sharded_slots, writ
 from . import host_memory
 from .dealt import own_slot
 from .state import LayerCache
-from .tokens import Rotated, Token, TokenBlock
+from .tokens import Token, TokenBlock
 
 
 def insert(
@@ -33,21 +33,20 @@ def insert(
         The cache, and the other arrays.
     """
     key = token.key if rotated else token.k
-    if cache.dealt > 1:
-        (k, v), (pos, weight, *rest) = write_sharded_slots(_dealt_updates(cache, key, token, extra))
-        *others, following, seen = rest
-        return LayerCache(k, v, pos, weight, following, seen, dealt=cache.dealt), others
     if host_memory.on_host(cache.k):
         new = (cache.k, heads_of(key)), (cache.v, token.v)
         stored = [host_memory.write(store, cache.next, x) for store, x in new]
         stores, values = [], []
     else:
         stored, stores, values = [], [cache.k, cache.v], [key, token.v]
+    if cache.dealt > 1:  # these are in one device, all else in every one
+        stored, stores, values = write_slots(stores, own_slot(cache, cache.next), values), [], []
     arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
     values += [token.position[:, None], 1.0, *(value for _, value in extra)]
     written = write_slots(arrays, cache.next, values, [cache.next, cache.seen])
     *others, following, seen = written[len(stores) + 2 :]
-    return LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen), others
+    kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, dealt=cache.dealt)
+    return kept, others
 
 
 def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]], token: Token) -> list[LayerCache]:
@@ -95,16 +94,3 @@ def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
         next=cache.next + block.count[:, None],
         seen=cache.seen + block.count,
     )
-
-
-def _dealt_updates(
-    cache: LayerCache, key: Rotated, token: Token, extra: Sequence[tuple[Shaped[Array, "B K C ..."], Any]]
-) -> list[SlotUpdate]:
-    """What `insert` writes where keys and values are dealt: these in the device that has the slot, and all else in every one."""
-    every = tuple(range(cache.next.shape[1]))
-    arrays = [cache.pos, cache.weight, *(array for array, _ in extra)]
-    values = [token.position[:, None], 1.0, *(value for _, value in extra)]
-    return [
-        SlotUpdate([cache.k, cache.v], own_slot(cache, cache.next), [key, token.v], [], every),
-        SlotUpdate(arrays, cache.next, values, [cache.next, cache.seen], every),
-    ]

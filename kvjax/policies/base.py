@@ -154,9 +154,10 @@ class Traits:
     def deals_slots(self) -> bool:
         """Whether keys and values can be on several devices, each of which has some slots (`kvjax.policies.dealt`).
 
-        Between two readings of text such a layer leaves them to functions of `kvjax.cache`.
+        Between two readings of text such a layer leaves them to functions of `kvjax.cache`, or as a sparse one with a store of its own to
+        whoever gives it what it selects (`sparse.SparseLayer.attend_to`).
         """
-        return (self.sparse or (self.plain and self.compression == "never")) and not self.has_own_store
+        return self.sparse or (self.plain and self.compression == "never" and not self.has_own_store)
 
 
 @dataclasses.dataclass(frozen=True)

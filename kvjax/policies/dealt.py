@@ -5,8 +5,10 @@ A policy chooses from a prompt as it does on one device, with all of it there; t
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
@@ -15,6 +17,7 @@ from kvjax.cache import Prompt, Token, TokenBlock
 from . import capabilities
 from .base import Carry, Layer, State, held_bytes
 from .capabilities import Queries
+from .families.sparse import SparseLayer
 
 
 def dealt(layer: Layer[Any]) -> Layer[Any]:
@@ -24,7 +27,14 @@ def dealt(layer: Layer[Any]) -> Layer[Any]:
         return layer
     if layer.traits.in_parts:
         return cast(capabilities.InParts, layer).map_parts(dealt)
-    if not layer.traits.deals_slots or cache.local_slots(layer.capacity, devices) >= layer.capacity:
+    if not layer.traits.deals_slots:
+        return layer
+    if layer.traits.sparse and layer.traits.has_own_store:
+        of_store = DealtStoreLayer(
+            layer.policy, layer.spec, layer.traits, inner=layer, sparse=cast(SparseLayer[Any], layer)
+        )
+        return of_store if all(cache.local_slots(n, devices) < n for n in of_store.sizes) else layer
+    if cache.local_slots(layer.capacity, devices) >= layer.capacity:
         return layer
     return DealtLayer(layer.policy, layer.spec, layer.traits, inner=layer)
 
@@ -84,3 +94,43 @@ class DealtLayer(Layer[Any]):
     @property
     def _devices(self) -> int:
         return self.spec.shard.slots
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtStoreLayer(DealtLayer):
+    """One sparse layer with a store of its own, of which each device has some slots, and all are sent what is selected.
+
+    Attributes:
+        sparse: the policy's own functions.
+    """
+
+    sparse: SparseLayer[Any] = dataclasses.field(kw_only=True)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Slots of the store's arrays."""
+        return [x.shape[2] for x in jax.eval_shape(lambda: self.sparse.store(self.sparse.init()))]
+
+    def init(self, total: Int[Array, " B"] | None = None) -> State:
+        def part(x: Array) -> Array:
+            return x[:, :, : cache.local_slots(x.shape[2], self._devices)]
+
+        return self._changed(self.sparse.init(total), part)
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+        state, carry = self.sparse.prefill(prompt, carry)
+        return self._changed(state, lambda x: cache.own(x, self._devices)), carry
+
+    def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], State, Carry]:
+        index, valid = self.sparse.select(state, self.sparse.query(token, carry))
+        heads = self.spec.num_kv_heads
+
+        def fetched(x: Array) -> Array:
+            slots = index.reshape(index.shape[0], heads, -1)  # of all that read from a KV head
+            return cache.rows_at(x, slots, self._devices).reshape(*index.shape, x.shape[-1])
+
+        store = tuple(map(fetched, self.sparse.store(state)))
+        return self.sparse.attend_to(state, token, index, valid, store), state, carry
+
+    def _changed(self, state: State, change: Callable[[Array], Array]) -> State:
+        return self.sparse.with_store(state, tuple(map(change, self.sparse.store(state))))

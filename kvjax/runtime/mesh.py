@@ -53,8 +53,8 @@ def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, .
 
 def dealt_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
     """How many caches have their slots on several devices: one per layer at most, or per group of heads."""
-    leaves = jax.tree.leaves(state_partitions(policy, specs), is_leaf=_is_partition)
-    return sum(SLOTS in partition for partition in leaves) // 2  # keys and values
+    layers = [jax.tree.leaves(layer, is_leaf=_is_partition) for layer in state_partitions(policy, specs)]
+    return sum(-(-sum(SLOTS in each for each in leaves) // 2) for leaves in layers)  # keys and values, or values alone
 
 
 def repeated_bytes(policy: Policy, specs: Sequence[LayerSpec]) -> int:

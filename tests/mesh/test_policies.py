@@ -110,6 +110,15 @@ def test_reading_in_blocks(name, uneven, prompts):
     agree(one, generated(uneven, policy, prompts, "data=2,model=4", block=16))
 
 
+def test_a_store_of_its_own_along_sequence(uneven, prompts):
+    """ShadowKV's values are dealt; what it rebuilds keys from, and its exact cache, are not."""
+    policy = next(policy for policy in POLICIES.values() if policy.info.name == "shadowkv")
+    one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
+    agree(one, many)
+    values = 2 * 4 * 2 * 64 * 16 * 4  # layers, rows, heads, slots, channels, bytes
+    assert many[3].cache_bytes == one[3].cache_bytes - values // 2
+
+
 @pytest.mark.parametrize("mesh", ["sequence=4", "data=2,model=2,sequence=2"])
 def test_full_along_sequence(mesh, uneven, prompts):
     agree(generated(uneven, Policy(), prompts, None), generated(uneven, Policy(), prompts, mesh))
