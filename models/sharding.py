@@ -1,7 +1,7 @@
 """Where a model's weights lie on a mesh: what a user asks for, and which axis of each is dealt to which devices.
 
 A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
-them hold the same heads and divide only the matrices. KV heads, with the query heads that read them, are dealt among `heads` devices; the
+them hold the same heads and divide only the matrices. So do the devices along `sequence`, which share the slots of these heads' caches besides. KV heads, with the query heads that read them, are dealt among `heads` devices; the
 columns of the two matrices that end a layer's halves, the MLP's width and the vocabulary among all that share the model
 (`kvjax.cache.shard`). What does not divide is padded with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the
 vocabulary are cut off.
@@ -19,13 +19,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.arguments import shown
 from kvjax.cache import Shard
-from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE
+from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
 
 from .config import ModelConfig
 from .params import Params, abstract, name_of, tree_map_named
 
-AXES = "data", "model"
-"""Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary."""
+AXES = "data", "model", "sequence"
+"""Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary; slots of a cache, and again matrices and the vocabulary."""
 
 _ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
     ("gate", "up", "gate_bias", "up_bias", "embed", "head"), MODEL
@@ -38,11 +38,14 @@ _COLUMNS = ("o", "down")
 _FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
 """Arrays of a matrix in 8 or 4 bits, which follow its name."""
 
-_ALLOWED = 'give a jax.sharding.Mesh with the axes "data" (rows) and "model" (KV heads and matrices), or text such as "data=2,model=4"'
+_ALLOWED = (
+    'give a jax.sharding.Mesh with some of the axes "data" (rows), "model" (KV heads and matrices) and "sequence" (slots of the cache, and '
+    'matrices), or text such as "data=2,model=4"'
+)
 
 
 def get_mesh(mesh: Mesh | str) -> Mesh:
-    """A mesh of the axes `data` and `model`, from one that has some of them, or from text such as "data=2,model=4".
+    """A mesh of the axes `data`, `model` and `sequence`, from one that has some of them, or from text such as "data=2,model=4".
 
     Raises:
         ValueError: it has other axes, or there are fewer devices than it asks for.
@@ -57,7 +60,7 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
         raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
     if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
         raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
-    devices = mesh.devices.T if mesh.axis_names == AXES[::-1] else mesh.devices
+    devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names])
     processes = {device.process_index for device in devices.flat}
     if jax.process_count() > 1 and jax.process_index() not in processes:
         raise ValueError(
@@ -86,8 +89,9 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
     """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
 
     Args:
-        mesh: an abstract one has both axes, `data` and `model`.
-        joint_heads: whether each device is to have all KV heads.
+        mesh: an abstract one has some of the axes, too.
+        joint_heads: whether each device is to have all KV heads. Then those along `model` share slots, as along `sequence`: caches of
+            unequal sizes come to equal bytes so.
 
     Raises:
         ValueError: see `get_mesh`; or the model's query heads cannot be dealt among devices that hold the same KV heads.
@@ -95,18 +99,20 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
     if mesh is None:
         return ONE_DEVICE
     given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
-    data, model = (given.shape[axis] for axis in AXES)
+    data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
     heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
-    if width % copies:
+    if width % (copies * slots):
+        asked = f"model={model}" + (f",sequence={slots}" if slots > 1 else "")
         raise ValueError(
-            f"model={model}: {heads} times {copies} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
+            f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
-    axes = DATA, HEADS, COPIES
+    axes = DATA, HEADS, COPIES, SLOTS
+    sizes = (data, 1, 1, copies * slots) if joint_heads else (data, heads, copies, slots)
     if isinstance(given, AbstractMesh):
-        return Shard(AbstractMesh((data, heads, copies), axes))
-    return Shard(Mesh(given.devices.reshape(data, heads, copies), axes))
+        return Shard(AbstractMesh(sizes, axes))
+    return Shard(Mesh(given.devices.reshape(sizes), axes))
 
 
 def partition(name: str, ndim: int) -> PartitionSpec:
@@ -172,12 +178,12 @@ def unpadded(params: Params) -> Params:
 
 
 def mesh_of(params: Params) -> Mesh | None:
-    """The mesh that weights lie on, with the axes `data` and `model`; None if that is one device."""
+    """The mesh that weights lie on, with the axes `data`, `model` and `sequence`; None if that is one device."""
     sharding = getattr(params.norm, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
     devices = np.asarray(sharding.mesh.devices)
-    return Mesh(devices.reshape(len(devices), -1), AXES)
+    return Mesh(devices.reshape(len(devices), -1, devices.shape[-1]), AXES)
 
 
 def bytes_per_device(tree: Any) -> int:

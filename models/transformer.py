@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Prompt, Shard, Token, TokenBlock
+from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.pallas_kernels import (
     BlockWeights,
@@ -129,7 +129,7 @@ def prefill(
             spec = cache.spec
             prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
             state, carry = cache.prefill(prompt, around(carry))
-            out = prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=spec.scale, window=spec.window)
+            out = _prompt_attention(spec, prompt)
             # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
             out, state = jax.lax.optimization_barrier((out, state))
             states.append(state)
@@ -212,6 +212,18 @@ def read_block(
     return _logits(params, last, shard), tuple(updated)
 
 
+def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"]:
+    """Attention of a whole prompt. Of devices with the same KV heads each computes the query heads that its columns multiply, if they are whole."""
+    shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
+    q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
+    own, part = divmod(spec.num_heads, shard.same_heads)
+    if shard.same_heads > 1 and not part and (own % group == 0 or group % own == 0):
+        first = shard.same_heads_index() * own
+        q = jax.lax.dynamic_slice_in_dim(q, first, own, axis=2)
+        k, v = (jax.lax.dynamic_slice_in_dim(x, first // group, max(own // group, 1), axis=2) for x in (k, v))
+    return prefill_attention(q, k, v, scale=spec.scale, window=spec.window)
+
+
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     if shard.model == 1:
         return lookup(params.embed, tokens, params.dtype)
@@ -239,7 +251,7 @@ def _surrounded(
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
 
     def output() -> Float[Array, "N H D"]:
-        wide = shard.gather_over_copies(
+        wide = shard.gather_over_same_heads(
             matrix.dequantized(jnp.float32) if isinstance(matrix, QuantizedMatrix) else matrix
         )
         return wide.T.reshape(-1, config.head_dim, wide.shape[0])
@@ -288,7 +300,9 @@ def _rest(
 ) -> Array:
     """The residual stream after a layer whose attention is `out`."""
     p, mlp = layer.attn, layer.mlp
-    x = _joined(config, x, shard.own_columns(out), p.o, p.o_bias, layer.attn_post_norm, shard)
+    if out.shape[-1] == config.num_heads // shard.heads * config.head_dim:  # and not this device's columns alone
+        out = shard.own_columns(out)
+    x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm, shard)
     h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
     return _joined(config, x, h, mlp.down, mlp.down_bias, layer.mlp_post_norm, shard)
 

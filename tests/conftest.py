@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
-    if config.option.markexpr == "mesh":
+    if config.option.markexpr in ("mesh", "mesh_long"):
         jax.config.update("jax_num_cpu_devices", 8)
     if config.option.markexpr != "long" and importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_EMITTERS}"

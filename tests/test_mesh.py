@@ -34,6 +34,15 @@ def test_one_device_is_a_mesh_too(tiny):
     assert [r.tokens for r in meshed] == [r.tokens for r in one]
 
 
+def test_every_axis_has_its_place(tiny):
+    mesh = jax.sharding.AbstractMesh((2, 2, 4), ("data", "sequence", "model"))
+    shard = get_shard(mesh, tiny.config)
+    assert (shard.data, shard.heads, shard.copies, shard.slots) == (2, 2, 2, 2)
+    assert (shard.same_heads, shard.model, shard.devices) == (4, 8, 16)
+    with pytest.raises(ValueError, match="sequence=7: "):
+        get_shard(jax.sharding.AbstractMesh((7,), ("sequence",)), tiny.config)
+
+
 def test_host_memory_is_refused(tiny):
     policy = kvjax.get_policy("offloaded(clusterkv:64)").bind(tiny.config)
     with pytest.raises(kvjax.PolicyError, match="host's memory"):
@@ -81,6 +90,7 @@ def test_no_mesh_is_one_device(tiny):
         shard.own_columns,
         shard.sum_over_heads,
         shard.max_over_heads,
+        shard.gather_over_same_heads,
         shard.max_over_data,
         shard.gather_over_data,
     ):

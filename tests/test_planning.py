@@ -89,11 +89,32 @@ def test_a_large_model_on_four_devices() -> None:
         assert way.batch == data
         assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
         assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
-        assert way.sums == (18 if model > 1 else 0)
+        assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are dealt
+        assert any("the same on all" in note for note in way.notes) == (model > 1)
         assert set(notes) < set(way.notes)
         assert way.fits == (way.peak_bytes <= 132_187_500_000)
         assert bool(way.largest_batch) == way.fits
     assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
+    held = {way.mesh: way.cache_bytes for way in ways if way.weights == "int8"}
+    # Slots of unequal heads are dealt, but for what each device knows of them.
+    assert 0.25 < held["data=1,model=4"] / held["data=4,model=1"] < 0.27
+
+
+def test_slots_are_dealt_where_heads_cannot_be() -> None:
+    """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be dealt says so."""
+    config = shallow("qwen2.5-7b", 2)
+    full = {way.mesh: way for way in kvjax.plan(config, device="h200", count=8, context=100_000, weights="float")}
+    assert "data=1,model=4,sequence=2" in full
+    assert "data=1,model=2,sequence=4" not in full
+    few, many = full["data=1,model=8"], full["data=1,model=4,sequence=2"]
+    assert few.weight_bytes == many.weight_bytes
+    assert 0.5 < many.cache_bytes / few.cache_bytes < 0.51
+    assert many.sums == few.sums + 2
+    (tova,) = kvjax.plan(
+        config, device="h200", mesh="model=4,sequence=2", context=100_000, policy="tova", weights="float"
+    )
+    assert any("100 % of the cache of a device is the same on all 2 that share slots" in note for note in tova.notes)
+    assert tova.sums == few.sums
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:

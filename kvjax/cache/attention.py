@@ -4,10 +4,22 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import CacheShard, Rotation, Run, block_attention, decode_attention, sharded_decode_attention
+from kvjax.pallas_kernels import (
+    CacheShard,
+    Rotation,
+    Run,
+    block_attention,
+    decode_attention,
+    gather_attention,
+    partial_block_attention,
+    sharded_decode_attention,
+)
+from kvjax.pallas_kernels.head_shards import query_heads
 
+from .dealt import merged, own, own_pages
 from .spec import LayerSpec
 from .state import LayerCache
 from .tokens import Prompt, Token, TokenBlock
@@ -34,6 +46,11 @@ def attend(
         it tells what is kept, and that has none.
     """
     rope, weight, keys = spec.rope, _seen(spec, cache, token.position), cache.k
+    if cache.dealt > 1:
+        assert ranks is None, "keys of a cache that is dealt are rotated"
+        assert not probs, "devices that share a head's slots do not tell each other probabilities"
+        part = decode_attention(token.query, keys, cache.v, own(weight, cache.dealt), scale=spec.scale)
+        return merged(part.out, part.logsumexp, cache.dealt), None
     query, rotation = token.query if ranks is None else token.q, None
     if ranks is not None and rope.rotates_halves_of(spec.head_dim):
         rotation = Rotation(*ranks, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
@@ -54,11 +71,39 @@ def attend_split(
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
+    if any(cache.dealt > 1 for cache in caches):
+        group = spec.num_heads // spec.num_kv_heads
+        order = np.argsort(np.concatenate([query_heads(mine, group) for mine in heads]))
+        outs = [
+            attend(spec, cache, token.heads(np.asarray(mine)))[0] for cache, mine in zip(caches, heads, strict=True)
+        ]
+        return jnp.concatenate(outs, axis=1)[:, order]
     shards = [
         CacheShard(cache.k, cache.v, _seen(spec, cache, token.position), mine)
         for cache, mine in zip(caches, heads, strict=True)
     ]
     return sharded_decode_attention(token.query, shards, scale=spec.scale)
+
+
+def attend_selected(
+    spec: LayerSpec,
+    cache: LayerCache,
+    token: Token,
+    index: Int[Array, "B R P"],
+    live: Bool[Array, "B R L"],
+    page: int = 1,
+) -> Float[Array, "B N H"]:
+    """Attention of one query per row over slots that each head has selected, of a cache where token p is in slot p with its key rotated.
+
+    Args:
+        index, live, page: pages of slots, and which of them are meant, see `gather_attention`.
+    """
+    k, v, query = cache.k, cache.v, token.query
+    if cache.dealt == 1:
+        return gather_attention(query, k, v, index, live, scale=spec.scale, page=page, tokens=cache.seen).out
+    index, live, page = own_pages(cache, index, live, page)
+    part = gather_attention(query, k, v, index, live, scale=spec.scale, page=page)
+    return merged(part.out, part.logsumexp, cache.dealt)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
@@ -72,7 +117,12 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
     """Attention of a block's tokens, each over the live slots of tokens up to its own position; theirs are among the slots."""
     q_pos = jnp.where(block.mask, block.positions, -1)
     pos = jnp.where(held.live, held.pos, -1)
-    own = held.next - block.count[:, None]
+    if held.dealt > 1:
+        places, weight = own(pos, held.dealt, -1), own(held.weight, held.dealt)
+        options = {"scale": spec.scale, "window": spec.window}
+        out, logsumexp = partial_block_attention(block.q_rotated, held.k, held.v, q_pos, places, weight, **options)
+        return merged(out, logsumexp, held.dealt)
+    begun = held.next - block.count[:, None]
     return block_attention(
         block.q_rotated,
         held.k,
@@ -82,7 +132,7 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
         held.weight,
         scale=spec.scale,
         window=spec.window,
-        run=Run(jnp.zeros_like(own), own),
+        run=Run(jnp.zeros_like(begun), begun),
     )
 
 

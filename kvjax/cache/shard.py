@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, Shaped
 
-DATA, HEADS, COPIES = "data", "heads", "copies"
-"""Axes of a mesh: rows are dealt along the first, KV heads along the second, and along the third devices hold the same heads."""
+DATA, HEADS, COPIES, SLOTS = "data", "heads", "copies", "slots"
+"""Axes of a mesh: rows are dealt along the first, KV heads along the second; along the third devices hold the same heads, and along the
+fourth they hold the same heads and share their slots, where a layer's cache can be dealt so (`kvjax.cache.dealt`)."""
 
-MODEL = HEADS, COPIES
+SAME_HEADS = COPIES, SLOTS
+"""Axes along which devices have the same KV heads."""
+
+MODEL = HEADS, COPIES, SLOTS
 """Axes along which the columns of matrices and the vocabulary are dealt."""
 
 
@@ -26,7 +30,7 @@ class Shard:
     Sums are over devices in an order of XLA's that is one for all of them, so all have the same bits.
 
     Attributes:
-        mesh: of the axes `data`, `heads` and `copies`, abstract where sizes are asked for and nothing runs; None for one device.
+        mesh: of the axes `data`, `heads`, `copies` and `slots`, abstract where sizes are asked for and nothing runs; None for one device.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -43,13 +47,23 @@ class Shard:
 
     @property
     def copies(self) -> int:
-        """Devices that hold the same KV heads."""
+        """Devices that hold the same KV heads, and all slots of them."""
         return self._size(COPIES)
+
+    @property
+    def slots(self) -> int:
+        """Devices that hold the same KV heads, and share their slots where these can be dealt."""
+        return self._size(SLOTS)
+
+    @property
+    def same_heads(self) -> int:
+        """Devices that hold the same KV heads."""
+        return self.copies * self.slots
 
     @property
     def model(self) -> int:
         """Devices among which the matrices' columns and the vocabulary are dealt."""
-        return self.heads * self.copies
+        return self.heads * self.same_heads
 
     @property
     def devices(self) -> int:
@@ -64,9 +78,9 @@ class Shard:
         """Their arrays one after the other along the last axis."""
         return x if self.model == 1 else jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
-    def gather_over_copies(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "..."]:
+    def gather_over_same_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "..."]:
         """Arrays of the devices that hold the same KV heads, one after the other along the last axis."""
-        return x if self.copies == 1 else jax.lax.all_gather(x, COPIES, axis=x.ndim - 1, tiled=True)
+        return x if self.same_heads == 1 else jax.lax.all_gather(x, SAME_HEADS, axis=x.ndim - 1, tiled=True)
 
     def model_index(self) -> Int[Array, ""]:
         """Which of them this device is."""
@@ -74,10 +88,14 @@ class Shard:
 
     def own_columns(self, x: Shaped[Array, "*B A"]) -> Shaped[Array, "*B _"]:
         """Of numbers that several devices have alike, the ones that this device's columns of a matrix multiply."""
-        if self.copies == 1:
+        if self.same_heads == 1:
             return x
-        width = x.shape[-1] // self.copies
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(COPIES) * width, width, axis=-1)
+        width = x.shape[-1] // self.same_heads
+        return jax.lax.dynamic_slice_in_dim(x, self.same_heads_index() * width, width, axis=-1)
+
+    def same_heads_index(self) -> Int[Array, ""]:
+        """Which of the devices that hold the same KV heads this one is."""
+        return jnp.zeros((), jnp.int32) if self.same_heads == 1 else jax.lax.axis_index(SAME_HEADS).astype(jnp.int32)
 
     def sum_over_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
         """The sum over the devices that hold a layer's KV heads."""

@@ -73,6 +73,17 @@ class LayerSpec:
         )
         return dataclasses.replace(self, batch=batch, num_heads=heads, num_kv_heads=kv_heads, shard=shard)
 
+    @property
+    def whole(self) -> "LayerSpec":
+        """The layer as one device has all of it."""
+        shard = self.shard
+        batch, heads, kv_heads = (
+            self.batch * shard.data,
+            self.num_heads * shard.heads,
+            self.num_kv_heads * shard.heads,
+        )
+        return dataclasses.replace(self, batch=batch, num_heads=heads, num_kv_heads=kv_heads, shard=ONE_DEVICE)
+
 
 def layer_specs(
     config: ModelConfig,

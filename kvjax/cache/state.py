@@ -25,14 +25,16 @@ class LayerCache:
         weight: 0 free, 1 a token, n a cluster of n tokens.
         next: the slot that the next token goes to.
         seen: tokens that have passed through this cache, kept or not.
+        dealt: among how many devices keys and values are dealt by slots, each of which has a part of C; see `kvjax.cache.dealt`.
     """
 
-    k: Float[Array, "B K C H"]
-    v: Float[Array, "B K C H"]
+    k: Float[Array, "B K _ H"]
+    v: Float[Array, "B K _ H"]
     pos: Int[Array, "B K C"]
     weight: Float[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
+    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def live(self) -> Bool[Array, "B K C"]:

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.pallas_kernels import SlotUpdate, heads_of, write_sharded_slots, write_slots
 
 from . import host_memory
+from .dealt import own_slot
 from .state import LayerCache
 from .tokens import Token, TokenBlock
 
@@ -37,11 +39,14 @@ def insert(
         stores, values = [], []
     else:
         stored, stores, values = [], [cache.k, cache.v], [key, token.v]
+    if cache.dealt > 1:  # these are in one device, all else in every one
+        stored, stores, values = write_slots(stores, own_slot(cache, cache.next), values), [], []
     arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
     values += [token.position[:, None], 1.0, *(value for _, value in extra)]
     written = write_slots(arrays, cache.next, values, [cache.next, cache.seen])
     *others, following, seen = written[len(stores) + 2 :]
-    return LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen), others
+    kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, dealt=cache.dealt)
+    return kept, others
 
 
 def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]], token: Token) -> list[LayerCache]:
@@ -51,6 +56,8 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
+    if any(cache.dealt > 1 for cache in caches):
+        return [insert(cache, token.heads(np.asarray(own)))[0] for cache, own in zip(caches, heads, strict=True)]
     values = [token.key, token.v, token.position[:, None], 1.0]
     written = write_sharded_slots(
         [
@@ -73,15 +80,15 @@ def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
     place = jnp.arange(block.size, dtype=jnp.int32)
     slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of range: dropped
-    at = rows[:, None, None], heads[:, None], slot
+    own = slot if cache.dealt == 1 else own_slot(cache, slot)
 
-    def written(array: Array, values: Any) -> Array:
-        return array.at[at].set(values, mode="drop")
+    def written(array: Array, values: Any, slot: Array = slot) -> Array:
+        return array.at[rows[:, None, None], heads[:, None], slot].set(values, mode="drop")
 
     return dataclasses.replace(
         cache,
-        k=written(cache.k, jnp.swapaxes(block.k_rotated, 1, 2).astype(cache.k.dtype)),
-        v=written(cache.v, jnp.swapaxes(block.v, 1, 2).astype(cache.v.dtype)),
+        k=written(cache.k, jnp.swapaxes(block.k_rotated, 1, 2).astype(cache.k.dtype), own),
+        v=written(cache.v, jnp.swapaxes(block.v, 1, 2).astype(cache.v.dtype), own),
         pos=written(cache.pos, block.positions[:, None]),
         weight=written(cache.weight, 1.0),
         next=cache.next + block.count[:, None],

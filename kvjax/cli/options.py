@@ -90,7 +90,8 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         metavar="AXES",
-        help="Devices to run over, such as model=4 or data=2,model=4: rows are dealt along data, the model along model.",
+        help="Devices to run over, such as model=4 or data=2,model=4: rows are dealt along data, the model along model, the cache's slots "
+        "along sequence.",
         show_default=False,
     ),
 ]

@@ -56,6 +56,9 @@ CHIPS: Mapping[tuple[str, int], str] = {
 }
 """What `kvjax.runtime.ahead_of_time.mesh` calls so many chips."""
 
+_Sizes = tuple[int, ...]
+"""Devices along each of `AXES`."""
+
 _BUDGET_STEP = 256
 """What budgets that are proposed are multiples of."""
 
@@ -83,7 +86,7 @@ class Plan:
         largest_batch: the most rows that fit, by the formula.
         step_bytes: bytes that a decoding step reads.
         floor_ms: milliseconds per token, or step of all rows, that `step_bytes` take by the data sheet's bandwidth. None if that is unknown.
-        sums: how often devices add up in a step.
+        sums: how often devices add up in a step, or put together what each has found in its slots.
         sums_ms: milliseconds of it, by a measured table; None where there is none for the device.
         notes: what else is to be known.
         refused: why this is impossible, where it is; mostly there are no bytes then.
@@ -154,7 +157,8 @@ def plan(
             (`kvjax.models.presets`); or a `ModelConfig`. The default model if None.
         device: a key of `kvjax.devices.PRESETS`, or "cpu", this machine's, for which `memory` is to be given.
         count: devices, alike and of one host.
-        mesh: how they share the work, such as "data=2,model=4"; by default every way to do so.
+        mesh: how they share the work, such as "data=2,model=4"; by default every way to do so, along "sequence" only where KV heads cannot be
+            dealt to more devices.
         context: tokens of each row's prompt; by default the trained window less `new_tokens`.
         new_tokens: tokens that follow.
         batch: rows; rounded up to what a mesh deals.
@@ -222,9 +226,9 @@ class _Question:
             asked = math.prod(sizes.values())
             if self.count not in (1, asked):
                 raise ValueError(f"mesh={self.mesh!r} is of {asked} devices, but count={self.count}; give one of them")
-            self.count, self.meshes = asked, [(sizes.get("data", 1), sizes.get("model", 1))]
+            self.count, self.meshes = asked, [tuple(sizes.get(axis, 1) for axis in AXES)]
         else:
-            self.meshes = [(n, self.count // n) for n in range(1, self.count + 1) if not self.count % n]
+            self.meshes = []
 
     def ways(self, kind: Kind, policy: str | Policy, budget: int | float | None) -> Iterator[Plan]:
         """One for each mesh."""
@@ -236,8 +240,8 @@ class _Question:
         self.bound[asked] = bound
         if context + self.new_tokens > config.max_position:
             notes = (*notes, f"beyond the {config.max_position} tokens that the model was trained on")
-        for data, model in self.meshes:
-            yield self._way(shapes, kind, asked, notes, data, model)
+        for mesh in self.meshes or _every_mesh(self.count, config, bound):
+            yield self._way(shapes, kind, asked, notes, mesh)
 
     def fitting(self, kind: Kind, policy: str | Policy, budget: int) -> tuple[Plan, ...]:
         """Those that fit, the best first; none where the policy cannot work with so small a budget."""
@@ -250,7 +254,7 @@ class _Question:
         """The same with the compiler's word for what it holds, or a note that there is none."""
         sizes = parse_mesh(way.mesh)
         try:
-            memory = self._compiled(way, sizes["data"], sizes["model"])
+            memory = self._compiled(way, tuple(sizes.get(axis, 1) for axis in AXES))
         except RuntimeError as error:
             told = str(error).partition("\n")[0]
             if "RESOURCE_EXHAUSTED" in told:
@@ -284,16 +288,18 @@ class _Question:
             block = BLOCK if all(policy.layer(spec).traits.reading == "blocks" for spec in specs) else None
         return Engine(shapes, policy, **options, mesh=mesh, block=block)
 
-    def _way(self, shapes: Params, kind: Kind, asked: str, notes: tuple[str, ...], data: int, model: int) -> Plan:
+    def _way(self, shapes: Params, kind: Kind, asked: str, notes: tuple[str, ...], sizes: _Sizes) -> Plan:
         policy = self.bound[asked]
+        data = sizes[0]
         batch = -(-self.batch // data) * data
         name = shapes.dtype.name if kind == "float" else kind
-        mesh = f"data={data},model={model}"
-        sizes = self._context(shapes.config), self.new_tokens
+        # The third axis is named where there is one.
+        mesh = ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if axis != AXES[2] or size > 1)
+        tokens = self._context(shapes.config), self.new_tokens
         device = PRESETS.get(self.device)
         memory = self.memory if self.memory is not None else device.usable if device else 0
-        bare = Plan(self.device, self.count, mesh, asked, name, *sizes, batch, memory=memory)
-        abstract_mesh = None if self.count == 1 else AbstractMesh((data, model), AXES)
+        bare = Plan(self.device, self.count, mesh, asked, name, *tokens, batch, memory=memory)
+        abstract_mesh = None if self.count == 1 else AbstractMesh(sizes, AXES)
         try:
             engine = self._engine(shapes, policy, batch, abstract_mesh)
         except ValueError as error:
@@ -301,11 +307,14 @@ class _Question:
         cached, on_host, cache_read = cache_bytes(engine)
         stays, rest = bytes_per_device(engine.weights), self._workspace(engine)
         read = floor.weight_bytes(engine.weights) + cache_read
-        sums = step_sums(engine.config) if model > 1 else 0
+        sums = step_sums(engine.config) + engine.dealt_caches if engine.shard.model > 1 else 0
         per_sum = 4 * batch // data * engine.config.hidden_size
         sums_s = None if device is None else sums_seconds(device, sums, per_sum)
         if engine.shard.copies > 1:
             notes = (*notes, f"{mesh}: {engine.shard.copies} devices hold the same KV heads")
+        if repeated := engine.repeated_cache_bytes:
+            share = f"{100 * repeated / cached:.0f} % of the cache of a device"
+            notes = (*notes, f"{mesh}: {share} is the same on all {engine.shard.slots} that share slots")
         if on_host:
             notes = (*notes, "what is read over the bus to the host is not in the time")
         return dataclasses.replace(
@@ -343,13 +352,13 @@ class _Question:
             most = max(most + min(-over // each, -1), 0)
         return most * data
 
-    def _compiled(self, way: Plan, data: int, model: int) -> Memory:
+    def _compiled(self, way: Plan, sizes: _Sizes) -> Memory:
         kind: Any = way.weights if way.weights in ("int8", "int4", "as stored") else "float"
         shapes = self._shapes(kind)
         policy = self.bound[way.policy]
 
         def engine(devices: Any) -> Engine:
-            mesh = None if devices is None else Mesh(np.asarray(devices).reshape(data, model), AXES)
+            mesh = None if devices is None else Mesh(np.asarray(devices).reshape(sizes), AXES)
             return self._engine(shapes, policy, way.batch, mesh)
 
         if self.device == "cpu":
@@ -361,6 +370,16 @@ class _Question:
         if chips is None:
             raise RuntimeError(f"{self.count} x {self.device} has no compiler that works ahead of time here")
         return ahead_of_time.memory_of(engine(ahead_of_time.mesh(chips).devices))
+
+
+def _every_mesh(count: int, config: ModelConfig, policy: Policy) -> list[_Sizes]:
+    """Every way to share work among so many devices, along the third axis only where the second cannot deal so many KV heads, nor slots."""
+    sizes = [(n, m, count // (n * m)) for n in range(1, count + 1) for m in range(1, count + 1) if not count % (n * m)]
+    return [
+        (data, model, slots)
+        for data, model, slots in sizes
+        if slots == 1 or (not policy.info.joint_heads and math.gcd(config.num_kv_heads, model * slots) == model)
+    ]
 
 
 def bound_for(

@@ -38,6 +38,13 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     rows = engine.batch // shard.data
     caches = [layer_bytes(each) for each in engine.layers]
     layer = max(held + host for held, host, _ in caches)
+    # One whose slots are dealt is whole while a policy chooses what stays.
+    chooses = not engine.block or not all(each.traits.dense or each.traits.sparse for each in engine.layers)
+    chosen = (
+        max(sum(layer_bytes(engine.policy.layer(spec))[:2]) for spec in engine.specs)
+        if shard.slots > 1 and chooses
+        else layer
+    )
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim // shard.heads
     tokens = rows * (engine.block or engine.specs[0].prompt_len)
     width = max(2 * heads, 2 * c.intermediate_size // shard.model)
@@ -45,7 +52,7 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     mlp = engine.weights.layers[0].mlp
     floats = 2 * math.prod(mlp.gate.shape) // shard.model * itemsize if isinstance(mlp.gate, GroupedMatrix) else 0
     pairs = 2 * tokens * c.num_kv_heads * c.head_dim // shard.heads * itemsize
-    reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (layer + pairs) + floats + logits
+    reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits
     table = engine.weights.embed
     decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else 0)
     if tpu and any(each.traits.compress_reads_kv and each.traits.compression == "when_full" for each in engine.layers):

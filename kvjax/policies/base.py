@@ -135,6 +135,7 @@ class Traits:
         replays: how parts of a prompt are to be read once more before `prefill` chooses from it, whose prompt then has no queries and
             only rotated keys, and whose carry has what was learnt (`Replay.found`).
         surroundings: whether it is told what the model has around its attention (`Surroundings`).
+        in_parts: it is a `capabilities.InParts`: groups of its KV heads are layers by themselves.
     """
 
     compression: Compression = "never"
@@ -147,6 +148,16 @@ class Traits:
     dense: bool = False
     replays: tuple[Replay, ...] = ()
     surroundings: bool = False
+    in_parts: bool = False
+
+    @property
+    def deals_slots(self) -> bool:
+        """Whether keys and values can be on several devices, each of which has some slots (`kvjax.policies.dealt`).
+
+        Between two readings of text such a layer leaves them to functions of `kvjax.cache`, or as a sparse one with a store of its own to
+        whoever gives it what it selects (`sparse.SparseLayer.attend_to`).
+        """
+        return self.sparse or (self.plain and self.compression == "never" and not self.has_own_store)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,6 +56,14 @@ class HasOwnStore(Protocol):
         ...
 
 
+class InParts(Protocol):
+    """A layer made of others, each of which has some of the KV heads and a state of its own (`Traits.in_parts`)."""
+
+    def map_parts(self, change: Callable[[Layer[Any]], Layer[Any]]) -> Layer[Any]:
+        """The same with every one of these changed."""
+        ...
+
+
 def read_block(
     layer: Layer[Any], state: State, block: TokenBlock, carry: Carry
 ) -> tuple[Float[Array, "B S N H"], State, Carry]:

@@ -207,7 +207,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         )
         count = jnp.where(block.count > 0, jnp.minimum(wanted, jnp.maximum(tail, 0)), 0)
         inside = (pos < kept.seen[:, None]) & (count > 0)[:, None]
-        keys = jnp.take_along_axis(kept.k, pos[:, None, :, None], axis=2, mode="clip")
+        keys = cache.keys_at(kept, pos)
         size = max(pos.shape[-1] // policy.tokens_per_cluster, 1)
         grouped = self._grouped(keys, dataclasses.replace(state, cache=None), pos, inside, count, size)
         return out, dataclasses.replace(grouped, cache=kept), carry

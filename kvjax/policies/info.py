@@ -35,7 +35,8 @@ class PolicyInfo:
         positions: "original" (a token stays where it stood in the text) or "cache_rank" (its place among the kept ones, which
             keeps any sequence inside the trained window).
         takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
-        joint_heads: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh.
+        joint_heads: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh,
+            with some of their slots, where these can be dealt.
         trained: whether it works with weights that were trained for a model, and do not come with kvjax.
         transform: what is done to the policy as a whole, such as "offloaded".
     """

@@ -22,8 +22,9 @@ from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
-from kvjax.runtime import replay
-from kvjax.runtime.mesh import ALL, ROWS, state_partitions
+from kvjax.policies.dealt import dealt
+from kvjax.runtime import mesh, replay
+from kvjax.runtime.mesh import ALL, ROWS, on_host, placed, state_partitions
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Partition, Program
 from kvjax.runtime.sampling import Sampler
 
@@ -63,9 +64,9 @@ def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Ar
     return (_empty if specs[0].shard.mesh is None else begin)(policy, specs, seed, total)
 
 
-def layers_of(policy: Policy, specs: Specs) -> tuple[Layer[Any], ...]:
-    """A bound policy's functions for each layer."""
-    return tuple(policy.layer(spec) for spec in specs)
+def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Layer[Any], ...]:
+    """A bound policy's functions for each layer, with slots dealt where devices share them."""
+    return tuple(dealt(policy.layer(spec)) for spec in specs)
 
 
 def padded(
@@ -89,6 +90,20 @@ def started(executable: Any, *args: Any) -> Decoding:
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, executable.output_shardings[0]
     )
+
+
+def saved(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
+    """A state on the host, as one device has it; see `Engine.save`."""
+    rest = jax.tree.map(on_host, dataclasses.replace(state, caches=()))
+    return dataclasses.replace(rest, caches=mesh.saved(policy, specs, state.caches))
+
+
+def resumed(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
+    """What `saved` gave, where these programs go on from it; see `Engine.resume`."""
+    state = dataclasses.replace(state, caches=mesh.resumed(policy, specs, state.caches))
+    if specs[0].shard.mesh is None:
+        return jax.tree.map(jnp.asarray, state)
+    return placed(specs[0].shard, _state_partitions(policy, specs), state)
 
 
 def step(

@@ -28,7 +28,7 @@ from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
-from kvjax.runtime.mesh import policy_shard
+from kvjax.runtime.mesh import dealt_caches, policy_shard, repeated_bytes
 from kvjax.runtime.program import Program
 from kvjax.runtime.replay import words_of
 from kvjax.runtime.sampling import Greedy, Sampler
@@ -73,16 +73,18 @@ class Engine:
             depend on it.
         block: read prompts so many tokens at a time (see `begin` and `extend`), so that no memory is needed for the whole of one.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
-        mesh: devices to run over: a `jax.sharding.Mesh` with the axes "data", along which rows are dealt, and "model", along which KV
-            heads, matrices and the vocabulary are; or text such as "data=2,model=4". Where there are fewer KV heads than devices to share
-            them, or the policy's caches are not alike in all heads (`PolicyInfo.joint_heads`), several devices hold the same heads.
-            By default weights that lie on a mesh run there. With an `AbstractMesh` of both axes it tells bytes, and runs nothing.
+        mesh: devices to run over: a `jax.sharding.Mesh` with some of the axes "data", along which rows are dealt, "model", along which KV
+            heads, matrices and the vocabulary are, and "sequence", along which slots of the cache are, and again matrices and the vocabulary; or
+            text such as "data=2,model=4". Where there are fewer KV heads than devices to share them, several along "model" hold the same
+            heads. Where the policy's caches are not alike in all heads (`PolicyInfo.joint_heads`), all do, and share slots. Of caches
+            whose slots cannot be dealt, those that share them hold the same (`repeated_cache_bytes`).
+            By default weights that lie on a mesh run there. With an `AbstractMesh` it tells bytes, and runs nothing.
 
     Attributes:
         config: the model's shape.
         policy: bound to it.
         specs: what is static about each layer's cache, on each device.
-        mesh: the devices, by the axes "data" and "model"; None for one.
+        mesh: the devices, by the axes "data", "model" and "sequence"; None for one.
         shard: how they share the model with this policy's cache.
         weights: without their tokenizer, which is no part of a program; of a shape, shapes. They are where the mesh wants them.
 
@@ -166,7 +168,18 @@ class Engine:
     def full_cache_bytes(self) -> int:
         """Bytes that a full cache of these sizes would hold on the device; on each of a mesh."""
         shard = get_shard(self.mesh, self.config)
-        return Full().nbytes(*self._shape) // (shard.data * shard.heads)
+        layers = decoding.layers_of(Full(), [spec.whole.on(shard) for spec in self.specs])
+        return sum(held_bytes(layer)[0] for layer in layers)
+
+    @property
+    def repeated_cache_bytes(self) -> int:
+        """Of `cache_bytes`, what devices that share slots all hold alike."""
+        return repeated_bytes(self.policy, self.specs)
+
+    @property
+    def dealt_caches(self) -> int:
+        """How many caches have their slots dealt, each of which costs a step a communication: one per layer, or group of heads."""
+        return dealt_caches(self.policy, self.specs)
 
     @property
     def host_cache_bytes(self) -> int:
@@ -378,6 +391,18 @@ class Engine:
         """
         how = self.how(sampler, eos_ids)
         return self.ready(decoding.answer, state, *decoding.padded(given, size), jnp.asarray(count, jnp.int32), *how)
+
+    def save(self, state: Decoding) -> Decoding:
+        """A state as arrays of NumPy on the host, those of one device whatever the mesh; `resume` takes it, on this mesh or another."""
+        return decoding.saved(self.policy, self.specs, state)
+
+    def resume(self, state: Decoding) -> Decoding:
+        """What `save` gave, on this engine's devices.
+
+        Raises:
+            ValueError: it is of other sizes, or of another policy.
+        """
+        return decoding.resumed(self.policy, self.specs, state)
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[Array, " E"]]:
         """How tokens are sampled, as programs take it; arguments as for `prefill`.

@@ -56,7 +56,10 @@ class GenerationStats:
         budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
         prefill_block: tokens of the blocks that the prompts were read in; None if they were read whole.
         devices: over how many devices it ran.
-        head_copies: how many of these held the same KV heads, as there are fewer heads, or the policy's caches differ from head to head.
+        head_copies: how many of these held the same KV heads, with all slots, as there are fewer heads.
+        slot_devices: how many of these shared the slots of the same KV heads.
+        repeated_cache_bytes: of `cache_bytes`, what these held alike nevertheless: of layers whose slots cannot be dealt all, of others
+            what is known of slots besides keys and values.
     """
 
     rows: int
@@ -75,6 +78,8 @@ class GenerationStats:
     prefill_block: int | None = None
     devices: int = 1
     head_copies: int = 1
+    slot_devices: int = 1
+    repeated_cache_bytes: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -337,6 +342,7 @@ class Run:
             row.watch(request.stop)
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
+        self.repeated_cache_bytes = 0
         self.selected = self.found = 0
 
     def finish(self) -> Generation | list[Generation]:
@@ -373,6 +379,8 @@ class Run:
             prefill_block=self.prefill_block,
             devices=self.shard.devices,
             head_copies=self.shard.copies,
+            slot_devices=self.shard.slots,
+            repeated_cache_bytes=self.repeated_cache_bytes,
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
@@ -405,7 +413,7 @@ class Run:
         new = max(map(self._new_tokens, self.rows))
         rows = -(-len(self.rows) // self.shard.data)
         held = Full().nbytes(self.params.config, rows, longest, new, self.params.dtype)
-        if weights + held // self.shard.heads <= limit:
+        if weights + held // (self.shard.heads * self.shard.slots) <= limit:
             return None
         specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
         readable = all(self.policy.layer(spec).traits.reading == "blocks" for spec in specs)
@@ -482,6 +490,7 @@ class Run:
         self.cache_bytes += bytes_per_device(leaves) - on_host
         self.full_cache_bytes += engine.full_cache_bytes
         self.step_bytes_read += engine.step_bytes_read
+        self.repeated_cache_bytes += engine.repeated_cache_bytes
 
     @contextlib.contextmanager
     def _timed(self, engine: Engine, what: str) -> Iterator[None]:

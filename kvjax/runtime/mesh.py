@@ -13,15 +13,17 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache import LayerSpec, Shard
-from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE
+from kvjax.cache import LayerSpec, Shard, by_device, in_order
+from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE, SLOTS
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy, PolicyError
+from kvjax.policies.dealt import dealt
 
 ALL, ROWS = PartitionSpec(), PartitionSpec(DATA)
 """On every device; dealt by rows."""
@@ -42,8 +44,29 @@ def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, po
 
 
 def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, ...]:
-    """How the caches are dealt: which axis of every array grows with rows and which with KV heads is found by making both more."""
+    """How the caches are dealt: which axis of every array grows with rows and which with KV heads is found by making both more.
+
+    An axis that is shorter where slots are dealt is theirs.
+    """
     return tuple(_layer_partitions(policy, spec) for spec in specs)
+
+
+def dealt_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
+    """How many caches have their slots on several devices: one per layer at most, or per group of heads."""
+    layers = [jax.tree.leaves(layer, is_leaf=_is_partition) for layer in state_partitions(policy, specs)]
+    return sum(-(-sum(SLOTS in each for each in leaves) // 2) for leaves in layers)  # keys and values, or values alone
+
+
+def repeated_bytes(policy: Policy, specs: Sequence[LayerSpec]) -> int:
+    """Bytes of each device's part of the caches that devices which share slots all have; none where no slots are shared."""
+    if not specs or specs[0].shard.slots == 1:
+        return 0
+    total = 0
+    for spec in specs:
+        partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
+        own = jax.tree.leaves(jax.eval_shape(dealt(policy.layer(spec)).init))
+        total += sum(x.size * x.dtype.itemsize for x, each in zip(own, partitions, strict=True) if SLOTS not in each)
+    return total
 
 
 def over_mesh(function: Callable[..., Any], shard: Shard, inputs: Any, outputs: Any) -> Callable[..., Any]:
@@ -65,7 +88,7 @@ def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) 
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
         return jax.tree.map(lambda x: _put(x, sharding), tree)
 
-    return jax.tree.map(put, partitions, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(put, partitions, arrays, is_leaf=_is_partition)
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
@@ -82,6 +105,46 @@ def on_host(x: Any) -> np.ndarray:
     """The numbers of an array; where processes have parts of it, all of them in each."""
     whole = x.is_fully_addressable or x.is_fully_replicated
     return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
+
+
+def saved(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
+    """Caches on the host, as one device has them, whatever devices they were on."""
+
+    def ordered(partition: PartitionSpec, whole: Any, x: Any) -> np.ndarray:
+        x = on_host(x)
+        return in_order(x, spec.shard.slots, whole.shape[2]) if SLOTS in partition else x
+
+    found: list[Any] = []
+    for spec, cache in zip(specs, caches, strict=True):
+        whole = jax.eval_shape(policy.layer(spec.whole).init)
+        partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
+        leaves = map(ordered, partitions, jax.tree.leaves(whole), jax.tree.leaves(cache))
+        found.append(jax.tree.unflatten(jax.tree.structure(whole), leaves))
+    return tuple(found)
+
+
+def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
+    """What `saved` gave, in the order in which these devices have it.
+
+    Raises:
+        ValueError: it is of other sizes, or of another policy.
+    """
+    found: list[Any] = []
+    for spec, cache in zip(specs, caches, strict=True):
+        whole, partitions = jax.eval_shape(policy.layer(spec.whole).init), _layer_partitions(policy, spec)
+        sizes = [jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype)), each) for each in (whole, cache)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                "this state was saved by a program of other sizes, or with another policy; give an engine of the same ones"
+            )
+        dealt_leaves = [
+            by_device(x, spec.shard.slots) if SLOTS in partition else x
+            for partition, x in zip(
+                jax.tree.leaves(partitions, is_leaf=_is_partition), jax.tree.leaves(cache), strict=True
+            )
+        ]
+        found.append(jax.tree.unflatten(jax.tree.structure(partitions, is_leaf=_is_partition), dealt_leaves))
+    return tuple(found)
 
 
 def check_same(mesh: Mesh | None, tokens: Sequence[Sequence[int]], *options: Any) -> None:
@@ -111,6 +174,10 @@ def lost_processes(mesh: Mesh | None) -> Iterator[None]:
         ) from error
 
 
+def _is_partition(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
 def _several(mesh: Mesh | None) -> bool:
     """Whether the devices are those of more than one process."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
@@ -121,25 +188,26 @@ def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
     alone = dataclasses.replace(spec, shard=ONE_DEVICE)
     of_rows = dataclasses.replace(alone, batch=2 * spec.batch)
     of_heads = dataclasses.replace(alone, num_heads=2 * spec.num_heads, num_kv_heads=2 * spec.num_kv_heads)
+    own = jax.eval_shape(dealt(policy.layer(spec)).init)
     one, rows, heads = (
-        jax.eval_shape(policy.layer(each).init)
+        jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(jax.eval_shape(policy.layer(each).init)))
         for each in (alone, of_rows, of_heads if spec.shard.heads > 1 else alone)
     )
 
-    def partition(one: Any, rows: Any, heads: Any) -> PartitionSpec:
+    def partition(one: Any, rows: Any, heads: Any, own: Any) -> PartitionSpec:
         names = [
-            [axis for axis, size in ((DATA, row), (HEADS, head)) if size != alone]
-            for alone, row, head in zip(one.shape, rows.shape, heads.shape, strict=True)
+            [axis for axis, size in ((DATA, row), (HEADS, head), (SLOTS, slots)) if size != alone]
+            for alone, row, head, slots in zip(one.shape, rows.shape, heads.shape, own.shape, strict=True)
         ]
-        dealt = list(itertools.chain(*names))
-        if max(map(len, names), default=0) > 1 or len(dealt) != len(set(dealt)):
+        every = list(itertools.chain(*names))
+        if max(map(len, names), default=0) > 1 or len(every) != len(set(every)):
             raise PolicyError(
                 f"{policy.info.name}: an array of its cache, {list(one.shape)}, does not have an axis of rows and at most one of KV "
                 "heads, so that it cannot be dealt to devices"
             )
         return PartitionSpec(*(each[0] if each else None for each in names))
 
-    return jax.tree.map(partition, one, rows, heads)
+    return jax.tree.map(partition, one, rows, heads, own)
 
 
 def _mesh(shard: Shard) -> Mesh | AbstractMesh:

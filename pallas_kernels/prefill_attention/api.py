@@ -13,6 +13,7 @@ _BLOCK = Op(
     tpu=("block_attention_pallas_mosaic_tpu",),
     forward_only=True,
 )
+_PARTIAL = Op("partial_block_attention", __name__)
 
 
 def prefill_attention(
@@ -84,3 +85,33 @@ def block_attention(
     """
     options = {"scale": scale, "window": window, "run": run}
     return _BLOCK(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)
+
+
+def partial_block_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
+    """`block_attention` over a part of the slots, with what is needed to put parts together.
+
+    Args:
+        q, k, v, q_pos, pos, weight, scale, window: as for `block_attention`.
+        implementation: "auto" and "xla" are XLA; there is no kernel yet.
+        interpret: interpret the Pallas kernel that was named, on any device.
+
+    Returns:
+        The attended values, and the logarithms of the sums of exponentials, -inf for a query that sees nothing.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+    options = {"scale": scale, "window": window}
+    return _PARTIAL(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)

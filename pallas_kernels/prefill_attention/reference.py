@@ -100,7 +100,22 @@ def block_attention(
     window: int | None,
     run: Run | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Softmax attention of a block of tokens over slots; see the public function.
+    """Softmax attention of a block of tokens over slots; see the public function."""
+    return partial_block_attention(q, k, v, q_pos, pos, weight, scale=scale, window=window)[0]
+
+
+def partial_block_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None = None,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
+    """The same with the logarithms of the sums; see the public function.
 
     A running softmax over blocks of slots, so that only one block's logits are in memory.
     """
@@ -131,6 +146,8 @@ def block_attention(
     shape = grouped.shape[:-1]
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(grouped.shape, jnp.float32)
     only = jnp.zeros((), jnp.int32)
-    _, total, out = step(only, start) if block == size else jax.lax.fori_loop(0, -(-size // block), step, start)
+    top, total, out = step(only, start) if block == size else jax.lax.fori_loop(0, -(-size // block), step, start)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return einops.rearrange(out, "b k g s h -> b s (k g) h").astype(q.dtype)
+    logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+    out = einops.rearrange(out, "b k g s h -> b s (k g) h").astype(q.dtype)
+    return out, einops.rearrange(logsumexp, "b k g s -> b s (k g)")

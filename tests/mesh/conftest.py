@@ -15,7 +15,7 @@ DEVICES = 8
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "/tests/mesh/" in item.path.as_posix():
+        if "/tests/mesh/" in item.path.as_posix() and not item.get_closest_marker("mesh_long"):
             item.add_marker(pytest.mark.mesh)
 
 

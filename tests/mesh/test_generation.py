@@ -15,7 +15,7 @@ from kvjax.evals.perplexity import streaming, windowed
 from kvjax.evals.report import model_fingerprint
 from kvjax.models import abstract
 from kvjax.models.params import tree_map_named
-from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, place_all
+from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.planning.sums import step_sums
 
 from .conftest import model
@@ -35,6 +35,25 @@ def test_any_number_of_rows(rows, uneven, prompts):
     stats = results[0].stats
     assert (stats.rows, stats.devices, stats.head_copies) == (rows, 8, 2)
     assert expected[0].stats.devices == 1
+
+
+def test_slots_on_several_devices(uneven, prompts):
+    """A session that extends its prompt in blocks, and what is said of devices; weights lie on the mesh."""
+    params = place_all(get_shard("model=2,sequence=2", uneven.config), uneven)
+    assert mesh_of(params).shape == {"data": 1, "model": 2, "sequence": 2}
+    (one,), (many,) = (
+        kvjax.generate(each, prompts[:1], "quest:dense_layers=0,page=4", 16, 12) for each in (uneven, params)
+    )
+    assert many.tokens == one.tokens
+    assert (many.stats.devices, many.stats.head_copies, many.stats.slot_devices) == (4, 1, 2)
+    assert 0 < many.stats.repeated_cache_bytes < many.stats.cache_bytes < one.stats.cache_bytes / 2
+    assert many.stats.full_cache_bytes < many.stats.cache_bytes  # pages have bounds besides
+    replies = []
+    for each in (uneven, params):
+        session = kvjax.Session(each, prompts[0], "full", prefill_block=16, max_prompt_tokens=100, max_new_tokens=20)
+        session.extend(prompts[2])
+        replies.append(session.generate([1, 2, 3], 8, ignore_eos=True).tokens)
+    assert replies[0] == replies[1]
 
 
 def test_questions_and_sampling(uneven, prompts):
@@ -134,10 +153,9 @@ def test_weights_stay_where_they_are(uneven):
     assert parts.norm == (48,)
 
 
-def test_session(uneven, prompts):
-    sessions = [
-        kvjax.Session(uneven, prompts[0], "treekv:sinks=2,block=4", 16, 64, mesh=mesh) for mesh in (None, "model=4")
-    ]
+@pytest.mark.parametrize(("policy", "mesh"), [("treekv:sinks=2,block=4", "model=4"), ("full", "sequence=4")])
+def test_session(policy, mesh, uneven, prompts):
+    sessions = [kvjax.Session(uneven, prompts[0], policy, 16, 64, mesh=mesh) for mesh in (None, mesh)]
     for text in ([1, 2, 3], [7]):
         one, many = (session.generate(text, 6, ignore_eos=True) for session in sessions)
         assert many.tokens == one.tokens
@@ -180,8 +198,8 @@ def test_a_mesh_of_the_users_own(uneven, prompts):
     expected = tokens(kvjax.generate(uneven, prompts, **BITES))
     for mesh in meshes:
         assert tokens(kvjax.generate(uneven, prompts, mesh=mesh, **BITES)) == expected
-    assert get_mesh(meshes[1]).shape == {"data": 2, "model": 4}
-    assert get_mesh(meshes[1]).devices[1, 0] == meshes[1].devices[0, 1]
+    assert get_mesh(meshes[1]).shape == {"data": 2, "model": 4, "sequence": 1}
+    assert get_mesh(meshes[1]).devices[1, 0, 0] == meshes[1].devices[0, 1]
 
 
 def test_evaluation_of_a_model_on_a_mesh(uneven):

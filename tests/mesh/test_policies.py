@@ -14,7 +14,7 @@ from policies.random_cases import draw_policy
 from kvjax import Engine
 from kvjax.cache import layer_specs
 from kvjax.models import Params
-from kvjax.policies import KVzip, Policy, PolicyError, TriAttention
+from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
 from kvjax.policies.capabilities import as_cache
 
 from .conftest import model
@@ -23,6 +23,9 @@ NEW = 24
 POLICIES = {f"{i}-{policy.info.name}": policy for i, policy in enumerate(every_policy(16) + compositions(16))}
 MESHES = "data=2", "model=2", "model=4", "data=2,model=4"
 ALL_DATA = "data=4"
+
+DEALT = {"by_head(catekv_consistent, catekv_adaptive)", "full", "quest", "snapkv"}
+"""Policies whose slots are dealt, one of each way to read and write them; what others do has been seen elsewhere."""
 
 
 def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **options: Any) -> tuple[Any, ...]:
@@ -35,9 +38,8 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
     state, first = engine.prefill(prompts, [NEW, NEW - 1, NEW - 5, NEW])
     begun = np.asarray(state.token)
     state, tokens, logprobs = engine.decode(state, NEW - 4)
-    whole = layer_specs(params.config, len(prompts), 50, NEW, params.dtype, block=options.get("block", 0))
-    caches = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state.caches)
-    slots = [as_cache(policy.layer(spec), cache) for spec, cache in zip(whole, caches, strict=True)]
+    caches = jax.tree.map(jnp.asarray, engine.save(state).caches)
+    slots = [as_cache(policy.layer(spec.whole), cache) for spec, cache in zip(engine.specs, caches, strict=True)]
     kept = [jax.tree.map(np.asarray, (slot.pos, slot.weight, slot.next, slot.seen)) for slot in slots]
     count = int(state.steps)
     scores = np.column_stack([np.asarray(first), np.asarray(logprobs)[:, :count]])
@@ -59,6 +61,31 @@ def test_policy_over_meshes(name, uneven, prompts):
     one = generated(uneven, policy, prompts, None)
     for mesh in ("model=2", "data=2,model=4"):
         agree(one, generated(uneven, policy, prompts, mesh))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if POLICIES[name].info.name in DEALT else pytest.param(name, marks=pytest.mark.mesh_long)
+        for name in POLICIES
+    ],
+)
+def test_policy_along_sequence(name, uneven, prompts):
+    policy = POLICIES[name]
+    one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
+    agree(one, many)
+    engine = many[3]
+    dealt = [each[3].cache_bytes - engine.repeated_cache_bytes for each in (one, many)]
+    assert dealt[0] / 2 <= dealt[1] <= 2 * dealt[0] / 3  # slots are rounded up
+    assert bool(engine.dealt_caches) == (engine.cache_bytes < one[3].cache_bytes)
+    assert policy.info.name not in DEALT or engine.dealt_caches >= uneven.config.num_layers
+
+
+@pytest.mark.mesh_long
+@pytest.mark.parametrize("mesh", ["sequence=4", "data=2,model=2,sequence=2"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_over_meshes_with_sequence(name, mesh, uneven, prompts):
+    agree(generated(uneven, POLICIES[name], prompts, None), generated(uneven, POLICIES[name], prompts, mesh))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -85,6 +112,62 @@ def test_reading_in_blocks(name, uneven, prompts):
     agree(one, generated(uneven, policy, prompts, "data=2,model=4", block=16))
 
 
+def test_a_store_of_its_own_along_sequence(uneven, prompts):
+    """ShadowKV's values are dealt; what it rebuilds keys from, and its exact cache, are not."""
+    policy = next(policy for policy in POLICIES.values() if policy.info.name == "shadowkv")
+    one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
+    agree(one, many)
+    values = 2 * 4 * 2 * 64 * 16 * 4  # layers, rows, heads, slots, channels, bytes
+    assert many[3].cache_bytes == one[3].cache_bytes - values // 2
+
+
+@pytest.mark.parametrize("mesh", ["sequence=4", "data=2,model=2,sequence=2"])
+def test_full_along_sequence(mesh, uneven, prompts):
+    agree(generated(uneven, Policy(), prompts, None), generated(uneven, Policy(), prompts, mesh))
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "quest"])
+def test_reading_in_blocks_along_sequence(name, uneven, prompts):
+    policy = next(policy for policy in POLICIES.values() if name == policy.info.name)
+    one = generated(uneven, policy, prompts, None, block=16)
+    agree(one, generated(uneven, policy, prompts, "data=2,model=2,sequence=2", block=16))
+
+
+@pytest.mark.mesh_long
+@pytest.mark.parametrize("name", POLICIES)
+def test_reading_in_blocks_of_every_policy(name, uneven, prompts):
+    policy = POLICIES[name].bind(uneven.config)
+    if any(
+        policy.layer(spec).traits.reading == "whole"
+        for spec in layer_specs(uneven.config, 1, 50, NEW, "float32", block=16)
+    ):
+        pytest.skip("reads prompts whole")
+    one = generated(uneven, policy, prompts, None, block=16)
+    agree(one, generated(uneven, policy, prompts, "data=2,sequence=4", block=16))
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "by_head(full, duoattention_streaming)", pytest.param("clusterkv", marks=pytest.mark.mesh_long)]
+)
+def test_saved_on_one_mesh_and_resumed_on_another(name, uneven, prompts):
+    """The whole way through one device, and each mesh: what comes is what would have come."""
+    policy = next(policy for policy in POLICIES.values() if name == policy.info.name)
+    meshes = None, "sequence=4", "data=2,model=2,sequence=2", "model=2"
+    engines = [Engine(uneven, policy, batch=4, prompt_len=50, max_new_tokens=NEW, mesh=mesh) for mesh in meshes]
+    state, _ = engines[0].prefill(prompts)
+    state, expected, _ = engines[0].decode(state, 16)
+    state, _ = engines[1].prefill(prompts)
+    found = []
+    for engine, following in zip(engines[1:] + engines[:1], [*engines[2:], engines[0], engines[0]], strict=True):
+        state, tokens, _ = engine.decode(state, 4)
+        found.append(np.asarray(tokens)[:, :4])
+        state = following.resume(engine.save(state))
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), np.asarray(expected)[:, :16])
+    other = Engine(uneven, policy, batch=4, prompt_len=200, max_new_tokens=NEW, mesh="sequence=2")
+    with pytest.raises(ValueError, match="other sizes"):
+        other.resume(engines[0].save(state))
+
+
 def drawn(number: int, params: Params) -> Policy:
     """A random combination of policies that can serve this model and the longest prompt."""
     for seed in itertools.count(100 * number):
@@ -97,15 +180,25 @@ def drawn(number: int, params: Params) -> Policy:
     raise AssertionError
 
 
+@pytest.mark.parametrize("mesh", ["data=2,model=3", pytest.param("model=3,sequence=2", marks=pytest.mark.mesh_long)])
 @pytest.mark.parametrize("number", range(8))
-def test_random_combinations(number, prompts):
+def test_random_combinations(number, mesh, prompts):
     params = model(6, 3, 8)
     policy = drawn(number, params)
     if "offloaded(" in policy.info.name:
         with pytest.raises(PolicyError, match="host's memory"):
             Engine(params, policy, batch=4, prompt_len=50, max_new_tokens=NEW, mesh="model=3")
     else:
-        agree(generated(params, policy, prompts, None), generated(params, policy, prompts, "data=2,model=3"))
+        agree(generated(params, policy, prompts, None), generated(params, policy, prompts, mesh))
+
+
+def test_a_nested_combination_along_sequence(uneven, prompts):
+    """Of heads of one layer some have a cache that is dealt, others one that is not, and of layers, too."""
+    heads = by_head({"all": Full(), "tree": TreeKV(budget=16, sinks=2, block=4)}, [["all", "tree"], ["tree", "all"]])
+    policy = by_layer([heads, Quest(budget=16, page=4, dense_layers=0)])
+    one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
+    agree(one, many)
+    assert many[3].dealt_caches == 2
 
 
 def bytes_on(state: Any, device: Any) -> int:
@@ -126,8 +219,21 @@ def test_bytes_are_dealt(name, uneven, prompts):
     assert abs(engine.cache_bytes * 2 * engine.shard.heads - whole) <= 4 * rows
 
 
-def test_states_are_taken_over(uneven, prompts):
-    *_, engine, state = generated(uneven, Policy(), prompts, "data=2,model=4")
+def test_unequal_heads_come_to_equal_bytes(uneven, prompts):
+    """Heads that keep everything, of which a layer has one and the other two, have their slots on all devices that share a model."""
+    policy = next(policy for policy in POLICIES.values() if policy.info.name == "by_head(full, duoattention_streaming)")
+    one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "data=2,model=4"))
+    agree(one, many)
+    engine = many[3]
+    assert (engine.shard.heads, engine.shard.copies, engine.shard.slots) == (1, 1, 4)
+    assert {bytes_on(many[4], device) for device in jax.devices()} == {engine.cache_bytes}
+    whole, same = one[3].cache_bytes // 2, engine.repeated_cache_bytes
+    assert engine.cache_bytes == same + (whole - same) // 3  # 96 slots, 32 on each
+
+
+@pytest.mark.parametrize("mesh", ["data=2,model=4", "model=2,sequence=4"])
+def test_states_are_taken_over(mesh, uneven, prompts):
+    *_, engine, state = generated(uneven, Policy(), prompts, mesh)
     leaves = jax.tree.leaves(state.caches)
     _, program = engine.executables(state)
     assert program.memory_analysis().alias_size_in_bytes >= sum(
@@ -148,6 +254,10 @@ def test_what_devices_tell_each_other(uneven, prompts):
     assert text.count(" all-gather(") == 1 + 2  # tokens and their log-probabilities, at the end
     assert "all-to-all" not in text
     assert "collective-permute" not in text
+    slots = Engine(uneven, Policy(), batch=4, prompt_len=50, max_new_tokens=NEW, mesh="sequence=2")
+    text = slots.executables()[1].as_text()
+    assert text.count(" all-reduce(") == 2 * uneven.config.num_layers + 1
+    assert text.count(" all-gather(") == uneven.config.num_layers + 1  # attention of a layer, and the logits
     rows = Engine(uneven, Policy(), batch=4, prompt_len=50, max_new_tokens=NEW, mesh=ALL_DATA)
     state, _ = rows.prefill(prompts)
     text = rows.executables(state)[1].as_text()

@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Rotated, Token
-from kvjax.pallas_kernels import gather_attention
 
 from ..base import Carry, Layer, P, State, Traits
 from ..budget import budget_tokens
@@ -84,9 +83,7 @@ class SparseLayer(Layer[P]):
 
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], State, Carry]:
         pages, valid = self.pages_to_read(state, self.query(token, carry), token.position)
-        k, v, seen = state.cache.k, state.cache.v, state.cache.seen
-        attended = gather_attention(token.query, k, v, pages, valid, scale=self.spec.scale, page=self.page, tokens=seen)
-        return attended.out, state, carry
+        return cache.attend_selected(self.spec, state.cache, token, pages, valid, self.page), state, carry
 
     def attend_to(
         self,
@@ -105,9 +102,7 @@ class SparseLayer(Layer[P]):
         return cache.attend(self.spec, gathered(fetched[0], fetched[1], index, valid, state.cache.seen), token)[0]
 
     def compress(self, state: State) -> State:
-        return self.regroup(
-            state, lambda pos: jnp.take_along_axis(state.cache.k, pos[:, None, :, None], axis=2, mode="clip")
-        )
+        return self.regroup(state, lambda pos: cache.keys_at(state.cache, pos))
 
     def pages_to_read(
         self, state: Any, query: Rotated, position: Int[Array, " B"]

@@ -105,6 +105,10 @@ class ByHeadLayer(Layer[ByHead]):
 
     parts: tuple[Part, ...] = ()
 
+    def map_parts(self, change: Callable[[Layer[Any]], Layer[Any]]) -> "ByHeadLayer":
+        parts = tuple(dataclasses.replace(part, layer=change(part.layer)) for part in self.parts)
+        return dataclasses.replace(self, parts=parts)
+
     @property
     def bytes_read(self) -> int:
         return sum(part.layer.bytes_read for part in self.parts)
@@ -225,6 +229,7 @@ def _traits(parts: Sequence[Traits]) -> Traits:
         compress_reads_kv=any(traits.compress_reads_kv for traits in parts),
         looks_ahead=any(traits.looks_ahead for traits in parts),
         has_own_store=True,
+        in_parts=True,
         reading="whole" if any(traits.reading == "whole" for traits in parts) else "blocks",
         surroundings=any(traits.surroundings for traits in parts),
         replays=tuple(dict.fromkeys(replay for traits in parts for replay in traits.replays)),

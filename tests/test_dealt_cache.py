@@ -1,0 +1,186 @@
+"""A cache whose slots are dealt among devices is the cache of one device. A mapped axis of JAX stands for the devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache
+from kvjax.cache import LayerCache, LayerSpec, Token, TokenBlock, dealt
+from kvjax.cache.shard import SLOTS
+from kvjax.models.rope import RopeConfig
+
+SPEC = LayerSpec(
+    layer=0,
+    num_layers=1,
+    batch=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    prompt_len=64,
+    new_tokens=64,
+    dtype=jnp.dtype("float32"),
+    rope=RopeConfig(theta=10000.0, dim=8).resolve(128),
+    scale=8**-0.5,
+)
+
+
+def held(counts: list[int], size: int = 96, seed: int = 0) -> LayerCache:
+    """A cache of as many random tokens in each row as are given, what is free being NaN."""
+    random = np.random.default_rng(seed)
+    live = np.broadcast_to((np.arange(size) < np.asarray(counts)[:, None])[:, None], (2, 2, size))
+    k, v = (np.where(live[..., None], random.normal(size=(*live.shape, 8)), np.nan) for _ in range(2))
+    return LayerCache(
+        k=jnp.asarray(k, jnp.float32),
+        v=jnp.asarray(v, jnp.float32),
+        pos=jnp.asarray(np.where(live, np.arange(size), -1), jnp.int32),
+        weight=jnp.asarray(live * random.integers(1, 4, live.shape), jnp.float32),
+        next=jnp.asarray(np.broadcast_to(np.asarray(counts)[:, None], (2, 2)), jnp.int32),
+        seen=jnp.asarray(counts, jnp.int32),
+    )
+
+
+def on(devices: int, function: Any, *args: Any) -> Any:
+    """What every one of the devices computes."""
+    return jax.jit(
+        lambda *args: jax.vmap(lambda _: function(*args), axis_name=SLOTS)(jnp.arange(devices, dtype=jnp.int32))
+    )(*args)
+
+
+def same(parts: Any, whole: Any, **tolerance: Any) -> None:
+    """All devices have the same bits, and they are near to those of one."""
+    parts = np.asarray(parts)
+    np.testing.assert_array_equal(parts, np.broadcast_to(parts[:1], parts.shape))
+    np.testing.assert_allclose(parts[0], np.asarray(whole), **tolerance)
+
+
+def token(position: Any, seed: int = 5) -> Token:
+    q, k, v = (jax.random.normal(jax.random.key(seed + i), (2, n, 8)) for i, n in enumerate((4, 2, 2)))
+    return Token(q, k, v, jnp.asarray(position, jnp.int32), SPEC.rope)
+
+
+def softmax_over_slots(kept: LayerCache, query: Any, *, seen: Any) -> np.ndarray:
+    """Attention of queries [B, N, H] in float64, over slots [B, N, C] that they see."""
+    out = np.zeros(query.shape)
+    k, v, weight = (np.asarray(x, np.float64) for x in (kept.k, kept.v, kept.weight))
+    for b, n in np.ndindex(query.shape[:2]):
+        slots = np.flatnonzero(seen[b, n] & (weight[b, n // 2] > 0))
+        if len(slots):
+            share = weight[b, n // 2, slots] * np.exp(k[b, n // 2, slots] @ query[b, n] * SPEC.scale)
+            out[b, n] = share @ v[b, n // 2, slots] / share.sum()
+    return out
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_slots_come_back_in_order(devices: int) -> None:
+    kept = held([50, 7])
+    ordered = dealt.in_order(dealt.by_device(np.asarray(kept.k), devices), devices, 96)
+    np.testing.assert_array_equal(ordered, kept.k)
+    back = on(devices, lambda x: cache.gathered(cache.deal(x, devices)), kept)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(kept), strict=True):
+        same(got, want)
+    parts = on(devices, lambda x: cache.deal(x, devices).k, kept)
+    one = dealt.by_device(np.asarray(kept.k), devices).reshape(2, 2, devices, -1, 8)
+    np.testing.assert_array_equal(np.asarray(parts), np.moveaxis(one, 2, 0))
+    # Of 50 tokens no device has more than a run more than another.
+    tokens = np.isfinite(np.asarray(parts)[:, 0, 0, :, 0]) & (np.asarray(parts)[:, 0, 0, :, 0] != 0)
+    assert np.ptp(tokens.sum(axis=-1)) <= dealt.RUN
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_new_tokens(devices: int) -> None:
+    """Each goes into the device whose slot it is, past runs' ends, into a cache that was empty or not, and into none when there is no slot."""
+    whole, parts = held([14, 95]), on(devices, lambda x: cache.deal(x, devices), held([14, 95]))
+    step = jax.jit(lambda kept, new: cache.insert(kept, new)[0])
+    steps = jax.jit(jax.vmap(lambda kept, new: cache.insert(kept, new)[0], (0, None), axis_name=SLOTS))
+    for i in range(20):
+        new = token([14 + i, 95 + i], seed=i)
+        whole, parts = step(whole, new), steps(parts, new)
+    back = jax.vmap(cache.gathered, axis_name=SLOTS)(parts)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(whole), strict=True):
+        same(got, want)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("counts", [[50, 7], [0, 1], [96, 33]])
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention(counts: list[int], window: int | None, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a new token, whichever way devices put together what they have found; some have no live slot, and of one row none has."""
+    monkeypatch.setattr(dealt, "SMALL_GATHER", 1 << 18 if small else 0)
+    spec, kept, new = dataclasses.replace(SPEC, window=window), held(counts), token([c - 1 for c in counts])
+    out = on(4, lambda x: cache.attend(spec, cache.deal(x, 4), new)[0], kept)
+    pos, last = np.repeat(np.asarray(kept.pos), 2, axis=1), np.asarray(new.position)[:, None, None]
+    seen = pos > (-1 if window is None else last - window)
+    query = np.asarray(new.q_rotated, np.float64)
+    same(out, softmax_over_slots(kept, query, seen=seen), atol=1e-5)
+    same(out, cache.attend(spec, kept, new)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_blocks(devices: int, window: int | None) -> None:
+    """A block is written across runs, and each of its tokens sees what comes before it."""
+    spec, kept = dataclasses.replace(SPEC, window=window), held([29, 0])
+    kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, n, 8)) for i, n in enumerate((4, 2, 2)))
+    position, count, total = (jnp.asarray(x, jnp.int32) for x in ([29, 0], [24, 9], [96, 96]))
+    block = TokenBlock(q, k, v, position, count, total, SPEC.rope)
+
+    def read(kept: LayerCache) -> Any:
+        after = cache.insert_block(kept, block)
+        return cache.attend_block(spec, after, block), after
+
+    want, after = read(kept)
+    out, back = on(
+        devices,
+        lambda x: jax.tree.map(lambda y: y, (lambda o, c: (o, cache.gathered(c)))(*read(cache.deal(x, devices)))),
+        kept,
+    )
+    for got, expected in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
+        same(got, expected)
+    inside = np.asarray(block.mask)
+    same(np.asarray(out)[:, inside], np.asarray(want)[inside], atol=1e-5)
+    query = np.asarray(block.q_rotated, np.float64)
+    pos = np.repeat(np.asarray(after.pos), 2, axis=1)
+    for i in (0, 8):
+        at = np.asarray(block.positions)[:, i, None, None]
+        seen = (pos <= at) & (pos > (-1 if window is None else at - window)) & (pos >= 0)
+        np.testing.assert_allclose(
+            np.asarray(out)[0][:, i], softmax_over_slots(after, query[:, i], seen=seen), atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("page", [1, 4, 16, 24])
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_selected_pages(page: int, by_slot: bool) -> None:
+    """Pages that devices divide, and such as they do not; of which some are not meant, and the last has free slots."""
+    kept, new, random = held([50, 31]), token([49, 30]), np.random.default_rng(1)
+    kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
+    index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, 3)
+    live = random.random((2, 4, 3 * page if by_slot else 3)) < 0.7
+    args = jnp.asarray(index, jnp.int32), jnp.asarray(live), page
+    out = on(4, lambda x: cache.attend_selected(SPEC, cache.deal(x, 4), new, *args), kept)
+    slots = (index[..., None] * page + np.arange(page)).reshape(2, 4, -1)
+    meant = live if by_slot else np.repeat(live, page, axis=-1)
+    seen = np.zeros((2, 4, 96), bool)
+    for b, n in np.ndindex(2, 4):
+        seen[b, n, slots[b, n][meant[b, n]]] = True
+    same(out, softmax_over_slots(kept, np.asarray(new.q_rotated, np.float64), seen=seen), atol=1e-5)
+    same(out, cache.attend_selected(SPEC, kept, new, *args), atol=1e-5)
+
+
+def test_keys_in_slots() -> None:
+    kept, pos = held([96, 96]), jnp.asarray([[0, 17, 95], [15, 16, 64]], jnp.int32)
+    same(on(4, lambda x: cache.keys_at(cache.deal(x, 4), pos), kept), cache.keys_at(kept, pos))
+
+
+def test_an_empty_cache_is_dealt_without_devices() -> None:
+    """So its bytes are known where there are none."""
+    parts = cache.dealt_empty(cache.empty(SPEC, 96), 4)
+    assert parts.k.shape == (2, 2, 32, 8)
+    assert (parts.pos.shape, parts.dealt) == ((2, 2, 96), 4)
+    same(on(4, lambda: cache.deal(cache.empty(SPEC, 96), 4).v), parts.v)
+    assert cache.local_slots(1 << 20, 8) == 1 << 17
