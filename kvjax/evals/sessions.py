@@ -49,11 +49,18 @@ def ask(
     begun = time.perf_counter()
     session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block)
     prefill_seconds = time.perf_counter() - begun - session.compile_seconds
-    on_host = policy.host_nbytes(params.config, 1, len(context), most, params.dtype)
+    sizes = (
+        params.config,
+        1,
+        len(context) - 1,
+        most + 1,
+        params.dtype,
+    )  # a session reads the context's last token afterwards
+    on_host = policy.host_nbytes(*sizes)
     held = {
         "cache_bytes": session.cache_bytes - on_host,
         "host_cache_bytes": on_host,
-        "full_cache_bytes": Full().nbytes(params.config, 1, len(context), most, params.dtype),
+        "full_cache_bytes": Full().nbytes(*sizes),
         "prefill_seconds": prefill_seconds / len(examples),
         "context_tokens": len(context),
     }

@@ -111,6 +111,16 @@ def test_questions_by_themselves_as_the_runner_asks_them(talker, file, begun):
         assert row["answer"] == alone.text
     assert len({row["cache_bytes"] for row in found.rows}) == 1
     assert 0 < found.cache_bytes < found.full_cache_bytes
+    assert {row["host_cache_bytes"] for row in found.rows} == {0}
+
+
+@pytest.mark.slow
+def test_bytes_in_the_hosts_memory(talker, file):
+    """All keys and values are there; positions and weights of slots are not."""
+    found = evaluate(talker, MultiQuery(file, "none", max_new_tokens=NEW, samples=1), "offloaded(quest:16)", chat=False)
+    row = found.rows[0]
+    assert row["cache_bytes"] > 0
+    assert 0.8 < row["host_cache_bytes"] / row["full_cache_bytes"] < 1
 
 
 @pytest.mark.parametrize(
