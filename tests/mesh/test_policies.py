@@ -12,7 +12,6 @@ from policies.driver import compositions, every_policy, mean_queries, trained
 from policies.random_cases import draw_policy
 
 from kvjax import Engine
-from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
 from kvjax.policies.capabilities import as_cache
@@ -136,13 +135,13 @@ def test_reading_in_blocks_along_sequence(name, uneven, prompts):
 @pytest.mark.mesh_long
 @pytest.mark.parametrize("name", POLICIES)
 def test_reading_in_blocks_of_every_policy(name, uneven, prompts):
-    policy = POLICIES[name].bind(uneven.config)
-    if any(
-        policy.layer(spec).traits.reading == "whole"
-        for spec in layer_specs(uneven.config, 1, 50, NEW, "float32", block=16)
-    ):
+    policy = POLICIES[name]
+    try:
+        one = generated(uneven, policy, prompts, None, block=16)
+    except PolicyError as error:
+        if "cannot be read in blocks" not in str(error):
+            raise
         pytest.skip("reads prompts whole")
-    one = generated(uneven, policy, prompts, None, block=16)
     agree(one, generated(uneven, policy, prompts, "data=2,sequence=4", block=16))
 
 
