@@ -56,6 +56,8 @@ from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized
 from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
+from .transforms.threshold import Thresholded as Thresholded
+from .transforms.threshold import thresholded as thresholded
 from .treekv import TreeKV as TreeKV
 from .triattention import TriAttention as TriAttention
 from .turboquant import TurboQuant as TurboQuant

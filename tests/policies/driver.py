@@ -36,6 +36,7 @@ from kvjax.policies import (
     offloaded,
     policies,
     recompress,
+    thresholded,
 )
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.capabilities import prefill as prefill_alone
@@ -163,7 +164,7 @@ SLOW = {
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
-LONG = {"critical(snapkv)", "turboquant(full)"}
+LONG = {"critical(snapkv)", "thresholded(knorm)", "turboquant(full)"}
 """Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
 
 
@@ -240,6 +241,7 @@ def compositions(budget: int | float) -> list[Policy]:
         recompress(SnapKV(budget=budget, window=4), every=4),
         recompress(KNorm(budget=budget, dense_layers=0), every=4),
         critical(SnapKV(budget=budget, window=4)),
+        thresholded(KNorm(budget=budget, dense_layers=0), -2.7, window=1000 if budget > 1000 else 4),
     ]
     return [heads, by_layer([stream, heads]), *rounds]
 

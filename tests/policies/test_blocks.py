@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_blocks as oracle
-from policies import oracle_recompress, oracle_rkv
+from policies import oracle_recompress, oracle_rkv, oracle_thresholded
 from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax
 from policies.oracle_quest import QuestHead
 
@@ -50,6 +50,7 @@ from kvjax.policies import (
     offloaded,
     quantized,
     recompress,
+    thresholded,
     treekv,
 )
 from kvjax.policies.capabilities import as_cache, read_block
@@ -300,6 +301,15 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "rkv, each block": (same(RKV, oracle_rkv.RKV, budget=0.3, every=1, window=3, weight=0.5), 2, 2, 0),
     "recompress(snapkv)": (rounds(SnapKV, oracle_recompress.SnapKV, 9, budget=16, window=4), 4, 2, 0),
     "recompress(tova)": (rounds(TOVA, oracle_recompress.TOVA, 4, budget=12), 4, 2, 0),
+    "thresholded(knorm)": (
+        (
+            thresholded(KNorm(budget=16, dense_layers=0), -2.8, window=3),
+            partial(oracle_thresholded.KNorm, budget=16, threshold=-2.8, window=3),
+        ),
+        4,
+        2,
+        0,
+    ),
     "mixed": (mixed(), 4, 4, 0),
 }
 
