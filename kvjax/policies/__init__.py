@@ -1,6 +1,7 @@
 """Cache policies: one file a method. Importing this package registers them all."""
 
 from .adakv import AdaKV as AdaKV
+from .attention_matching import AttentionMatching as AttentionMatching
 from .base import Layer as Layer
 from .base import Policy as Policy
 from .base import Traits as Traits

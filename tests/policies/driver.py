@@ -164,7 +164,7 @@ SLOW = {
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
-LONG = {"critical(snapkv)", "thresholded(knorm)", "turboquant(full)"}
+LONG = {"attention_matching", "critical(snapkv)", "thresholded(knorm)", "turboquant(full)"}
 """Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
 
 

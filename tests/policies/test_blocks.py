@@ -22,6 +22,7 @@ from kvjax.policies import (
     RKV,
     TOVA,
     AdaKV,
+    AttentionMatching,
     ByLayer,
     CaM,
     CateKV,
@@ -437,7 +438,7 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {"compactor", "infinigen", "kvzip", "lagkv", "shadowkv"}
+    assert names == {"attention_matching", "compactor", "infinigen", "kvzip", "lagkv", "shadowkv"}
     assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
 
 
@@ -654,6 +655,7 @@ WHOLE = [
     LagKV(budget=16, sinks=2, lag=6),
     Compactor(budget=16, sinks=2, recent=2),
     KVzip(budget=16, chunk=9),
+    AttentionMatching(budget=16, chunk=9),
     ChunkKV(budget=16, chunk=4, window=4, rule="kvpress"),
     ChunkKV(budget=16, chunk=4, window=4, strict=True),
     ClusterKV(budget=16, sinks=2, dense_layers=0, n_clusters=5),
