@@ -11,6 +11,8 @@ import pytest
 
 import kvjax
 from benchmarks import long_file, tables
+from benchmarks.analyses import kvzip_needles
+from kvjax import strict_json
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +88,11 @@ def test_policies_are_all_listed():
         assert picture.is_file() != cls.about.trained
     (table,) = re.findall(r"^\| what happens to the past \|.*?\n\n", README, flags=re.MULTILINE | re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(registry.policies())
+
+
+def test_needles_of_kvzip_are_those_of_the_result_file():
+    rows = strict_json.loads((ROOT / "benchmarks/results/kvzip-needles-cpu.json").read_text(encoding="utf-8"))["rows"]
+    assert "\n".join(kvzip_needles.table(rows)) in (ROOT / "docs/methods/kvzip.md").read_text(encoding="utf-8")
 
 
 def test_tables_are_those_of_the_result_files():

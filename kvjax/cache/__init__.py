@@ -46,3 +46,4 @@ from .update import evict as evict
 from .update import insert as insert
 from .update import insert_block as insert_block
 from .update import insert_split as insert_split
+from .update import seek_free as seek_free

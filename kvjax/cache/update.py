@@ -75,6 +75,13 @@ def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) 
     return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
 
 
+def seek_free(cache: LayerCache) -> LayerCache:
+    """The cache, whose next tokens go to the first free slots, whichever these are; nowhere in heads that have none."""
+    free = jnp.argmin(cache.live, axis=-1).astype(jnp.int32)
+    full = jnp.all(cache.live, axis=-1)
+    return dataclasses.replace(cache, next=jnp.where(full, cache.pos.shape[-1], free))
+
+
 def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
     """Put a block's tokens into each head's next slots, which are free, with weight 1 and rotated keys."""
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)

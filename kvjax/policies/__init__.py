@@ -1,6 +1,7 @@
 """Cache policies: one file a method. Importing this package registers them all."""
 
 from .adakv import AdaKV as AdaKV
+from .attention_matching import AttentionMatching as AttentionMatching
 from .base import Layer as Layer
 from .base import Policy as Policy
 from .base import Traits as Traits
@@ -59,6 +60,8 @@ from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized
 from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
+from .transforms.threshold import Thresholded as Thresholded
+from .transforms.threshold import thresholded as thresholded
 from .treekv import TreeKV as TreeKV
 from .triattention import TriAttention as TriAttention
 from .turboquant import TurboQuant as TurboQuant

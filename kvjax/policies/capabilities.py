@@ -114,7 +114,7 @@ def prefill(layer: Layer[Any], prompt: Prompt, carry: Carry) -> tuple[State, Car
     around it (`surroundings.Surroundings`).
     """
     for replay in layer.traits.replays:
-        carry = replay.told(layer.spec.layer, without_model(replay, layer.spec, prompt), carry)
+        carry = replay.told(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
     return layer.prefill(prompt, carry)
 
 

@@ -32,6 +32,7 @@ class PolicyInfo:
         budget_excludes_new_tokens: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
         merges: whether a slot may hold the mean of several tokens (it then counts as often, and weights sum to all tokens seen).
         accumulates_values: whether values of tokens that go are added to those of tokens that stay.
+        fits: whether weights and values of kept tokens are fitted to stand for the whole prompt, and are no longer their own.
         positions: "original" (a token stays where it stood in the text) or "cache_rank" (its place among the kept ones, which
             keeps any sequence inside the trained window).
         takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
@@ -49,6 +50,7 @@ class PolicyInfo:
     budget_excludes_new_tokens: bool = False
     merges: bool = False
     accumulates_values: bool = False
+    fits: bool = False
     positions: Positions = "original"
     takes_budget: bool = True
     joint_heads: bool = False
@@ -71,6 +73,7 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         budget_excludes_new_tokens=any(info.budget_excludes_new_tokens for info in infos),
         merges=any(info.merges for info in infos),
         accumulates_values=any(info.accumulates_values for info in infos),
+        fits=any(info.fits for info in infos),
         takes_budget=any(info.takes_budget for info in infos),
         joint_heads=any(info.joint_heads for info in infos),
         trained=any(info.trained for info in infos),

@@ -34,6 +34,8 @@ class KNorm(ScoreEviction):
         stage="both",
     )
 
+    scores_alone: ClassVar[bool] = True
+
     dense_layers: int = 2
 
     def __post_init__(self) -> None:

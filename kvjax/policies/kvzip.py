@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, Prompt
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
@@ -21,7 +21,7 @@ from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
 from .replay import Part, Replay
-from .surroundings import projected_norms
+from .surroundings import Surroundings, projected_norms
 
 FIRST = "\n\nRepeat the previous context exactly."
 THEN = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -91,9 +91,9 @@ class KVzip(PromptScorer):
     @property
     def replay(self) -> "Repetition":
         """How the prompt is read again."""
-        overlap, among = min(self.overlap, self.chunk), self.budget if self.scope == "model" else None
+        overlap = min(self.overlap, self.chunk)
         return Repetition(
-            self.chunk, overlap, self.prefix, FIRST, THEN, self.plus, self.sinks, self.queries == "repeat", among
+            self.chunk, overlap, self.prefix, FIRST, THEN, self.plus, self.sinks, self.queries == "repeat"
         )
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
@@ -140,12 +140,14 @@ class Repetition(Replay):
     Attributes:
         sinks: see `KVzip`.
         part_only: whether queries of the part alone score.
-        budget: of layers that share one, so that others do not share it.
     """
 
     sinks: int = 4
     part_only: bool = False
-    budget: int | float | None = None
+
+    def prepare(self, spec: LayerSpec, held: LayerCache, around: Surroundings | None) -> Float[Array, "B K G C"] | None:
+        """By what probabilities of the prompt's tokens are multiplied."""
+        return None if around is None else projected_norms(spec, around, jax.lax.stop_gradient(held.v))
 
     def observe(self, spec: LayerSpec, part: Part) -> Float[Array, "B K C"]:
         block, size = jax.lax.stop_gradient(part.block), part.block.size
@@ -189,21 +191,19 @@ class Repetition(Replay):
                 shares = shares * values[:, :, :, None] * asked_by[:, None, None, :, None]
             return jnp.maximum(best, jnp.max(shares, axis=(2, 3)))
 
-        factors = self._factors(spec, part, length)
+        factors = self._factors(part, length)
         start = jnp.zeros((*keys.shape[:2], length), jnp.float32)
         return jax.lax.fori_loop(0, (size + padding) // step, add, start)
 
-    def _factors(
-        self, spec: LayerSpec, part: Part, length: int
-    ) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
+    def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
         """By what probabilities are multiplied: by the part's tokens, and by what is read now."""
         if not self.surroundings:
             return None
         assert part.around is not None
-        values = jax.lax.dynamic_slice_in_dim(jax.lax.stop_gradient(part.held.v), part.start, length, axis=2)
+        values = jax.lax.dynamic_slice_in_dim(part.prepared, part.start, length, axis=-1)
         inputs = jnp.linalg.norm(jax.lax.stop_gradient(part.around.inputs()).astype(jnp.float32), axis=-1)
         inverse = jnp.where(part.block.mask & (inputs > 0), 1 / jnp.maximum(inputs, jnp.finfo(jnp.float32).tiny), 0.0)
-        return projected_norms(spec, part.around, values), inverse
+        return values, inverse
 
     def scores(self, found: Float[Array, "J B K C"], size: int) -> Float[Array, "B K T"]:
         """What was found of all parts, by tokens of a prompt of `size`; zero of those that are in no part."""
@@ -234,7 +234,7 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
 
     def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         policy, spec = self.policy, self.spec
-        scores = replayed(policy, prompt.size, carry)
+        scores = replayed(policy, prompt.size, carry, self.key if policy.scope == "model" else None)
         layers = sorted(scores) if policy.scope == "model" else [spec.layer]
         budget = policy.row_budgets(spec, prompt.seen, prompt.total)
         together = jnp.stack([_own(spec, scores[layer]) for layer in layers], axis=1)
@@ -242,13 +242,13 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
         return keep[:, layers.index(spec.layer)], carry
 
 
-def replayed(policy: KVzip, size: int, carry: Carry) -> dict[int, Float[Array, "B K T"]]:
-    """Scores of all layers that have read again.
+def replayed(policy: KVzip, size: int, carry: Carry, key: str | None = None) -> dict[int, Float[Array, "B K T"]]:
+    """Scores of all layers that have read again; with a `key`, of those that have it.
 
     Raises:
         PolicyError: nothing has.
     """
-    found = policy.replay.found(carry)
+    found = policy.replay.found(carry, key)
     if found is None:
         raise PolicyError(
             f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or of a layer alone capabilities.prefill"

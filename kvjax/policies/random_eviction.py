@@ -31,6 +31,8 @@ class Random(ScoreEviction):
         name="random", paper="none: a control", summary="tokens at random", memory="freed", stage="both"
     )
 
+    scores_alone: ClassVar[bool] = True
+
     seed: int = 0
 
     @property

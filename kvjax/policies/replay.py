@@ -32,6 +32,7 @@ class Part:
         count: the part's tokens in each row; none in rows that end before it, which read nothing now.
         words: tokens of the block before the part's.
         around: what the model has around attention, for a `Replay` that says so.
+        prepared: what `Replay.prepare` has made of the prompt.
     """
 
     held: LayerCache
@@ -40,6 +41,7 @@ class Part:
     count: Int[Array, " B"]
     words: Int[Array, ""]
     around: Surroundings | None = None
+    prepared: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Replay:
         overlap: tokens of the part before, with which the words end that ask for a part.
         skipped: first tokens, which are in no part.
         first, then: the words that ask for the first part, and for another one. A model without a tokenizer reads none.
-        surroundings: whether `observe` looks at `Part.around`.
+        surroundings: whether `prepare` and `observe` look at what is around attention.
     """
 
     chunk: int
@@ -60,6 +62,15 @@ class Replay:
     first: str = ""
     then: str = ""
     surroundings: bool = False
+
+    def prepare(self, spec: LayerSpec, held: LayerCache, around: Surroundings | None) -> Any:
+        """What one layer makes of a prompt once, before parts are read: `Part.prepared` of all of them.
+
+        Args:
+            held: as in `Part`.
+            around: as in `Part`, when the prompt was first read.
+        """
+        return None
 
     def observe(self, spec: LayerSpec, part: Part) -> Any:
         """What one layer learns from one part: any arrays, zeros from rows that read nothing."""
@@ -73,13 +84,24 @@ class Replay:
         """The most tokens of a part of such prompts."""
         return max(min(self.chunk, size - self.skipped), 1)
 
-    def told(self, layer: int, found: Any, carry: dict[str, Any]) -> dict[str, Any]:
-        """The carry with what a layer has learnt: from all parts, one after the other along a new first axis."""
-        return {**carry, repr(self): {**carry.get(repr(self), {}), layer: found}}
+    def told(self, layer: int, found: Any, carry: dict[str, Any], key: str = "") -> dict[str, Any]:
+        """The carry with what a layer has learnt: from all parts, one after the other along a new first axis.
 
-    def found(self, carry: dict[str, Any]) -> dict[int, Any] | None:
-        """What the layers that read again have learnt, by layer; None if there was no reading."""
-        return carry.get(repr(self))
+        Args:
+            key: the layer's (`Layer.key`), the same of layers of one policy.
+        """
+        every = carry.get(repr(self), {})
+        return {**carry, repr(self): {**every, key: {**every.get(key, {}), layer: found}}}
+
+    def found(self, carry: dict[str, Any], key: str | None = None) -> dict[int, Any] | None:
+        """What the layers that read again have learnt, by layer; None if there was no reading.
+
+        Args:
+            key: of the layers that are wanted; None for all.
+        """
+        every = carry.get(repr(self), {})
+        keys = [key] if key in every else [] if key is not None else list(every)
+        return {layer: each for key in keys for layer, each in every[key].items()} or None
 
 
 def over_parts(replay: Replay, size: int, lengths: Int[Array, " B"], read: Callable[[Int[Array, ""]], Found]) -> Found:
@@ -120,13 +142,14 @@ def without_model(replay: Replay, spec: LayerSpec, prompt: Prompt) -> Any:
     size = replay.part_size(prompt.size)
     held = held_whole(spec, prompt, size)
     q, k, v = (jnp.pad(x, ((0, 0), (0, size), (0, 0), (0, 0))) for x in (prompt.q, prompt.k, prompt.v))
+    around = Surroundings.alone(spec)
+    prepared = replay.prepare(spec, held, around)
 
     def read(i: Int[Array, ""]) -> Any:
         start = replay.skipped + i * replay.chunk
         count = jnp.clip(prompt.lengths - start, 0, size)
         own_q, own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (q, k, v))
         block = TokenBlock(own_q, own_k, own_v, prompt.lengths, count, prompt.total, spec.rope)
-        around = Surroundings.alone(spec)
-        return replay.observe(spec, Part(held, block, start, count, jnp.zeros((), jnp.int32), around))
+        return replay.observe(spec, Part(held, block, start, count, jnp.zeros((), jnp.int32), around, prepared))
 
     return over_parts(replay, prompt.size, prompt.lengths, read)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -12,6 +13,9 @@ from kvjax.cache import LayerSpec
 from kvjax.pallas_kernels.head_shards import query_heads
 
 _NAME = "surroundings"
+
+TOKENS = 1024
+"""Values whose products are made at a time: 1024 x N x H numbers in float32 exist at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +55,14 @@ class Surroundings:
 
 def projected_norms(spec: LayerSpec, around: Surroundings, values: Float[Array, "B K T H"]) -> Float[Array, "B K G T"]:
     """How long the model's output is made by each value alone, by query head: the Euclidean norm of its output projection."""
-    output = around.output_of(spec)
+    output, size = around.output_of(spec), values.shape[2]
     gram = jnp.einsum("kghd,kgjd->kghj", output, output, precision="highest")
-    squares = jnp.einsum(
-        "bkth,kghj,bktj->bkgt", *(values.astype(jnp.float32), gram, values.astype(jnp.float32)), precision="highest"
-    )
-    return jnp.sqrt(jnp.maximum(squares, 0.0))
+    step = min(TOKENS, size)
+    padded = jnp.pad(values.astype(jnp.float32), ((0, 0), (0, 0), (0, -size % step), (0, 0)))
+    blocks = jnp.moveaxis(padded.reshape(*values.shape[:2], -1, step, values.shape[-1]), 2, 0)
+
+    def squares(block: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
+        return jnp.einsum("bkth,kghj,bktj->bkgt", block, gram, block, precision="highest")
+
+    found = jnp.moveaxis(jax.lax.map(squares, blocks), 0, 3)
+    return jnp.sqrt(jnp.maximum(found.reshape(*found.shape[:3], -1)[..., :size], 0.0))

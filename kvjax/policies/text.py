@@ -5,6 +5,7 @@
     chunkkv:budget=0.2,chunk=20                    with hyperparameters
     offloaded(clusterkv:1024; steps=2)             a transform of a policy, and its own settings
     recompress(snapkv:512; every=128)
+    thresholded(knorm:512; threshold=-12)
     prompt_only(tova:512)
     critical(snapkv:512)
     by_layer(full; treekv:0.2)                     a policy for each layer
@@ -15,6 +16,7 @@ Commas separate hyperparameters, semicolons what stands in parentheses. A value 
 """
 
 import ast
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
@@ -31,6 +33,7 @@ from .transforms.prompt_only import PromptOnly
 from .transforms.pyramid import Pyramid
 from .transforms.quantize import Quantized
 from .transforms.recompress import Recompress
+from .transforms.threshold import Thresholded
 
 _WRAPPERS: dict[str, type[Any]] = {
     "critical": Critical,
@@ -39,6 +42,7 @@ _WRAPPERS: dict[str, type[Any]] = {
     "prompt_only": PromptOnly,
     "pyramid": Pyramid,
     "recompress": Recompress,
+    "thresholded": Thresholded,
 }
 
 
@@ -159,7 +163,11 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
     if not parts:
         raise PolicyError(f"{text!r} has no policy; write one, as in {name}(full)")
     cls = _WRAPPERS[name]
-    return cls(parse_policy(parts[0]), **parse_settings(text, get_type_hints(cls), parts[1:]))
+    policy, settings = parse_policy(parts[0]), parse_settings(text, get_type_hints(cls), parts[1:])
+    for field in dataclasses.fields(cls)[1:]:
+        if field.default is dataclasses.MISSING and field.name not in settings:
+            raise PolicyError(f"{text!r}: give {field.name}=, for which {name} has no default")
+    return cls(policy, **settings)
 
 
 def _is_policy(hint: Any) -> bool:

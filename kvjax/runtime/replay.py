@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,17 +58,19 @@ def prefill(
     """
     wanted = replays(layers)
     more = max(len(_asking(replay, layers)[0][0]) + replay.part_size(tokens.shape[1]) for replay in wanted)
-    first = [_First(layer.policy, layer.spec, layer.traits, inner=layer, more=more) for layer in layers]
-    logits, both = transformer.prefill(params, tokens, lengths, total, first)
-    held = [whole for whole, _ in both]
+    logits, read = transformer.prefill(params, tokens, lengths, total, [_First.of(layer, more) for layer in layers])
+    held, prepared = [each.held for each in read], [each.prepared for each in read]
     carry: Carry = {}
     for replay in wanted:
-        for layer, found in zip(layers, _again(replay, params, tokens, lengths, total, layers, held), strict=True):
-            carry = replay.told(layer.spec.layer, found, carry) if replay in layer.traits.replays else carry
+        found = _again(replay, params, tokens, lengths, total, layers, held, prepared)
+        for layer, own in zip(layers, found, strict=True):
+            if replay in layer.traits.replays:
+                carry = replay.told(layer.spec.layer, own, carry, layer.key)
     states: list[Any] = []
-    for layer, (whole, state) in zip(layers, both, strict=True):
+    for layer, each in zip(layers, read, strict=True):
+        state = each.state
         if layer.traits.replays:
-            state, carry = layer.prefill(as_prompt(layer.spec, whole, tokens.shape[1], total), carry)
+            state, carry = layer.prefill(as_prompt(layer.spec, each.held, tokens.shape[1], total), carry)
         states.append(state)
     return logits, tuple(states)
 
@@ -81,6 +83,7 @@ def _again(
     total: Int[Array, " B"],
     layers: Sequence[Layer[Any]],
     held: Sequence[LayerCache],
+    prepared: Sequence[dict[Replay, Any]],
 ) -> tuple[Any, ...]:
     """What each layer learns; nothing from one that does not want to."""
     length, size = tokens.shape[1], replay.part_size(tokens.shape[1])
@@ -98,7 +101,10 @@ def _again(
         said = jnp.pad(said, (0, size))
         block = jnp.where((place < words) & (said >= 0), said, given)
         traits, at = Traits(reading="blocks", surroundings=replay.surroundings), (start, count, words)
-        observers = [_Again(layer.policy, layer.spec, traits, inner=layer, of=replay, at=at) for layer in layers]
+        observers = [
+            _Again(layer.policy, layer.spec, traits, inner=layer, of=replay, at=at, prepared=own.get(replay))
+            for layer, own in zip(layers, prepared, strict=True)
+        ]
         number = jnp.where(count > 0, words + count, 0)
         return transformer.read_block(params, held, block, lengths, number, total, observers)[1]
 
@@ -116,6 +122,20 @@ def _asking(replay: Replay, layers: Sequence[Layer[Any]]) -> tuple[np.ndarray, i
     return table, len(then), [len(row) for row in rows]
 
 
+class _Read(NamedTuple):
+    """What one layer has of a prompt that has been read once.
+
+    Attributes:
+        held: all of it.
+        state: what the layer keeps, if it does not wait for a second reading.
+        prepared: what the layer's replays have made of it, by replay.
+    """
+
+    held: LayerCache
+    state: Any
+    prepared: dict[Replay, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class _First(Layer[Any]):
     """A layer that holds a prompt whole, beside what it keeps of it if it does not wait for a second reading."""
@@ -123,12 +143,22 @@ class _First(Layer[Any]):
     inner: Layer[Any] = dataclasses.field(kw_only=True)
     more: int = dataclasses.field(kw_only=True)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[tuple[LayerCache, Any], Carry]:
-        whole = held_whole(self.spec, prompt, self.more)
-        if self.inner.traits.replays:
-            return (whole, None), carry
-        state, carry = self.inner.prefill(prompt, carry)
-        return (whole, state), carry
+    @classmethod
+    def of(cls, layer: Layer[Any], more: int) -> Self:
+        """That of a layer, with room for so many tokens more."""
+        traits = layer.traits
+        around = traits.surroundings or any(replay.surroundings for replay in traits.replays)
+        return cls(layer.policy, layer.spec, dataclasses.replace(traits, surroundings=around), inner=layer, more=more)
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[_Read, Carry]:
+        whole, replays = held_whole(self.spec, prompt, self.more), self.inner.traits.replays
+        if not replays:
+            state, carry = self.inner.prefill(prompt, carry)
+            return _Read(whole, state, {}), carry
+        around = {replay: Surroundings.of(carry, self.spec) if replay.surroundings else None for replay in replays}
+        return _Read(
+            whole, None, {replay: replay.prepare(self.spec, whole, around[replay]) for replay in replays}
+        ), carry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +168,7 @@ class _Again(Layer[Any]):
     inner: Layer[Any] = dataclasses.field(kw_only=True)
     of: Replay = dataclasses.field(kw_only=True)
     at: tuple[Int[Array, ""], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
+    prepared: Any = dataclasses.field(kw_only=True)
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry
@@ -146,7 +177,7 @@ class _Again(Layer[Any]):
         if self.of not in self.inner.traits.replays:
             return out, None, carry
         around = Surroundings.of(carry, self.spec) if self.of.surroundings else None
-        return out, self.of.observe(self.spec, Part(state, block, *self.at, around)), carry
+        return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared)), carry
 
 
 def _opening(tokenizer: Tokenizer) -> str:

@@ -51,7 +51,8 @@ def agree(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
     np.testing.assert_allclose(many[1], one[1], atol=1e-5)
     for layer, (got, want) in enumerate(zip(many[2], one[2], strict=True)):
         for name, a, b in zip(("pos", "weight", "next", "seen"), got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{name} of layer {layer}")
+            near = 1e-4 if name == "weight" else 1e-6  # counts, or fitted
+            np.testing.assert_allclose(a, b, rtol=near, err_msg=f"{name} of layer {layer}")
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -39,6 +39,7 @@ from kvjax.policies import (
     offloaded,
     policies,
     recompress,
+    thresholded,
 )
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.capabilities import prefill as prefill_alone
@@ -175,7 +176,7 @@ SLOW = {
 }
 """Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
 
-LONG = {"critical(snapkv)", "fast_kvzip", "kvzap", "turboquant(full)"}
+LONG = {"attention_matching", "critical(snapkv)", "fast_kvzip", "kvzap", "thresholded(knorm)", "turboquant(full)"}
 """Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
 
 
@@ -259,6 +260,7 @@ def compositions(budget: int | float) -> list[Policy]:
         recompress(SnapKV(budget=budget, window=4), every=4),
         recompress(KNorm(budget=budget, dense_layers=0), every=4),
         critical(SnapKV(budget=budget, window=4)),
+        thresholded(KNorm(budget=budget, dense_layers=0), -2.7, window=1000 if budget > 1000 else 4),
     ]
     return [heads, by_layer([stream, heads]), *rounds]
 

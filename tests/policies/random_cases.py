@@ -23,6 +23,7 @@ from kvjax.policies import (
     pyramid,
     quantized,
     recompress,
+    thresholded,
 )
 from kvjax.policies.capabilities import as_cache, look_ahead, prefill
 
@@ -169,6 +170,12 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
         return recompress(inner(), every=int(random.integers(1, 6)))
     if made < 0.48:
         return critical(inner())
+    if made < 0.5:
+        scorer = get_policy(
+            "random" if random.random() < 0.5 else "knorm",
+            budget=NUMBERS["budget"][int(random.integers(len(NUMBERS["budget"])))],
+        )
+        return thresholded(scorer, float(random.choice([-3.0, 0.0, 0.5])), window=int(random.choice([0, 1, 4, 8])))
 
     names = sorted(policies(trained=False))
     cls = policies()[names[int(random.integers(len(names)))]]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_blocks as oracle
-from policies import oracle_recompress, oracle_rkv
+from policies import oracle_recompress, oracle_rkv, oracle_thresholded
 from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax, trained
 from policies.oracle_quest import QuestHead
 
@@ -22,6 +22,7 @@ from kvjax.policies import (
     RKV,
     TOVA,
     AdaKV,
+    AttentionMatching,
     ByLayer,
     CaM,
     CateKV,
@@ -52,6 +53,7 @@ from kvjax.policies import (
     offloaded,
     quantized,
     recompress,
+    thresholded,
     treekv,
 )
 from kvjax.policies.capabilities import as_cache, read_block
@@ -302,6 +304,15 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "rkv, each block": (same(RKV, oracle_rkv.RKV, budget=0.3, every=1, window=3, weight=0.5), 2, 2, 0),
     "recompress(snapkv)": (rounds(SnapKV, oracle_recompress.SnapKV, 9, budget=16, window=4), 4, 2, 0),
     "recompress(tova)": (rounds(TOVA, oracle_recompress.TOVA, 4, budget=12), 4, 2, 0),
+    "thresholded(knorm)": (
+        (
+            thresholded(KNorm(budget=16, dense_layers=0), -2.8, window=3),
+            partial(oracle_thresholded.KNorm, budget=16, threshold=-2.8, window=3),
+        ),
+        4,
+        2,
+        0,
+    ),
     "mixed": (mixed(), 4, 4, 0),
 }
 
@@ -429,7 +440,7 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {"compactor", "fast_kvzip", "infinigen", "kvzap", "kvzip", "lagkv", "shadowkv"}
+    assert names == {"attention_matching", "compactor", "fast_kvzip", "infinigen", "kvzap", "kvzip", "lagkv", "shadowkv"}
     assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
 
 
@@ -648,6 +659,7 @@ WHOLE = [
     KVzip(budget=16, chunk=9),
     KVzap(budget=16, **trained(KVzap, TINY)),
     FastKVzip(budget=16, scope="head", **trained(FastKVzip, TINY)),
+    AttentionMatching(budget=16, chunk=9),
     ChunkKV(budget=16, chunk=4, window=4, rule="kvpress"),
     ChunkKV(budget=16, chunk=4, window=4, strict=True),
     ClusterKV(budget=16, sinks=2, dense_layers=0, n_clusters=5),

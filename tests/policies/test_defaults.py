@@ -12,6 +12,7 @@ PUBLISHED = {
     "cam": {"sinks": 4, "merge": 16},
     "catekv": {"eta": 1.0, "chunk": 8, "window": 64, "budget": 2048},
     "chelsea": {"sinks": 16, "recent": 64, "chunk": 256, "schedule": "llama-3"},
+    "attention_matching": {"chunk": 2000, "overlap": 8, "prefix": 0, "queries": 50_000, "steps": 2, "bound": 3.0},
     "chunkkv": {"chunk": 10, "window": 32, "reuse": 1, "score": "softmax", "agg": "sum", "pool": None},
     "clusterkv": {
         "sinks": 16,
@@ -84,6 +85,7 @@ LEAST = {
     "catekv": {"sinks": 0, "recent": 0, "chunk": 1, "window": 1, "eta": 0},
     "chelsea": {"sinks": 0, "recent": 0, "chunk": 2, "every": 1, "alpha": 0, "steps": 0},
     "chunkkv": {"chunk": 1, "window": 1, "reuse": 1, "pool": 1},
+    "attention_matching": {"chunk": 1, "overlap": 0, "prefix": 0, "queries": 1, "steps": 0, "bound": 0},
     "clusterkv": {
         "sinks": 0,
         "dense_layers": 0,
@@ -124,6 +126,7 @@ def test_the_least_is_allowed_and_less_is_not(name: str, field: str) -> None:
 
 
 BUDGETS = [
+    ("attention_matching", {"prefix": 3}, 3),
     ("cam", {"sinks": 4}, 5),
     ("chunkkv", {"window": 32}, 32),
     ("clusterkv", {"sinks": 16}, 17),

@@ -16,10 +16,13 @@ STEPS = 2
 FAST = {"treekv", "snapkv", "adakv", "h2o"}
 """The others are differentiated in the same ways, and tested among the slow ones."""
 
+WITHOUT = {"chelsea": "clustering", "attention_matching": "fitted"}
+"""Those that say that they have no gradient where they compress, and why."""
+
 
 def policies_with(budget: int) -> list:
-    """Policies of this budget, but for one that tells it has no gradient."""
-    made = [p for p in every_policy(budget) + compositions(budget) if p.info.name != "chelsea"]
+    """Policies of this budget, but for those that tell they have no gradient."""
+    made = [p for p in every_policy(budget) + compositions(budget) if p.info.name not in WITHOUT]
     return [pytest.param(p, id=p.info.name, marks=[] if p.info.name in FAST else [pytest.mark.slow]) for p in made]
 
 
@@ -78,10 +81,10 @@ def test_with_a_tight_budget_it_is_the_slope(policy, full):
     np.testing.assert_allclose(got, (next(ends) - next(ends)) / 4e-4, rtol=0.03, atol=0.05)
 
 
-@pytest.mark.parametrize("budget", [16, 4096])
-def test_clustering_says_that_it_has_none(budget, full):
-    policy = next(p for p in every_policy(budget) if p.info.name == "chelsea")
-    with pytest.raises(PolicyError, match=r"chelsea: clustering .* no gradient; take it of another policy"):
+@pytest.mark.parametrize(("name", "budget"), [("chelsea", 16), ("chelsea", 4096), ("attention_matching", 16)])
+def test_what_has_none_says_so(name, budget, full):
+    policy = next(p for p in every_policy(budget) if p.info.name == name)
+    with pytest.raises(PolicyError, match=rf"{name}: .*{WITHOUT[name]}.* no gradient; take it of another policy"):
         gradient(policy, full[0])
 
 

@@ -141,7 +141,9 @@ def test_slots_hold_what_they_claim(policy):
         for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
             pos = slots.pos[row, head, slot]
             assert 0 <= pos < slots.seen[row]
-            if slots.weight[row, head, slot] > 1:  # a mean of tokens, see test_merged_slots_hold_all_tokens
+            if (
+                slots.weight[row, head, slot] > 1 and not info.fits
+            ):  # a mean of tokens, see test_merged_slots_hold_all_tokens
                 assert info.merges
                 continue
             key, held = inputs.k[row, pos, head], slots.k[row, head, slot]
@@ -155,12 +157,12 @@ def test_slots_hold_what_they_claim(policy):
             values.append(inputs.v[row, pos, head])
             held_values.append(slots.v[row, head, slot])
         np.testing.assert_allclose(held_keys, keys, atol=1e-5 if exact else 1.5 * rounding)
-        if not info.accumulates_values:
+        if not (info.accumulates_values or info.fits):
             np.testing.assert_allclose(held_values, values, rtol=0, atol=0 if exact else rounding)
         live = slots.weight > 0
         assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
         assert (slots.pos[~live] == -1).all()
-        assert (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
+        assert info.fits or (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
 
 
 MERGING = [p for p in TIGHT + FRACTION if p.info.merges]

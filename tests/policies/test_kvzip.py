@@ -15,7 +15,7 @@ from kvjax.cache import Prompt, TokenBlock, layer_specs
 from kvjax.models import transformer
 from kvjax.models.presets import PRESETS
 from kvjax.models.rope import Rope
-from kvjax.policies import Full, KVzip, PolicyError, SnapKV, by_head, by_layer, quantized
+from kvjax.policies import Full, KVzip, PolicyError, SnapKV, by_head, by_layer, get_policy, quantized
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.capabilities import as_cache
 from kvjax.policies.kvzip import FIRST, THEN, Repetition
@@ -53,7 +53,9 @@ def observed(queries, sinks, part, own, values=None, inputs=None, **options) -> 
     count = jnp.asarray([len(own)], jnp.int32)
     block = TokenBlock(heads(queries), new, new, one, count, one, STILL)
     at = jnp.asarray(len(sinks), jnp.int32), jnp.asarray([len(part)], jnp.int32), jnp.asarray(1, jnp.int32)
-    found = reading.observe(spec, Part(held_whole(spec, whole, len(own)), block, *at, around))
+    slots = held_whole(spec, whole, len(own))
+    prepared = reading.prepare(spec, slots, None if values is None else around)
+    found = reading.observe(spec, Part(slots, block, *at, around, prepared))
     return np.asarray(found)[0, 0, : len(part)].tolist()
 
 
@@ -310,6 +312,37 @@ def test_other_layers_of_a_model_are_as_without_it(tiny):
     for got, want in ((states[0].caches[0], states[1].caches[0]), (states[0].caches[1], states[2].caches[1])):
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_layers_with_budgets_of_their_own_share_a_reading(tiny):
+    """As in a pyramid: the prompt is read again once, and each layer keeps what it would if it alone wanted that."""
+    prompt, options = list(range(40)), {"batch": 1, "prompt_len": 40, "max_new_tokens": 4}
+    parts = [KVzip(budget=b, chunk=9, sinks=2, scope="model", slack=s) for b, s in ((20, 2.0), (12, 1.5))]
+    engine = kvjax.Engine(tiny, by_layer(parts), **options)
+    assert len(replay.replays(engine.layers)) == 1
+    state, _ = engine.prefill([prompt])
+    for i, others in enumerate(([parts[0], Full()], [Full(), parts[1]])):
+        alone, _ = kvjax.Engine(tiny, by_layer(others), **options).prefill([prompt])
+        for got, want in zip(jax.tree.leaves(state.caches[i]), jax.tree.leaves(alone.caches[i]), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+    pyramid = get_policy("pyramid(kvzip:16,scope=model,sinks=2; beta=2)").bind(TINY)
+    assert len({policy.budget for policy in pyramid.layers}) == 2
+    assert len({policy.replay for policy in pyramid.layers}) == 1
+
+
+def test_values_are_weighed_once(monkeypatch, tiny):
+    """In every layer, however many parts there are."""
+    weighed = []
+
+    def counted(*args):
+        weighed.append(args)
+        return projected_norms(*args)
+
+    monkeypatch.setattr("kvjax.policies.kvzip.projected_norms", counted)
+    layers = [KVzip(budget=16, chunk=9, plus=True).layer(spec) for spec in layer_specs(TINY, 1, 40, 4, jnp.float32)]
+    tokens, length = jnp.zeros((1, 64), jnp.int32), jnp.asarray([40], jnp.int32)
+    jax.eval_shape(lambda tokens: replay.prefill(tiny, tokens, length, length + 4, layers), tokens)
+    assert len(weighed) == len(layers)
 
 
 # Memory.

@@ -10,6 +10,7 @@ from kvjax.policies import (
     ChunkKV,
     ClusterKV,
     Full,
+    KNorm,
     PolicyError,
     Quest,
     SnapKV,
@@ -23,6 +24,7 @@ from kvjax.policies import (
     prompt_only,
     quantized,
     recompress,
+    thresholded,
 )
 from kvjax.policies.text import parse_policy, split_policies
 
@@ -41,6 +43,7 @@ WRITTEN = {
     "critical(snapkv:64; share=0.25)": critical(SnapKV(budget=64), share=0.25),
     "recompress(snapkv:64; every=8)": recompress(SnapKV(budget=64), every=8),
     "recompress(h2o:observers=last; 64; prompt=keep)": recompress(H2O(budget=64, observers="last"), prompt="keep"),
+    "thresholded(knorm:256; threshold=-12; window=8)": thresholded(KNorm(budget=256), -12, window=8),
     "by_layer(full; treekv:64,sinks=2)": by_layer([Full(), TreeKV(budget=64, sinks=2)]),
     "catekv:eta=1.0,adaptive=(quest:64)": CateKV(adaptive=Quest(budget=64)),
     "by_head(a=full; b=quantized(full; bits=8); profile=(('a', 'b'), ('b', 'b')))": by_head(
@@ -93,7 +96,7 @@ def test_a_list_of_policies():
         ("offloaded()", r"has no policy; write one, as in offloaded\(full\)"),
         (
             "offload(treekv)",
-            r"unknown transform 'offload'.*known: critical, offloaded, quantized, prompt_only, pyramid, recompress, by_layer, by_head",
+            r"unknown transform 'offload'.*known: critical, offloaded, quantized, prompt_only, pyramid, recompress, thresholded, by_layer, by_head",
         ),
         ("by_head(a=full)", r"by_head needs profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),

@@ -163,9 +163,15 @@ class ScoreEviction(PromptScorer):
 
     Of equal scores the latest token goes, as in the prompt.
 
+    Class attributes:
+        scores_alone: whether a token's score follows from the token and its position alone, and stays: `scores` of a prompt and
+            `initial_score` agree, and `update_score` changes nothing. Then a threshold means something, see `thresholded`.
+
     Attributes:
         budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
     """
+
+    scores_alone: ClassVar[bool] = False
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
         """Score of a new token."""
@@ -234,10 +240,15 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         kept = state.cache
         first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
         candidates = kept.live & (kept.pos >= first) & (kept.pos < kept.seen[:, None, None] - last)
-        lowest = jnp.min(jnp.where(candidates, state.score, jnp.inf), axis=-1, keepdims=True)
-        latest = jnp.argmax(jnp.where(candidates & ~exceeds(state.score, lowest), kept.pos, -1), axis=-1)
         over = kept.count > state.budget[:, None]
-        return dataclasses.replace(state, cache=cache.evict(kept, latest.astype(jnp.int32), over))
+        return dataclasses.replace(state, cache=cache.evict(kept, lowest(state, candidates), over))
+
+
+def lowest(state: ScoredCache, candidates: Bool[Array, "B K C"]) -> Int[Array, "B K"]:
+    """The slot among these whose score is lowest; of equal ones the latest token's."""
+    least = jnp.min(jnp.where(candidates, state.score, jnp.inf), axis=-1, keepdims=True)
+    equal = candidates & ~exceeds(state.score, least)
+    return jnp.argmax(jnp.where(equal, state.cache.pos, -1), axis=-1).astype(jnp.int32)
 
 
 def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"]) -> Float[Array, "B K T"]:

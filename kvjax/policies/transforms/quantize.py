@@ -126,6 +126,11 @@ class Quantized(Wrapper):
                 "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
                 "chunkkv or catekv"
             )
+        if self.policy.info.fits:
+            raise PolicyError(
+                f"{self.info.name}: {self.policy.info.name!r} gives slots fitted weights, for which packed slots have no place; give a policy "
+                "whose slots are single tokens, such as snapkv"
+            )
         moves = inner.max_kept < spec.max_tokens  # which what is packed does not
         traits = dataclasses.replace(
             QuantizedLayer.traits,

@@ -1,0 +1,261 @@
+"""Attention Matching: the keys that are attended to most, with weights and values fitted so that attention is as over the whole prompt."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import einops
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache
+from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.pallas_kernels import top_k
+from kvjax.pallas_kernels.gradients import without_gradient
+
+from .base import Carry, Layer, Traits
+from .families.dense import DenseLayer
+from .families.scoring import PromptScorer, PromptScorerLayer
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
+from .kvzip import FIRST, THEN
+from .registry import register
+from .replay import Part, Replay
+
+BLOCK = 256
+"""Queries that attend at a time, at the least: blocks as long as there are slots make a factorisation of twice that many rows."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class AttentionMatching(PromptScorer):
+    """Keep the keys that are attended to most, and fit weights and values to them (Zweiger et al. 2026, by the published code).
+
+    Once a prompt is read, the model reads it again, as for `KVzip`. The queries of that reading, of all heads that read a KV head together, are
+    examples of what will be asked. Kept are the keys to which they give most, by the root of the mean square of their probabilities over the
+    prompt. Then each key gets a weight, with which it counts in attention as that many tokens, so that sums of exponentials are what they
+    are over the whole prompt: least squares, each query's exponentials divided by its largest; clipped to e^-`bound` and e^`bound`; and
+    improved by `steps` steps of projected gradient descent. At last each key gets a value, so that with those weights the output of
+    attention is what it is over the whole prompt: least squares again. Every head keeps as much. New tokens are kept in addition.
+
+    This is the authors' `highest_attention_keys` with queries of a repetition, which are asked for as KVzip's are; of more than `queries`
+    those of every second token are taken, or every third, and so on. A prompt within the budget is kept as it is. It is the time of two more
+    prefills and of the fit, and the memory of a full cache until then and of the queries. Layers with a sliding window keep everything, as
+    in the published code.
+
+    Attributes:
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
+        chunk, overlap: see `KVzip`.
+        prefix: first tokens, such as a system prompt, which are kept as they are, and neither repeated nor part of the fit.
+        queries: the most reference queries per KV head.
+        steps: of projected gradient descent.
+        bound: the largest logarithm of a weight, up and down.
+    """
+
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="attention_matching",
+        paper="Zweiger et al. 2026, Fast KV Compaction via Attention Matching",
+        summary="the prompt's most attended keys, with weights and values by which they stand for all of it, and all new tokens",
+        memory="freed",
+        stage="prompt",
+        budget_excludes_new_tokens=True,
+        fits=True,
+    )
+
+    keeps_highest: ClassVar[bool] = False
+
+    chunk: int = 2000
+    overlap: int = 8
+    prefix: int = 0
+    queries: int = 50_000
+    steps: int = 2
+    bound: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, chunk=1, overlap=0, prefix=0, queries=1, steps=0, bound=0)
+
+    @property
+    def replay(self) -> "ReferenceQueries":
+        """How the prompt is read again."""
+        return ReferenceQueries(self.chunk, min(self.overlap, self.chunk), self.prefix, FIRST, THEN, most=self.queries)
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        return budget * 0 + self.prefix, budget * 0
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        if spec.window is not None:
+            return DenseLayer(self, spec)
+        fits = self.max_budget(spec) < spec.prompt_len
+        return AttentionMatchingLayer(self, spec, Traits(plain=True, replays=(self.replay,) if fits else ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceQueries(Replay):
+    """The reading of `AttentionMatching`: rotated queries [B, M, N, H] of each part, and which of them there are [B, M].
+
+    Attributes:
+        most: of all parts together, per KV head.
+    """
+
+    most: int = 50_000
+
+    def observe(self, spec: LayerSpec, part: Part) -> tuple[Float[Array, "B M N H"], Bool[Array, "B M"]]:
+        rows, size = part.block.mask, part.block.size
+        pooled = self.parts(spec.prompt_len) * size * spec.num_heads // spec.num_kv_heads
+        every = max(-(-pooled // self.most), 1)
+        q = jnp.where(rows[..., None, None], jax.lax.stop_gradient(part.block.q_rotated), 0).astype(part.held.k.dtype)
+        return q[:, ::every], rows[:, ::every]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
+    """One layer of `AttentionMatching`."""
+
+    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+        policy, spec = self.policy, self.spec
+        if not self.traits.replays:  # no row exceeds its budget
+            return cache.from_prompt(spec, self.capacity, prompt), carry
+        found = policy.replay.found(carry)
+        if found is None:
+            raise PolicyError(
+                f"{policy.info.name} fits to a second reading of the prompt; use kvjax.Engine, or of a layer alone capabilities.prefill"
+            )
+        q, asked = found[spec.layer]
+        q = einops.rearrange(q, "j b m (k g) h -> b k (j m g) h", k=spec.num_kv_heads)
+        asked = jnp.repeat(einops.rearrange(asked, "j b m -> b (j m)"), spec.num_heads // spec.num_kv_heads, axis=-1)
+        none = "weights and values are fitted, through which there is no gradient; take it of another policy, such as snapkv"
+        k, v = without_gradient((prompt.k_rotated, prompt.v), PolicyError(f"{policy.info.name}: {none}"))
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+        budget = policy.row_budgets(spec, prompt.seen, prompt.total)
+        size = max(policy.max_budget(spec) - policy.prefix, 1)
+        pos = jnp.broadcast_to(prompt.pos, k.shape[:3])
+        inside, whole = pos >= policy.prefix, prompt.seen <= budget
+        count = jnp.maximum(budget - policy.prefix, 0)
+
+        def one(head: Int[Array, ""]) -> tuple[Array, Array, Array]:
+            row, own = head // k.shape[1], head % k.shape[1]
+            given = q[row, own], asked[row], k[row, own], v[row, own], inside[row, own], count[row]
+            return matched(*given, size, spec.scale, policy.steps, policy.bound)
+
+        # One head after the other: on a CPU, factorisations of batches that run beside each other may wait for one another for ever.
+        found = jax.lax.map(one, jnp.arange(k.shape[0] * k.shape[1], dtype=jnp.int32))
+        best, weight, values = (x.reshape(*k.shape[:2], *x.shape[1:]) for x in found)
+
+        keep = jnp.where(whole[:, None, None], pos >= 0, best | (pos >= 0) & ~inside)
+        kept, _ = cache.gather_kept(spec, self.capacity, prompt, keep)
+        fitted = kept.live & (kept.pos >= policy.prefix) & ~whole[:, None, None]
+        place = jnp.clip(jnp.arange(self.capacity, dtype=jnp.int32) - policy.prefix, 0, size - 1)
+        weight, values = jnp.take(weight, place, axis=2), jnp.take(values, place, axis=2).astype(kept.v.dtype)
+        return dataclasses.replace(
+            kept, weight=jnp.where(fitted, weight, kept.weight), v=jnp.where(fitted[..., None], values, kept.v)
+        ), carry
+
+
+def matched(
+    queries: Float[Array, "M H"],
+    asked: Bool[Array, " M"],
+    keys: Float[Array, "T H"],
+    values: Float[Array, "T D"],
+    inside: Bool[Array, " T"],
+    count: Int[Array, ""],
+    size: int,
+    scale: float,
+    steps: int = 2,
+    bound: float = 3.0,
+) -> tuple[Bool[Array, " T"], Float[Array, " S"], Float[Array, "S D"]]:
+    """Keys of one KV head that stand for all of it, and with what weights and values.
+
+    In float32. Neither least squares nor their factors need the queries at once: a triangular
+    factor of all rows so far, with the right-hand side as its last columns, goes from block to block.
+
+    Args:
+        queries: reference queries, rotated, of all heads that read this one.
+        asked: which of them there are.
+        keys, values: of the prompt; keys are rotated.
+        inside: which of them are to be stood for.
+        count: of keys that are kept, at most `size`.
+        size: S.
+        scale: factor on attention logits.
+        steps, bound: see `AttentionMatching`.
+
+    Returns:
+        Which keys are kept; weights and values of them, in order, in the first places.
+    """
+    dtype = jnp.float32
+    keys, values = (jnp.where(inside[:, None], x.astype(dtype), 0) for x in (keys, values))
+    block = min(max(BLOCK, size), max(len(queries), 1))
+    padding = -len(queries) % block
+    queries = jnp.pad(queries.astype(dtype), ((0, padding), (0, 0))).reshape(-1, block, queries.shape[-1])
+    there = jnp.pad(asked, (0, padding)).reshape(-1, block)
+
+    def exponentials(i: Int[Array, ""]) -> Float[Array, "M T"]:
+        """Of a block of queries, those of each divided by its largest; 0 of queries that are not there."""
+        logits = jnp.einsum("mh,th->mt", queries[i], keys, precision="highest") * scale
+        logits = jnp.where(inside, logits, -jnp.inf)
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        found = jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0))
+        return jnp.where(there[i][:, None], found, 0)
+
+    def squares(i: Int[Array, ""], total: Float[Array, " T"]) -> Float[Array, " T"]:
+        return total + jnp.sum(_shares(exponentials(i)) ** 2, axis=0)
+
+    mean = jax.lax.fori_loop(0, len(queries), squares, jnp.zeros(keys.shape[:1], dtype)) / jnp.maximum(
+        jnp.sum(asked), 1
+    ).astype(dtype)
+    scores = jnp.where(inside, jnp.sqrt(mean), -jnp.inf)
+    best = top_k(scores[None], count[None])[0] & inside
+    index, live = cache.compact_indices(best, size)
+
+    def kept(exponentials: Float[Array, "M T"]) -> Float[Array, "M S"]:
+        return jnp.where(live, exponentials[:, index], 0)
+
+    def masses(i: Int[Array, ""]) -> Float[Array, "M _"]:
+        every = exponentials(i)
+        return jnp.concatenate([kept(every), jnp.sum(every, axis=-1, keepdims=True)], axis=1)
+
+    high = math.exp(bound)
+    factor, wanted = _factors(masses, len(queries), size, 1, dtype)
+    weight, largest = _least_squares(factor, wanted, queries.size)
+    weight = jnp.clip(weight[:, 0], 1 / high, high)
+    for _ in range(steps):
+        slope = factor.T @ (factor @ weight - wanted[:, 0])
+        weight = jnp.clip(weight - slope / jnp.maximum(largest**2, jnp.finfo(dtype).tiny), 1 / high, high)
+
+    def outputs(i: Int[Array, ""]) -> Float[Array, "M _"]:
+        every = exponentials(i)
+        attended = jnp.einsum("mt,th->mh", _shares(every), values, precision="highest")
+        return jnp.concatenate([_shares(kept(every) * weight), attended], axis=1)
+
+    fitted, _ = _least_squares(*_factors(outputs, len(queries), size, values.shape[1], dtype), queries.size)
+    return best, weight, fitted
+
+
+def _shares(x: Float[Array, "M T"]) -> Float[Array, "M T"]:
+    """Rows that sum to 1; zeros where they are zeros."""
+    return x / jnp.maximum(jnp.sum(x, axis=-1, keepdims=True), jnp.finfo(x.dtype).tiny)
+
+
+def _factors(
+    rows: Any, blocks: int, size: int, more: int, dtype: Any
+) -> tuple[Float[Array, "S S"], Float[Array, "S R"]]:
+    """R and Qᵀ y of the least squares problem whose rows, with what they are to give behind them, come in blocks."""
+    width = size + more
+
+    def add(i: Int[Array, ""], factor: Float[Array, "W W"]) -> Float[Array, "W W"]:
+        return jnp.linalg.qr(jnp.concatenate([factor, rows(i)]), mode="r")
+
+    factor = jax.lax.fori_loop(0, blocks, add, jnp.zeros((width, width), dtype))
+    return factor[:size, :size], factor[:size, size:]
+
+
+def _least_squares(
+    factor: Float[Array, "S S"], wanted: Float[Array, "S R"], rows: int
+) -> tuple[Float[Array, "S R"], Float[Array, ""]]:
+    """The smallest solution, where singular values that rounding could have made count as none; and the largest of them."""
+    left, values, right = jnp.linalg.svd(factor, full_matrices=False)
+    largest = jnp.max(values, initial=0)
+    least = largest * jnp.finfo(factor.dtype).eps * max(rows, len(factor))
+    inverse = jnp.where(values > least, 1 / jnp.maximum(values, jnp.finfo(factor.dtype).tiny), 0)
+    return right.T @ (inverse[:, None] * (left.T @ wanted)), largest

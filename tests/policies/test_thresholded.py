@@ -1,0 +1,190 @@
+"""Scorers of single tokens with a threshold, against the literal algorithm."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies import oracle_thresholded as oracle
+from policies.driver import ROPE, TINY, kept, make_case, run
+
+import kvjax
+from kvjax.cache import Prompt, Token
+from kvjax.policies import (
+    TOVA,
+    Full,
+    KeyDiff,
+    KNorm,
+    PolicyError,
+    Random,
+    SnapKV,
+    get_policy,
+    policies,
+    prompt_only,
+    thresholded,
+)
+from kvjax.policies.families.noise import uniform
+
+
+def drawn(kv_heads: int, seed: int) -> np.ndarray:
+    """What `Random` draws for the first positions [K, S]."""
+    spec = make_case(0, [64], 8, kv_heads, kv_heads).spec
+    return np.asarray(uniform(spec, seed, jnp.arange(80, dtype=jnp.int32)))
+
+
+CASES = {
+    "knorm": (KNorm, oracle.KNorm, {"budget": 16, "threshold": -2.8, "window": 4}, {}, 4, 2),
+    "knorm, the latest may be low": (KNorm, oracle.KNorm, {"budget": 12, "threshold": -2.5, "window": 0}, {}, 2, 2),
+    "knorm, all of the budget is window": (
+        KNorm,
+        oracle.KNorm,
+        {"budget": 9, "threshold": -9.0, "window": 9},
+        {},
+        4,
+        1,
+    ),
+    "knorm, room for everything": (KNorm, oracle.KNorm, {"budget": 1.0, "threshold": -2.6, "window": 3}, {}, 4, 2),
+    "random, fraction": (
+        partial(Random, seed=3),
+        oracle.Random,
+        {"budget": 0.5, "threshold": 0.3, "window": 1},
+        {"drawn": drawn(3, 3)},
+        3,
+        3,
+    ),
+}
+FAST = "knorm"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.long) for n in CASES])
+def test_equals_the_literal_algorithm(name):
+    """A ragged batch: what is kept after the prompt and each step, and all outputs, are those of the definition."""
+    make, definition, options, told, heads, kv_heads = CASES[name]
+    rows, steps = 50, 16
+    budget, rest = options["budget"], {key: value for key, value in options.items() if key != "budget"}
+    scorer = make(budget=budget, **({"dense_layers": 0} if make is KNorm else {}))
+    policy = thresholded(scorer, **rest)
+    lengths = np.random.default_rng(len(name)).integers(1, 61, size=rows)
+    case = make_case(3, lengths, steps, heads, kv_heads)
+    _, outputs, states = run(policy, case, padding=np.nan)
+    held = [kept(policy, case, state) for state in states]
+    dropped = 0
+    for row, length in enumerate(lengths.tolist()):
+        text = (x[row, : length + steps] for x in (case.q, case.k, case.v))
+        literal = definition(*text, length + steps, length, **options, **told)
+        literal.read(length)
+        assert held[0][row] == literal.kept(), row
+        for i in range(steps):
+            np.testing.assert_allclose(outputs[i, row], literal.read(1)[0], atol=3e-5, err_msg=f"row {row}, step {i}")
+            assert held[i + 1][row] == literal.kept(), (row, i)
+        dropped += sum(len(held[-1][row][head]) < length + steps for head in range(kv_heads))
+    assert dropped > rows / 2
+
+
+def test_tokens_that_leave_the_window_by_hand():
+    """Scores -1, 2, -3, 1, 2 by turns, a window of 2, a threshold of 0: of three tokens the first goes, of five the third as well."""
+    scores = [-1.0, 2.0, -3.0, 1.0, 2.0, 1.0]
+    table = jnp.asarray([scores], jnp.float32)
+
+    class Told(Random):
+        """Scores that are given."""
+
+        def scores(self, spec, prompt):
+            return jnp.resize(table, (1, 1, prompt.size))
+
+        def initial_score(self, spec, token):
+            return table[:, token.position[0]][:, None]
+
+    case = make_case(0, [1], 5, 1, 1)
+    policy = thresholded(Told(budget=6), threshold=0.0, window=2)
+    held = [kept(policy, case, state)[0][0] for state in run(policy, case)[2][1:]]
+    assert held == [{0, 1}, {1, 2}, {1, 2, 3}, {1, 3, 4}, {1, 3, 4, 5}]
+
+
+def test_a_prompt_alone():
+    """kvpress's default: nothing more goes while decoding."""
+    case = make_case(5, [50, 7], 9)
+    policy = thresholded(KNorm(budget=24, dense_layers=0), threshold=-2.8, window=4)
+    once = prompt_only(policy)
+    first, later = (kept(once, case, state) for state in (run(once, case)[2][0], run(once, case)[2][-1]))
+    assert first == kept(policy, case, run(policy, case)[2][0])
+    for row, length in enumerate((50, 7)):
+        assert later[row] == [head | set(range(length, length + 9)) for head in first[row]]
+
+
+ALONE = sorted(name for name, cls in policies().items() if getattr(cls, "scores_alone", False))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_who_says_that_scores_stand_alone_has_such_scores(name):
+    """Those of a prompt, of its parts, and of its tokens one by one are the same, and attention changes none."""
+    policy = policies()[name]()
+    case = make_case(1, [40, 40], 4)
+    spec, whole = case.spec, jnp.full((2,), 40, jnp.int32)
+    q, k, v = (jnp.asarray(x[:, :40]) for x in (case.q, case.k, case.v))
+    scores = policy.scores(spec, Prompt.of(ROPE, q, k, v, whole, whole))
+    half = policy.scores(spec, Prompt.of(ROPE, q[:, :20], k[:, :20], v[:, :20], whole // 2, whole))
+    np.testing.assert_array_equal(half, scores[..., :20])
+    for i in (0, 7, 39):
+        token = Token(q[:, i], k[:, i], v[:, i], jnp.full((2,), i, jnp.int32), ROPE)
+        np.testing.assert_array_equal(policy.initial_score(spec, token), scores[..., i])
+    assert policy.update_score(spec, scores, scores) is scores
+
+
+def test_memory_is_the_budgets():
+    """Whatever scores enough: what is held is known before."""
+    sizes = {
+        text: get_policy(text).nbytes(TINY, 1, 192, 4096)
+        for text in ("thresholded(random:256; threshold=0.5)", "random:256", "full")
+    }
+    assert sizes["thresholded(random:256; threshold=0.5)"] == sizes["random:256"] < sizes["full"] / 10
+
+
+def test_text_and_budget():
+    made = thresholded(KNorm(budget=64), -12.0, window=8)
+    assert made == get_policy("thresholded(knorm:64; threshold=-12; window=8)") == get_policy(str(made))
+    assert made == thresholded(KNorm(), -12.0, window=8, budget=64) == get_policy(made, budget=64)
+    assert str(made) == "thresholded(knorm:budget=64; threshold=-12.0; window=8)"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "text",
+    [
+        "thresholded(knorm:24,dense_layers=1; threshold=-3; window=4)",
+        "by_head(a=thresholded(random:24; threshold=0.4; window=4); b=rkv:16,window=2,every=3; profile=(('a','b'),('b','a')))",
+        "offloaded(thresholded(random:24; threshold=0.4; window=4))",
+        "pyramid(thresholded(random:24; threshold=0.4; window=4); beta=2)",
+    ],
+)
+def test_it_decodes_within_what_was_predicted(text, tiny):
+    """Rows as if alone, in a model."""
+    prompts = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
+    options = {"policy": text, "max_new_tokens": 40, "ignore_eos": True}
+    together = kvjax.generate(tiny, prompts, **options)
+    for prompt, got in zip(prompts, together, strict=True):
+        alone = kvjax.generate(tiny, prompt, **options)
+        assert alone.tokens == got.tokens
+        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=2e-5)
+    policy = get_policy(text).bind(tiny.config)
+    shapes = tiny.config, 3, 54, 40, tiny.dtype
+    assert together[0].stats.cache_bytes == policy.nbytes(*shapes)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        *(
+            (partial(thresholded, policy, 0.0), "scores a token by what is around it")
+            for policy in (Full(), TOVA(), KeyDiff(), SnapKV())
+        ),
+        (lambda: thresholded(KNorm(budget=64), 0.0), "gives 64 slots, but the latest 128 tokens are always kept"),
+        (lambda: thresholded(KNorm(), 0.0, window=-1), "window=-1; give 0"),
+        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan; give a number"),
+        (lambda: get_policy("thresholded(knorm)"), "give threshold=, for which thresholded has no default"),
+        (lambda: get_policy("thresholded(knorm; threshold=low)"), "threshold='low'"),
+    ],
+)
+def test_what_it_does_not_take(make, says):
+    with pytest.raises(PolicyError, match=says):
+        make()
