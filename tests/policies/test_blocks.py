@@ -440,7 +440,16 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {"attention_matching", "compactor", "fast_kvzip", "infinigen", "kvzap", "kvzip", "lagkv", "shadowkv"}
+    assert names == {
+        "attention_matching",
+        "compactor",
+        "fast_kvzip",
+        "infinigen",
+        "kvzap",
+        "kvzip",
+        "lagkv",
+        "shadowkv",
+    }
     assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
 
 
