@@ -142,7 +142,7 @@ def test_aime(talker, tmp_path, row):
     [
         ('{"problem": "?"}', "line 1: answer: field required"),
         ('{"answer": "1"}', "line 1: problem: field required"),
-        ('[{"problem": "?", "answer": null}]', "problems.jsonl: answer.str: input should be a valid string"),
+        ('[{"problem": "?", "answer": null}]', "problems.jsonl, row 1: answer.str: input should be a valid string"),
         ("[", "problems.jsonl: not JSON"),
         ("[]", "no rows"),
         ('{"problem": "?", "answer": "1000"}', "answer '1000'; AIME's are whole numbers from 0 to 999"),

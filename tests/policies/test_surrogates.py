@@ -325,6 +325,10 @@ def test_weights_are_compared_by_their_numbers():
     assert one.digest in repr(KVzap(weights=one))
     with pytest.raises(ValueError, match="not finite"):
         Surrogate.of([{"weight": np.asarray([np.inf], np.float32)}])
+    with pytest.raises(ValueError, match=r"0\.weight of layer 0 is a single number"):
+        Surrogate.of([{"0.weight": np.zeros(())}])
+    with pytest.raises(ValueError, match="no layers"):
+        Surrogate.of([])
     with pytest.raises(ValueError, match="layer 1 has b, but layer 0 a"):
         Surrogate.of([{"a": np.zeros(1)}, {"b": np.zeros(1)}])
 
