@@ -156,6 +156,8 @@ def test_what_is_refused(talker, file, tmp_path):
     for content, says in (
         ('{"context": "c", "multi_turns": []}', "multi_turns: list should have at least 1 item"),
         ('{"context": "c", "multi_turns": [{"input": "q", "answer": []}]}', "multi_turns.0.answer"),
+        ('{"context": "c", "multi_turns": [{"input": "q", "answer": ["1", ""]}]}', "multi_turns.0.answer"),
+        ('{"context": "c", "multi_turns": [{"input": "q", "answer": ""}]}', "should have at least 1 character"),
         ('{"multi_turns": [{"input": "q", "answer": 1}]}', "context: field required"),
     ):
         bad.write_text(content)
