@@ -38,11 +38,14 @@ def read_rows(path: Path, kind: type[T], max_rows: int | None = None) -> list[T]
         return read(path, kind, max_rows)
     try:
         listed = strict_json.loads(content)
-        found = [TypeAdapter(kind).validate_python(row, strict=True) for row in listed[:max_rows]]
-    except ValidationError as error:
-        raise ValueError(f"{path}: {complaint(error)}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    found: list[T] = []
+    for number, row in enumerate(listed[:max_rows], 1):
+        try:
+            found.append(TypeAdapter(kind).validate_python(row, strict=True))
+        except ValidationError as error:
+            raise ValueError(f"{path}, row {number}: {complaint(error)}") from None
     if not found:
         raise ValueError(f"{path}: no rows; give a file of JSON lines, or a list of rows")
     return found

@@ -12,7 +12,7 @@ from pydantic import BaseModel, field_validator
 from kvjax import json_lines
 
 from .haystack import seeded
-from .math_answers import last_box
+from .math_answers import last_box, spoken
 from .math_problems import ASKED
 from .task import Example, Format
 
@@ -117,6 +117,7 @@ class GSM8K:
 
 def _final(answer: str, extract: str) -> str | None:
     """The number that an answer arrives at, in digits alone."""
+    answer = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ",", spoken(answer))  # LaTeX's thousands
     marked, box = re.search(rf"####\s*({_NUMBER})", answer), last_box(answer)
     if marked or box is not None:
         numbers = [marked[1]] if marked else re.findall(_NUMBER, box or "")

@@ -1,12 +1,19 @@
 """Whether a solution arrives at the right answer: what it puts in a box, or else the last thing it says, by value and not by spelling.
 
-Expressions are read and compared by math-verify (Kydlíček et al., Hugging Face), which has sympy compute with them.
+Expressions are read and compared by math-verify (Kydlíček et al., Hugging Face), which has sympy compute with them, in a process of its own.
 """
 
-import logging
+import atexit
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
 import threading
 from functools import cache
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Literal, get_args
 
 from kvjax.extras import optional
 
@@ -15,16 +22,17 @@ Extract = Literal["flexible", "strict"]
 
 EXTRACTS = get_args(Extract)
 
-SECONDS = 5
-"""Most time for reading an answer, and for comparing it."""
+SECONDS = 20
+"""Most time for one answer; the process that takes more is ended."""
 
-_BOXES = ("\\boxed", "\\fbox")
 _THOUGHT = "</think>"
+_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|(?<!\\)[{}]")
 
 
+@cache
 def check() -> None:
     """Raise ImportError if what compares answers is not installed."""
-    _library()
+    optional("math_verify", "comparing answers to problems of mathematics")
 
 
 def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool:
@@ -35,42 +43,94 @@ def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool
     Raises:
         ImportError: math-verify is not installed.
     """
-    library, spoken = _library(), solution.rpartition(_THOUGHT)[2]
-    content = last_box(spoken)
+    check()
+    said = spoken(solution)
+    content = last_box(said)
     if content is None and extract == "strict":
         return False
-    # Its clock is a signal, which only the main thread gets; elsewhere there is none.
-    seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
-    read = {"extraction_config": _forms(), "parsing_timeout": seconds}
-    expected = library.parse(f"${reference}$", **read)
-    found = library.parse(spoken if content is None else f"\\boxed{{{content}}}", **read)
-    return bool(library.verify(expected, found, timeout_seconds=seconds))
+    return _worker().same(f"${reference}$", said if content is None else f"\\boxed{{{content}}}")
+
+
+def spoken(solution: str) -> str:
+    """What a model says after it has thought; all of it where no thought ends."""
+    return solution.rpartition(_THOUGHT)[2]
 
 
 def last_box(text: str) -> str | None:
     r"""What is in the last \boxed{...} that is closed; None if there is none."""
-    at = len(text)
-    while (at := max(text.rfind(box, 0, at) for box in _BOXES)) >= 0:
-        start = text.find("{", at)
-        if start < 0 or text[at:start].strip() not in _BOXES:
-            continue
-        depth = 0
-        for i in range(start, len(text)):
-            if text[i] in "{}" and text[i - 1] != "\\":
-                depth += 1 if text[i] == "{" else -1
-            if depth == 0:
-                return text[start + 1 : i].strip()
-    return None
-
-
-@cache
-def _library() -> Any:
-    found = optional("math_verify", "comparing answers to problems of mathematics")
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whatever it cannot read
+    opened: list[tuple[int, bool]] = []
+    last, found = -1, None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append((brace.end(), brace["box"] is not None))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and start > last:
+                last, found = start, text[start : brace.start()].strip()
     return found
 
 
+class _Worker:
+    """The process, which starts when it is first needed, and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def same(self, reference: str, answer: str) -> bool:
+        """Whether two texts have one value; not, if that takes too long or more than a process can do."""
+        with self._lock:
+            process = self._process = self._process or _started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            clock = threading.Timer(SECONDS, process.kill)
+            clock.start()
+            found = ""
+            try:
+                process.stdin.write(json.dumps([reference, answer]) + "\n")
+                process.stdin.flush()
+                found = process.stdout.readline()
+            except BrokenPipeError:
+                pass
+            finally:
+                clock.cancel()
+                if not found.endswith("\n"):
+                    self.end()  # also if it was interrupted, or the next to ask would get its answer
+            return found.strip() == "true"
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+
+def _started() -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="utf-8",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert process.stdout is not None
+    if process.stdout.readline().strip() != "ready":
+        _end(process)
+        raise RuntimeError(
+            "the process that compares answers does not start; look whether `import math_verify` works in a Python of its own"
+        )
+    return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes, and waits
+        pass
+
+
 @cache
-def _forms() -> list[Any]:
-    library = _library()
-    return [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
+def _worker() -> _Worker:
+    worker = _Worker()
+    atexit.register(worker.end)
+    return worker

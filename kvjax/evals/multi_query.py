@@ -96,9 +96,12 @@ class MultiQuery:
         return json_lines.read_rows(Path(self.file), _Row, self.samples)
 
 
+_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would be found in whatever is said
+
+
 class _Turn(BaseModel):
     input: str = Field(min_length=1)
-    answer: str | int | float | Annotated[list[str | int | float], Field(min_length=1)]
+    answer: _Answer | Annotated[list[_Answer], Field(min_length=1)]
 
     def answers(self) -> tuple[str, ...]:
         """All of them, as text."""

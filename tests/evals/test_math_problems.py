@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvjax.evals import GSM8K, Example, Format, MathProblems
+from kvjax.evals import GSM8K, Example, Format, MathProblems, math_answers
 from kvjax.evals.math_answers import equals, last_box
 
 pytest.importorskip("math_verify", reason="comparing answers is in the `eval` extra")
@@ -100,6 +100,16 @@ def test_away_from_the_main_thread():
     assert found == [True]
 
 
+def test_answers_that_take_too_long(monkeypatch):
+    """They are wrong, and the next ones are compared all the same."""
+    monkeypatch.setattr(math_answers, "SECONDS", 1)
+    assert not equals("\\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}", "1")
+    assert not equals("\\boxed{" * 50_000, "1")
+    monkeypatch.undo()
+    assert equals(r"\boxed{(1)}", "1")
+    assert not equals(r"\boxed{__import__('sys').exit()}", "1")
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_problems_of_a_file(talker, tmp_path, listed):
     file = tmp_path / "problems.json"
@@ -132,7 +142,7 @@ def test_aime(talker, tmp_path, row):
     [
         ('{"problem": "?"}', "line 1: answer: field required"),
         ('{"answer": "1"}', "line 1: problem: field required"),
-        ('[{"problem": "?", "answer": null}]', "problems.jsonl: answer.str: input should be a valid string"),
+        ('[{"problem": "?", "answer": null}]', "problems.jsonl, row 1: answer.str: input should be a valid string"),
         ("[", "problems.jsonl: not JSON"),
         ("[]", "no rows"),
         ('{"problem": "?", "answer": "1000"}', "answer '1000'; AIME's are whole numbers from 0 to 999"),
@@ -163,5 +173,7 @@ def test_gsm8k_to_reason_about(talker, tmp_path):
     assert GSM8K(str(file), None, shots=0).new_tokens == 1024
     assert task.score(r"1, 2, so \boxed{\$1,200} of 7", example) == 1
     assert task.score(r"1200, or \boxed{7}", example) == 0
+    assert task.score(r"\boxed{1{,}200}", example) == task.score(r"\boxed{1,\!200\text{ m}}", example) == 1
+    assert task.score(r"<think>\boxed{7}</think> They are 1200.", example) == 1
     with pytest.raises(ValueError, match="no examples_file"):
         GSM8K(str(file), None, shots=1)

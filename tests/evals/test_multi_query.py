@@ -75,6 +75,21 @@ def test_what_a_question_follows(talker, file, begun, history, chat):
                 said.append((turn["input"], references(turn)))
 
 
+def test_what_is_read_between_questions(talker, file, monkeypatch):
+    """Of reference answers, each but the last, behind its question."""
+    reads, read = [], kvjax.Session.read
+    monkeypatch.setattr(kvjax.Session, "read", lambda session, ids: (reads.append(list(ids)), read(session, ids)))
+    evaluate(talker, MultiQuery(file, max_new_tokens=NEW, samples=1), chat=False)
+    assert reads == [
+        [
+            id
+            for text in (f"\n\n{turn['input']}", references(turn))
+            for id in talker.tokenizer.encode(text, add_special=False)
+        ]
+        for turn in ROWS[0]["multi_turns"][:-1]
+    ]
+
+
 def test_its_own_answers_in_a_chat(talker, file, begun):
     found = evaluate(talker, MultiQuery(file, "own", max_new_tokens=NEW, samples=1), chat=True)
     context, (first, *rest) = ROWS[0]["context"], [turn["input"] for turn in ROWS[0]["multi_turns"]]
@@ -166,6 +181,8 @@ def test_what_is_refused(talker, file, tmp_path):
     for content, says in (
         ('{"context": "c", "multi_turns": []}', "multi_turns: list should have at least 1 item"),
         ('{"context": "c", "multi_turns": [{"input": "q", "answer": []}]}', "multi_turns.0.answer"),
+        ('{"context": "c", "multi_turns": [{"input": "q", "answer": ["1", ""]}]}', "multi_turns.0.answer"),
+        ('{"context": "c", "multi_turns": [{"input": "q", "answer": ""}]}', "should have at least 1 character"),
         ('{"multi_turns": [{"input": "q", "answer": 1}]}', "context: field required"),
     ):
         bad.write_text(content)

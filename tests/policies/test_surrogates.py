@@ -48,6 +48,15 @@ def test_a_gate_by_hand():
     np.testing.assert_allclose(found, 0.5, atol=1e-5)
 
 
+def test_a_network_has_the_exact_gelu():
+    """Small inputs, of which the approximation by tanh would make other numbers."""
+    weights = surrogates.kvzap(TINY)
+    x = 0.1 * np.random.default_rng(0).normal(size=(1, 7, TINY.hidden_size)).astype(np.float32)
+    arrays = {name: jnp.asarray(array) for name, array in weights.layers[0].items()}
+    expected = np.stack([oracle.kvzap(weights.layers[0], token) for token in x[0].astype(np.float64)], axis=1)
+    np.testing.assert_allclose(KVzap().predicted(arrays, jnp.asarray(x), jnp.arange(2))[0], expected, atol=2e-5)
+
+
 def test_the_last_tokens_that_are_kept():
     """Of 16000 tokens or more 4096, of fewer 2 %; the budget is not exceeded."""
     policy = FastKVzip()
@@ -325,6 +334,10 @@ def test_weights_are_compared_by_their_numbers():
     assert one.digest in repr(KVzap(weights=one))
     with pytest.raises(ValueError, match="not finite"):
         Surrogate.of([{"weight": np.asarray([np.inf], np.float32)}])
+    with pytest.raises(ValueError, match=r"0\.weight of layer 0 is a single number"):
+        Surrogate.of([{"0.weight": np.zeros(())}])
+    with pytest.raises(ValueError, match="no layers"):
+        Surrogate.of([])
     with pytest.raises(ValueError, match="layer 1 has b, but layer 0 a"):
         Surrogate.of([{"a": np.zeros(1)}, {"b": np.zeros(1)}])
 

@@ -49,8 +49,11 @@ class Surrogate:
         """That of some arrays.
 
         Raises:
-            ValueError: a layer's arrays have other names than another's, or one has numbers that are not finite.
+            ValueError: there is no layer, a layer's arrays have other names than another's, or one has numbers that are not finite, or a
+                single number.
         """
+        if not layers:
+            raise ValueError("no layers")
         digest = hashlib.sha256()
         for i, layer in enumerate(layers):
             if layer.keys() != layers[0].keys():
@@ -58,6 +61,8 @@ class Surrogate:
                     f"layer {i} has {', '.join(sorted(layer))}, but layer 0 {', '.join(sorted(layers[0]))}"
                 )
             for name, array in sorted(layer.items()):
+                if not array.ndim:
+                    raise ValueError(f"{name} of layer {i} is a single number")
                 if not np.isfinite(array.astype(np.float32)).all():
                     raise ValueError(f"{name} of layer {i} has numbers that are not finite")
                 digest.update(f"{i} {name} {array.shape} {array.dtype}".encode() + array.tobytes())
