@@ -101,7 +101,7 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
         held = state.cache
         first, _ = self.policy.always_kept(state.budget)
         old = held.live & self._old(held.pos, held.seen, first)
-        low = old & (state.score < self.threshold)  # of one token at most: the one that has just left the window
+        low = old & ~(state.score >= self.threshold)  # of one token at most: the one that has just left the window
         drop = jnp.any(low, axis=-1)
         over = held.count > state.budget[:, None]
         slot = jnp.where(drop, jnp.argmax(low, axis=-1).astype(jnp.int32), lowest(state, old))
