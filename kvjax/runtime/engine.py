@@ -84,13 +84,14 @@ class Engine:
         config: the model's shape.
         policy: bound to it.
         specs: what is static about each layer's cache, on each device.
-        mesh: the devices, by the axes "data", "model" and "sequence"; None for one.
+        mesh: the devices, by the axes "data", "model" and "sequence"; an abstract one as it was given; None for one device.
         shard: how they share the model with this policy's cache.
         weights: without their tokenizer, which is no part of a program; of a shape, shapes. They are where the mesh wants them.
 
     Raises:
-        ValueError: a number is out of range.
-        PolicyError: the policy is unknown, cannot work with this budget at this length, or cannot read in blocks and is to.
+        ValueError: a number is out of range, or the mesh has other axes, or sizes that the model or the rows cannot be dealt by.
+        PolicyError: the policy is unknown, cannot work with this budget at this length, cannot read in blocks and is to, or has its cache
+            in the host's memory and is to run over a mesh.
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class Engine:
         self.mesh = (
             mesh_of(self.weights) if mesh is None else mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
         )
+        if isinstance(self.mesh, AbstractMesh):
+            self.weights = jax.eval_shape(lambda weights: weights, self.weights)
         self.shard = policy_shard(self.mesh, self.config, self.policy)
         if batch % self.shard.data:
             raise ValueError(

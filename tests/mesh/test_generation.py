@@ -217,6 +217,32 @@ def test_evaluation_of_a_model_on_a_mesh(uneven):
     assert model_fingerprint(many) == model_fingerprint(uneven)
 
 
+def test_a_reading_that_was_stopped_on_a_mesh_goes_on_on_one_device(uneven, tmp_path, monkeypatch):
+    """Caches are written as one device has them, though their bytes are as many."""
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
+    many = place_all(get_shard("sequence=2", uneven.config), uneven)
+    text, file = np.random.default_rng(5).integers(0, 61, 600).tolist(), tmp_path / "state.npz"
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    whole = streaming(uneven, text, "full")
+    with pytest.raises(KeyboardInterrupt):
+        streaming(many, text, "full", checkpoint=file, progress=interrupt)
+    for params in (uneven, many):
+        (tmp_path / "copy.npz").write_bytes(file.read_bytes())
+        seen: list[int] = []
+        found = streaming(
+            params,
+            text,
+            "full",
+            checkpoint=tmp_path / "copy.npz",
+            progress=lambda done, _, seen=seen: seen.append(done),
+        )
+        assert seen == [87]  # of 599 tokens, less one chunk of 512
+        np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=2e-5)
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_step_has_as_many_sums_as_a_plan_counts(uneven, layers):
     config = dataclasses.replace(uneven.config, num_layers=layers, windows=())
