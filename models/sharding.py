@@ -103,7 +103,7 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
     heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
     if width % (copies * slots):
-        asked = f"model={model}" + (f",sequence={slots}" if slots > 1 else "")
+        asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
         raise ValueError(
             f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
@@ -206,9 +206,12 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
     padding = [(0, -size % count) for size, count in zip(array.shape, pieces, strict=True)]
     in_groups = array.ndim == 3 or (array.ndim == 2 and _matrix(name) != name and not name.endswith(".levels"))
     if in_groups and padding[-1][1]:
+        sharing = (
+            f"model={shard.model} devices" if shard.slots == 1 else f"{shard.model} devices along model and sequence"
+        )
         raise ValueError(
-            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which model={shard.model} devices do not divide; give a number "
-            "of devices that does, or other weights, such as int8"
+            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which {sharing} do not divide; give a number of devices that "
+            "does, or other weights, such as int8"
         )
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
