@@ -19,13 +19,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.arguments import shown, whole
-from kvjax.cache import bucket, layer_specs
+from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.params import retyped, same_shapes
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
-from kvjax.policies.capabilities import check_reads_blocks
+from kvjax.policies.capabilities import as_cache, check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.mesh import dealt_caches, policy_shard, repeated_bytes
@@ -406,6 +406,12 @@ class Engine:
             ValueError: it is of other sizes, or of another policy.
         """
         return decoding.resumed(self.policy, self.specs, state)
+
+    def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
+        """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first."""
+        caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
+        layers = [self.policy.layer(spec.whole) for spec in self.specs]
+        return tuple(as_cache(layer, cache) for layer, cache in zip(layers, caches, strict=True))
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[Array, " E"]]:
         """How tokens are sampled, as programs take it; arguments as for `prefill`.

@@ -15,7 +15,6 @@ from kvjax import Engine
 from kvjax.cache import layer_specs
 from kvjax.models import Params
 from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
-from kvjax.policies.capabilities import as_cache
 
 from .conftest import model
 
@@ -38,9 +37,7 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
     state, first = engine.prefill(prompts, [NEW, NEW - 1, NEW - 5, NEW])
     begun = np.asarray(state.token)
     state, tokens, logprobs = engine.decode(state, NEW - 4)
-    caches = jax.tree.map(jnp.asarray, engine.save(state).caches)
-    slots = [as_cache(policy.layer(spec.whole), cache) for spec, cache in zip(engine.specs, caches, strict=True)]
-    kept = [jax.tree.map(np.asarray, (slot.pos, slot.weight, slot.next, slot.seen)) for slot in slots]
+    kept = [jax.tree.map(np.asarray, (slot.pos, slot.weight, slot.next, slot.seen)) for slot in engine.slots(state)]
     count = int(state.steps)
     scores = np.column_stack([np.asarray(first), np.asarray(logprobs)[:, :count]])
     return np.column_stack([begun, np.asarray(tokens)[:, :count]]), scores, kept, engine, state
