@@ -1,10 +1,10 @@
 """Where a model's weights lie on a mesh: what a user asks for, and which axis of each is dealt to which devices.
 
 A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
-them hold the same heads and divide only the matrices. So do the devices along `sequence`, which share the slots of these heads' caches besides. KV heads, with the query heads that read them, are dealt among `heads` devices; the
-columns of the two matrices that end a layer's halves, the MLP's width and the vocabulary among all that share the model
-(`kvjax.cache.shard`). What does not divide is padded with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the
-vocabulary are cut off.
+them hold the same heads and divide only the matrices. So do the devices along `sequence`, which share the slots of these heads' caches
+besides. KV heads, with the query heads that read them, are dealt among `heads` devices; the columns of the two matrices that end a
+layer's halves, the MLP's width and the vocabulary among all that share the model (`kvjax.cache.shard`). What does not divide is padded
+with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the vocabulary are cut off.
 """
 
 import math
@@ -58,8 +58,7 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
         return get_mesh(Mesh(np.asarray(there[:count]).reshape(tuple(sizes.values())), axes))
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
-    if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
-        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
+    _check_axes(mesh)
     devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names])
     processes = {device.process_index for device in devices.flat}
     if jax.process_count() > 1 and jax.process_index() not in processes:
@@ -94,16 +93,17 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
             unequal sizes come to equal bytes so.
 
     Raises:
-        ValueError: see `get_mesh`; or the model's query heads cannot be dealt among devices that hold the same KV heads.
+        ValueError: see `get_mesh`, also of an abstract mesh; or the model's query heads cannot be dealt among devices that hold the same KV heads.
     """
     if mesh is None:
         return ONE_DEVICE
     given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
+    _check_axes(given)
     data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
     heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
     if width % (copies * slots):
-        asked = f"model={model}" + (f",sequence={slots}" if slots > 1 else "")
+        asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
         raise ValueError(
             f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
@@ -194,6 +194,11 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
+def _check_axes(mesh: Mesh | AbstractMesh) -> None:
+    if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
+        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
+
+
 def _placed(shard: Shard, name: str, array: Any) -> Any:
     axes = partition(name, array.ndim)
     sharding, sizes = NamedSharding(_mesh(shard), axes), {None: 1, HEADS: shard.heads, MODEL: shard.model}
@@ -201,9 +206,12 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
     padding = [(0, -size % count) for size, count in zip(array.shape, pieces, strict=True)]
     in_groups = array.ndim == 3 or (array.ndim == 2 and _matrix(name) != name and not name.endswith(".levels"))
     if in_groups and padding[-1][1]:
+        sharing = (
+            f"model={shard.model} devices" if shard.slots == 1 else f"{shard.model} devices along model and sequence"
+        )
         raise ValueError(
-            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which model={shard.model} devices do not divide; give a number "
-            "of devices that does, or other weights, such as int8"
+            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which {sharing} do not divide; give a number of devices that "
+            "does, or other weights, such as int8"
         )
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))

@@ -153,7 +153,7 @@ def test_blocks(devices: int, window: int | None) -> None:
         )
 
 
-@pytest.mark.parametrize("page", [1, 4, 16, 24])
+@pytest.mark.parametrize("page", [1, 4, 16, 24, 32])
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_selected_pages(page: int, by_slot: bool) -> None:
     """Pages that devices divide, and such as they do not; of which some are not meant, and the last has free slots."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,3 +86,22 @@ def test_what_does_not_fit_is_refused(tiny):
         Engine(tiny, prompt_len=0, max_new_tokens=0)
     with pytest.raises(ValueError, match="model is 'text'"):
         Engine("text", prompt_len=8)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_saved_state_goes_on_where_it_was(tiny):
+    """What was in the host's memory is there again; and a state of other policies or models is refused."""
+    sizes = {"prompt_len": 40, "max_new_tokens": 8}
+    engine = Engine(tiny, "offloaded(quest:16,page=4,dense_layers=0)", **sizes)
+    state, _ = engine.prefill(PROMPTS[:1])
+    memories = [x.sharding.memory_kind for x in jax.tree.leaves(state.caches)]
+    assert len(set(memories)) == 2
+    saved = engine.save(state)
+    back = engine.resume(saved)
+    assert [x.sharding.memory_kind for x in jax.tree.leaves(back.caches)] == memories
+    np.testing.assert_array_equal(engine.decode(back, 4)[1], engine.decode(state, 4)[1])
+    with pytest.raises(
+        ValueError, match=r"layer 0 of this state has .* of .*, and by full at this engine's sizes k of float32\["
+    ):
+        Engine(tiny, **sizes).resume(saved)
+    with pytest.raises(ValueError, match="of a model of 1 layers"):
+        engine.resume(dataclasses.replace(saved, caches=saved.caches[:1]))

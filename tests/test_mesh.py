@@ -41,6 +41,11 @@ def test_every_axis_has_its_place(tiny):
     assert (shard.same_heads, shard.model, shard.devices) == (4, 8, 16)
     with pytest.raises(ValueError, match="sequence=7: "):
         get_shard(jax.sharding.AbstractMesh((7,), ("sequence",)), tiny.config)
+    with pytest.raises(ValueError, match=r"axes \['x', 'model'\]"):
+        kvjax.Engine(tiny, prompt_len=8, mesh=jax.sharding.AbstractMesh((2, 2), ("x", "model")))
+    engines = [kvjax.Engine(each, batch=2, prompt_len=40, mesh=mesh, dtype="float32") for each in (tiny, tiny.config)]
+    assert engines[0].cache_bytes == engines[1].cache_bytes
+    assert engines[0].compile_seconds == 0
 
 
 def test_host_memory_is_refused(tiny):

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float
 from kvjax.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import Policy
-from kvjax.policies.capabilities import as_cache
 from kvjax.runtime.engine import Engine
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
     engine = Engine(params, policy, prompt_len=len(tokens), max_new_tokens=new_tokens)
     state, _ = engine.prefill([list(tokens)])
     held = np.zeros((len(engine.specs), params.config.num_kv_heads, len(tokens)), bool)
-    for mask, layer, cache in zip(held, engine.layers, state.caches, strict=True):
-        slots = as_cache(layer, cache)
+    for mask, slots in zip(held, engine.slots(state), strict=True):
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         for head, places, full in zip(mask, pos, live, strict=True):
             head[places[full]] = True

@@ -6,6 +6,7 @@ device: so all choose alike, and a policy that leaves keys and values to the fun
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ def own_pages(
     cache: LayerCache, index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int
 ) -> tuple[Int[Array, "B R Q"], Bool[Array, "B R S"], int]:
     """Pages of slots, as `gather_attention` takes them, in this device's part: pages, which of their slots are meant, and slots of a page."""
-    size = page if RUN % page == 0 else 1
+    size = math.gcd(page, RUN)  # pages that lie on several devices are read in parts
     first = index[..., None] * page + jnp.arange(0, page, size, dtype=jnp.int32)
     first = first.reshape(*index.shape[:2], -1)
     slots = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*index.shape[:2], -1)

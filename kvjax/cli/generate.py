@@ -190,6 +190,10 @@ def _summary(result: "Generation") -> str:
     parts.append(
         f"cache {console.size(stats.cache_bytes)}{on_host}, full {console.size(stats.full_cache_bytes)}{on_each}"
     )
+    if stats.head_copies > 1:
+        parts.append(f"the same on {stats.head_copies} of them")
+    if stats.repeated_cache_bytes:
+        parts.append(f"{console.size(stats.repeated_cache_bytes)} of it the same on {stats.slot_devices}")
     parts.append(f"reads {console.size(stats.step_bytes_read)} per step")
     if stats.hit_rate is not None:
         parts.append(f"{100 * stats.hit_rate:.0f} % of selected tokens on the device")

@@ -27,7 +27,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="AXES",
-            help="How they share the work, such as data=2,model=4. [default: every way]",
+            help="How they share the work, such as data=2,model=4. [default: every way, along sequence where KV heads cannot be dealt to "
+            "more devices]",
             show_default=False,
         ),
     ] = None,

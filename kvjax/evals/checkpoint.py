@@ -26,7 +26,7 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def load(self, like: Any) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
-        """Caches of the shapes, types and places of `like`, the position T reached, and the scores; None if there is no file.
+        """Caches of the shapes and types of `like`, of NumPy, the position T reached, and the scores; None if there is no file.
 
         Raises:
             ValueError: the file is of another run, or no checkpoint.
@@ -50,10 +50,7 @@ class Checkpoint:
             )
         if any(raw.dtype != np.uint8 or raw.size != leaf.nbytes for raw, leaf in zip(stored, leaves, strict=True)):
             raise ValueError(f"{self._path} has caches of other sizes than this run's; remove it to start anew")
-        restored = [
-            jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
-            for raw, leaf in zip(stored, leaves, strict=True)
-        ]
+        restored = [raw.view(leaf.dtype).reshape(leaf.shape) for raw, leaf in zip(stored, leaves, strict=True)]
         return jax.tree.unflatten(tree, restored), reached, scores
 
     @property

@@ -109,7 +109,7 @@ def streaming(
 
     Args:
         progress: called with tokens read and in all.
-        checkpoint: a file that the state is saved to every minute, and gone on from if it is there; removed at the end.
+        checkpoint: a file that the state is saved to every minute, and gone on from if it is there, on whatever devices; removed at the end.
 
     Raises:
         ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
@@ -118,19 +118,21 @@ def streaming(
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
     engine = Engine(params, policy, budget, prompt_len=0, max_new_tokens=len(tokens))
-    caches = engine.begin().caches
-    cache_bytes = bytes_per_device(caches)
+    begun = engine.begin()
+    caches, cache_bytes = begun.caches, bytes_per_device(begun.caches)
     text, first, before = np.asarray(tokens, np.int32)[None], 0, np.zeros((1, 0), np.float32)
     if checkpoint is None:
         return Perplexity(read(engine, caches, text, first, progress)[0][0], cache_bytes)
     digest = hashlib.sha256(text.tobytes()).hexdigest()
     saved = Checkpoint(checkpoint, {"model": model_fingerprint(params), "policy": repr(engine.policy), "text": digest})
-    if (found := saved.load(caches)) is not None:
+    if (found := saved.load(engine.save(begun).caches)) is not None:
         caches, first, before = found
+        caches = engine.resume(dataclasses.replace(begun, caches=caches)).caches
 
     def save(caches: Any, position: int, scores: Sequence[np.ndarray]) -> None:
         if saved.due:
-            saved.save(caches, position, np.concatenate([before, *scores], axis=1))
+            whole = engine.save(dataclasses.replace(begun, caches=caches)).caches
+            saved.save(whole, position, np.concatenate([before, *scores], axis=1))
 
     rest = read(engine, caches, text, first, progress, save)[0]
     saved.remove()

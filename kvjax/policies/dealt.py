@@ -33,7 +33,9 @@ def dealt(layer: Layer[Any]) -> Layer[Any]:
         of_store = DealtStoreLayer(
             layer.policy, layer.spec, layer.traits, inner=layer, sparse=cast(SparseLayer[Any], layer)
         )
-        return of_store if all(cache.local_slots(n, devices) < n for n in of_store.sizes) else layer
+        enough = all(cache.local_slots(n, devices) < n for n in of_store.sizes)
+        # A block would be read by the policy itself, into a store that is whole.
+        return of_store if enough and not layer.spec.block else layer
     if cache.local_slots(layer.capacity, devices) >= layer.capacity:
         return layer
     return DealtLayer(layer.policy, layer.spec, layer.traits, inner=layer)

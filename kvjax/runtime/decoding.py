@@ -102,7 +102,7 @@ def resumed(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
     """What `saved` gave, where these programs go on from it; see `Engine.resume`."""
     state = dataclasses.replace(state, caches=mesh.resumed(policy, specs, state.caches))
     if specs[0].shard.mesh is None:
-        return jax.tree.map(jnp.asarray, state)
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)
     return placed(specs[0].shard, _state_partitions(policy, specs), state)
 
 

@@ -19,13 +19,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.arguments import shown, whole
-from kvjax.cache import bucket, layer_specs
+from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.params import retyped, same_shapes
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
-from kvjax.policies.capabilities import check_reads_blocks
+from kvjax.policies.capabilities import as_cache, check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.mesh import dealt_caches, policy_shard, repeated_bytes
@@ -84,13 +84,14 @@ class Engine:
         config: the model's shape.
         policy: bound to it.
         specs: what is static about each layer's cache, on each device.
-        mesh: the devices, by the axes "data", "model" and "sequence"; None for one.
+        mesh: the devices, by the axes "data", "model" and "sequence"; an abstract one as it was given; None for one device.
         shard: how they share the model with this policy's cache.
         weights: without their tokenizer, which is no part of a program; of a shape, shapes. They are where the mesh wants them.
 
     Raises:
-        ValueError: a number is out of range.
-        PolicyError: the policy is unknown, cannot work with this budget at this length, or cannot read in blocks and is to.
+        ValueError: a number is out of range, or the mesh has other axes, or sizes that the model or the rows cannot be dealt by.
+        PolicyError: the policy is unknown, cannot work with this budget at this length, cannot read in blocks and is to, or has its cache
+            in the host's memory and is to run over a mesh.
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class Engine:
         self.mesh = (
             mesh_of(self.weights) if mesh is None else mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
         )
+        if isinstance(self.mesh, AbstractMesh):
+            self.weights = jax.eval_shape(lambda weights: weights, self.weights)
         self.shard = policy_shard(self.mesh, self.config, self.policy)
         if batch % self.shard.data:
             raise ValueError(
@@ -403,6 +406,12 @@ class Engine:
             ValueError: it is of other sizes, or of another policy.
         """
         return decoding.resumed(self.policy, self.specs, state)
+
+    def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
+        """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first."""
+        caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
+        layers = [self.policy.layer(spec.whole) for spec in self.specs]
+        return tuple(as_cache(layer, cache) for layer, cache in zip(layers, caches, strict=True))
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[Array, " E"]]:
         """How tokens are sampled, as programs take it; arguments as for `prefill`.

@@ -8,7 +8,6 @@ from jaxtyping import Float
 
 from kvjax.models import Params
 from kvjax.policies import Policy
-from kvjax.policies.capabilities import as_cache
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.prompts import token_ids
@@ -49,8 +48,7 @@ def retained_positions(
 
 def _held(engine: Engine, state: Decoding, positions: int) -> Float[np.ndarray, " P"]:
     counts, heads = np.zeros(positions), 0
-    for layer, cache in zip(engine.layers, state.caches, strict=True):
-        slots = as_cache(layer, cache)
+    for slots in engine.slots(state):
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         counts += np.bincount(pos[live], minlength=positions)
         heads += len(pos)

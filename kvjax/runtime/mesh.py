@@ -18,9 +18,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache import LayerSpec, Shard, by_device, in_order
+from kvjax.cache import LayerSpec, Shard, by_device, host_memory, in_order
 from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE, SLOTS
 from kvjax.models import ModelConfig
+from kvjax.models.params import name_of
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.dealt import dealt
@@ -129,22 +130,37 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
     Raises:
         ValueError: it is of other sizes, or of another policy.
     """
+    if len(caches) != len(specs):
+        raise ValueError(
+            f"this state is of a model of {len(caches)} layers; give it to an engine of such a one, not of {len(specs)}"
+        )
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
-        whole, partitions = jax.eval_shape(policy.layer(spec.whole).init), _layer_partitions(policy, spec)
-        sizes = [jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype)), each) for each in (whole, cache)]
-        if sizes[0] != sizes[1]:
+        traced, whole = jax.make_jaxpr(policy.layer(spec.whole).init, return_shape=True)()
+        partitions = _layer_partitions(policy, spec)
+        have, want = _told(cache), _told(whole)
+        if have != want:
+            other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
             raise ValueError(
-                "this state was saved by a program of other sizes, or with another policy; give an engine of the same ones"
+                f"layer {spec.layer} of this state has {other}, and by {policy.info.name} at this engine's sizes {own}; give an engine of the "
+                "policy, budget and sizes of the one that saved it"
             )
-        dealt_leaves = [
-            by_device(x, spec.shard.slots) if SLOTS in partition else x
-            for partition, x in zip(
-                jax.tree.leaves(partitions, is_leaf=_is_partition), jax.tree.leaves(cache), strict=True
-            )
-        ]
-        found.append(jax.tree.unflatten(jax.tree.structure(partitions, is_leaf=_is_partition), dealt_leaves))
+
+        def put(partition: PartitionSpec, place: Any, x: Any, devices: int = spec.shard.slots) -> Any:
+            if place.memory_space == jax.memory.Space.Host:
+                return host_memory.to_host(x)
+            return by_device(x, devices) if SLOTS in partition else x
+
+        leaves = map(put, jax.tree.leaves(partitions, is_leaf=_is_partition), traced.out_avals, jax.tree.leaves(cache))
+        found.append(jax.tree.unflatten(jax.tree.structure(partitions, is_leaf=_is_partition), leaves))
     return tuple(found)
+
+
+def _told(tree: Any) -> set[str]:
+    """The arrays of a tree, each by name, type and shape."""
+    return {
+        f"{name_of(path)} of {jnp.dtype(x.dtype).name}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)
+    }
 
 
 def check_same(mesh: Mesh | None, tokens: Sequence[Sequence[int]], *options: Any) -> None:

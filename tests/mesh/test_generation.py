@@ -17,6 +17,7 @@ from kvjax.models import abstract
 from kvjax.models.params import tree_map_named
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.planning.sums import step_sums
+from kvjax.runtime.inspection import retained_positions
 
 from .conftest import model
 
@@ -215,6 +216,42 @@ def test_evaluation_of_a_model_on_a_mesh(uneven):
     ):
         np.testing.assert_allclose(score(params), score(uneven), atol=2e-5)
     assert model_fingerprint(many) == model_fingerprint(uneven)
+
+
+@pytest.mark.parametrize("policy", ["shadowkv:16,chunk=4,outlier_chunks=1,local_chunks=1", "snapkv:16,window=4"])
+def test_what_is_kept_is_looked_at(policy, uneven, prompts):
+    """In the order of one device, also where slots are dealt."""
+    many = place_all(get_shard("sequence=2", uneven.config), uneven)
+    one, other = (
+        retained_positions(params, prompts[0], kvjax.get_policy(policy), max_new_tokens=3) for params in (uneven, many)
+    )
+    np.testing.assert_array_equal(other, one)
+
+
+def test_a_reading_that_was_stopped_on_a_mesh_goes_on_on_one_device(uneven, tmp_path, monkeypatch):
+    """Caches are written as one device has them, though their bytes are as many."""
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
+    many = place_all(get_shard("sequence=2", uneven.config), uneven)
+    text, file = np.random.default_rng(5).integers(0, 61, 600).tolist(), tmp_path / "state.npz"
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    whole = streaming(uneven, text, "full")
+    with pytest.raises(KeyboardInterrupt):
+        streaming(many, text, "full", checkpoint=file, progress=interrupt)
+    for params in (uneven, many):
+        (tmp_path / "copy.npz").write_bytes(file.read_bytes())
+        seen: list[int] = []
+        found = streaming(
+            params,
+            text,
+            "full",
+            checkpoint=tmp_path / "copy.npz",
+            progress=lambda done, _, seen=seen: seen.append(done),
+        )
+        assert seen == [87]  # of 599 tokens, less one chunk of 512
+        np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=2e-5)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -14,7 +14,6 @@ from policies.random_cases import draw_policy
 from kvjax import Engine
 from kvjax.models import Params
 from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
-from kvjax.policies.capabilities import as_cache
 
 from .conftest import model
 
@@ -37,9 +36,7 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
     state, first = engine.prefill(prompts, [NEW, NEW - 1, NEW - 5, NEW])
     begun = np.asarray(state.token)
     state, tokens, logprobs = engine.decode(state, NEW - 4)
-    caches = jax.tree.map(jnp.asarray, engine.save(state).caches)
-    slots = [as_cache(policy.layer(spec.whole), cache) for spec, cache in zip(engine.specs, caches, strict=True)]
-    kept = [jax.tree.map(np.asarray, (slot.pos, slot.weight, slot.next, slot.seen)) for slot in slots]
+    kept = [jax.tree.map(np.asarray, (slot.pos, slot.weight, slot.next, slot.seen)) for slot in engine.slots(state)]
     count = int(state.steps)
     scores = np.column_stack([np.asarray(first), np.asarray(logprobs)[:, :count]])
     return np.column_stack([begun, np.asarray(tokens)[:, :count]]), scores, kept, engine, state
@@ -164,7 +161,7 @@ def test_saved_on_one_mesh_and_resumed_on_another(name, uneven, prompts):
         state = following.resume(engine.save(state))
     np.testing.assert_array_equal(np.concatenate(found, axis=1), np.asarray(expected)[:, :16])
     other = Engine(uneven, policy, batch=4, prompt_len=200, max_new_tokens=NEW, mesh="sequence=2")
-    with pytest.raises(ValueError, match="other sizes"):
+    with pytest.raises(ValueError, match="layer 0 of this state has "):
         other.resume(engines[0].save(state))
 
 
