@@ -210,6 +210,7 @@ def every_policy(budget: int | float) -> list[Policy]:
         "outlier_chunks": 2,
         "local_chunks": 1,
         "sketch": 6,
+        "long": 40,
     }
     made = []
     for name, cls in policies().items():
