@@ -347,7 +347,7 @@ def _sample(
 
 def of_steps(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[Policy, tuple[LayerSpec, ...]]:
     """What matters to programs that run token by token: whether prompts were read in blocks, but not in blocks of which size."""
-    return policy, tuple(dataclasses.replace(spec, block=min(spec.block, 1)) for spec in specs)
+    return policy, tuple(dataclasses.replace(spec, block=1) if spec.block > 1 else spec for spec in specs)
 
 
 begin = Program(_empty, static=2, partition=_beginning)
