@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--weights", default="float", help="float, int8 or int4; several separated by commas")
     parser.add_argument("--bandwidth", type=float, help="bytes per second, for the floor")
     parser.add_argument("--memory", type=int, help="bytes to use")
     parser.add_argument("--budget-seconds", type=float)
@@ -83,7 +84,18 @@ def main() -> None:
     out = args.out or Path(f"benchmarks/results/decode-{_in_a_process('report.device_slug()')}.json")
     given = ((args.policies, args.context, args.batch, not args.skip_prefill),)
     parts = [
-        read_cases(policies, None, args.shape, context, batch, args.new_tokens, not prefill, "bfloat16", args.layers)
+        read_cases(
+            policies,
+            None,
+            args.shape,
+            context,
+            batch,
+            args.new_tokens,
+            not prefill,
+            "bfloat16",
+            args.layers,
+            args.weights,
+        )
         for policies, context, batch, prefill in (GRID if args.grid else given)
     ]
     cases = [case for part in parts for case in part]

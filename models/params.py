@@ -206,13 +206,24 @@ def retyped(params: Params, dtype: Any) -> Params:
     )
 
 
-def init(config: ModelConfig, key: PRNGKeyArray, dtype: Any = jnp.float32, tokenizer: Any = None) -> Params:
-    """Random parameters: matrices normal with variance 1/fan-in, norm gains one, biases zero.
+def init(
+    config: ModelConfig,
+    key: PRNGKeyArray,
+    dtype: Any = jnp.float32,
+    tokenizer: Any = None,
+    weights: str = "float",
+    embedding: str = "float",
+) -> Params:
+    """Random parameters: matrices normal with variance 1/fan-in (in 8 and 4 bits uniform with the same), norm gains one, biases zero.
 
     Meant for tests and for benchmarks at a real model's shape. Weights are made on the device, by one small program for each
     shape that occurs (one program for all of them takes minutes to compile).
+
+    Args:
+        dtype, tokenizer, weights, embedding: as for `abstract`.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(abstract(config, dtype, tokenizer))
+    shapes = abstract(config, dtype, tokenizer, weights, embedding)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
     keys = jax.random.split(key, len(paths))
     return jax.tree_util.tree_unflatten(
         treedef, [_initial(path, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
@@ -250,12 +261,35 @@ def _struct(*shape: int, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _initial(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, key: PRNGKeyArray) -> Array:
+def _initial(path: tuple[Any, ...], leaf: Any, key: PRNGKeyArray) -> Any:
     if len(leaf.shape) == 2:
-        return _normal(key, 1.0 if name_of(path) == "embed" else leaf.shape[1] ** -0.5, leaf.shape, leaf.dtype)
+        deviation = 1.0 if name_of(path) == "embed" else leaf.shape[1] ** -0.5
+        if is_quantized(leaf):
+            return _uniform(key, deviation, leaf)
+        return _normal(key, deviation, leaf.shape, leaf.dtype)
     return jnp.full(leaf.shape, 0.0 if name_of(path).endswith("bias") else 1.0, leaf.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any) -> Array:
     return (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype)
+
+
+def _uniform(key: PRNGKeyArray, deviation: float, shapes: Any) -> Any:
+    """A matrix of random levels, whose scales (and minima, where the lowest level is 0) give its numbers mean 0 and this deviation."""
+    levels = _bits(key, shapes.levels.shape, shapes.levels.dtype)
+    count = 16 if shapes.kind == "int4" else 256
+    scale = deviation / ((count**2 - 1) / 12) ** 0.5
+
+    def filled(leaf: jax.ShapeDtypeStruct | None, value: float) -> Array | None:
+        return None if leaf is None else jnp.full(leaf.shape, value, leaf.dtype)
+
+    found = {"levels": levels, "scale": filled(shapes.scale, scale)}
+    if shapes.kind == "int4":
+        found["minimum"] = filled(shapes.minimum, -scale * (count - 1) / 2)
+    return dataclasses.replace(shapes, **found)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _bits(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)

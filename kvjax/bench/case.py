@@ -6,13 +6,16 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from kvjax.models import ModelConfig, Params
+from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
 from kvjax.policies.text import parse_settings, split
 from kvjax.runtime.engine import Engine
 
 LARGEST = "largest"
+
+KINDS = "float", "int8", "int4"
+"""What matrices are held in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Case:
             time to first token.
         dtype: type of weights and cache.
         layers: of the model only so many; None for all.
+        weights: what all matrices are held in, embedding and head among them: "float" (of `dtype`), "int8" or "int4".
         program: which worker measures it.
     """
 
@@ -43,6 +47,7 @@ class Case:
     prefill: bool = True
     dtype: str = "bfloat16"
     layers: int | None = None
+    weights: str = "float"
     program: str = "kvjax"
 
     @property
@@ -50,6 +55,15 @@ class Case:
         """The model's shape."""
         config = PRESETS[self.shape]
         return config if self.layers is None else dataclasses.replace(config, num_layers=self.layers, windows=())
+
+    @property
+    def shapes(self) -> Params:
+        """The shapes of its weights.
+
+        Raises:
+            ValueError: matrices cannot be held so.
+        """
+        return abstract(self.config, self.dtype, weights=self.weights, embedding=self.weights)
 
     def engine(self, model: Params | ModelConfig, batch: int) -> Engine:
         """What runs it in so many rows, with weights of its shape or for the shape alone.

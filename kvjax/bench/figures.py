@@ -63,7 +63,12 @@ def by_batch(rows: Sequence[Row]) -> "Figure":
 def title(row: Row) -> str:
     """What a row's line is called: the policy and its settings."""
     settings = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
-    return " ".join(filter(None, [row["policy"], settings, "" if row["program"] == "kvjax" else f"({row['program']})"]))
+    weights = row.get("weights", "float")
+    notes = [
+        "" if weights == "float" else f"({weights} weights)",
+        "" if row["program"] == "kvjax" else f"({row['program']})",
+    ]
+    return " ".join(filter(None, [row["policy"], settings, *notes]))
 
 
 def _measured(rows: Sequence[Row]) -> list[Row]:

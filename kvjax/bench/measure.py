@@ -60,7 +60,7 @@ def compile_only(case: Case) -> dict[str, Any]:
         return {"compile_s": 0.0}
     _forget()
     start = time.perf_counter()
-    engine = case.engine(case.config, case.batch)
+    engine = case.engine(case.shapes, case.batch)
     needed(case, engine)
     if case.prefill:
         compression.compiled(engine.policy, engine.specs)
@@ -118,7 +118,7 @@ def needed(case: Case, engine: Engine) -> dict[str, int]:
 
 def _largest(case: Case, memory: int) -> int:
     """Rows that fit by the compiler's word for one and for four, which differ by what rows take: their cache at least."""
-    engines = [case.engine(case.config, rows) for rows in (1, 4)]
+    engines = [case.engine(case.shapes, rows) for rows in (1, 4)]
     one, four = (max(needed(case, engine).values()) for engine in engines)
     if one > memory:
         raise ValueError(f"a single row needs {one} bytes of the device's memory, of which there are {memory}")

@@ -77,7 +77,7 @@ class Results:
             self._said(row)
 
     def _place(self, row: Row) -> int:
-        fields = {field.name: row.get(field.name) for field in dataclasses.fields(Case)}
+        fields = {field.name: row.get(field.name, field.default) for field in dataclasses.fields(Case)}
         return self._order.index(fields) if fields in self._order else -1
 
 

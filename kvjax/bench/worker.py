@@ -58,10 +58,12 @@ def main() -> None:
         case = Case(**fields)
         if options.get("compile_only"):
             return compile_only(case)
-        key = case.config, case.dtype
+        key = case.config, case.dtype, case.weights
         if key not in weights:
             weights.clear()
-            weights[key] = jax.block_until_ready(init(case.config, jax.random.key(0), case.dtype))
+            made = init(case.config, jax.random.key(0), case.dtype, weights=case.weights, embedding=case.weights)
+            weights[key] = jax.block_until_ready(made)
+            del made
         return measure(case, weights[key], rate, memory)
 
     serve(lambda: header(weights="random", **options | {"bandwidth": rate, "memory": memory}), measured)

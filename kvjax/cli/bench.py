@@ -1,6 +1,7 @@
 """`kvjax bench`: how fast policies are on this device."""
 
 import contextlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -53,6 +54,12 @@ def bench(
         int | None,
         typer.Option(min=1, max=checks.MAX_INT, help="Only so many layers of the model.", show_default=False),
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND[,…]", help="float, int8 or int4: what matrices are held in, embedding and head among them."
+        ),
+    ] = "float",
     bandwidth: Annotated[
         float | None,
         typer.Option(help="Bytes per second, for the floor. [default: by the device's data sheet]", show_default=False),
@@ -93,7 +100,7 @@ def bench(
     checks.destination(plot, folder=True)
     if plot is not None:
         checks.picture(plot / "shape.png")
-    cases = read_cases(policies, budgets, shape, context, batch, new_tokens, skip_prefill, dtype, layers)
+    cases = read_cases(policies, budgets, shape, context, batch, new_tokens, skip_prefill, dtype, layers, weights)
     options = {
         "bandwidth": bandwidth,
         "memory": None if memory is None else parse_bytes(memory),
@@ -132,9 +139,10 @@ def read_cases(
     skip_prefill: bool,
     dtype: str,
     layers: int | None,
+    weights: str = "float",
 ) -> "list[Case]":
     """All combinations; lists are separated by commas. What is wrong is refused here, before anything runs."""
-    from kvjax.bench.case import LARGEST, Case
+    from kvjax.bench.case import KINDS, LARGEST, Case
     from kvjax.models.presets import PRESETS
     from kvjax.suggestions import hint
 
@@ -149,6 +157,12 @@ def read_cases(
                 raise typer.BadParameter(f"{part!r}; give whole numbers, 1 to {checks.MAX_INT}", param_hint=f"--{name}")
         checks.once(numbers[name], f"--{name}")
     chosen = _read_policies(policies, budgets)
+    kinds = checks.listed(weights, "--weights")
+    checks.once(kinds, "--weights")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise typer.BadParameter(
+            f"{unknown[0]!r}; give any of {', '.join(KINDS)}.{hint(unknown[0], KINDS)}", param_hint="--weights"
+        )
     cases = []
     for shape in checks.listed(shapes, "--shape"):
         if shape not in PRESETS:
@@ -157,8 +171,10 @@ def read_cases(
             )
         for context in numbers["context"]:
             for batch in numbers["batch"]:
-                for policy, settings in chosen:
-                    case = Case(policy, settings, context, batch, shape, new_tokens, not skip_prefill, dtype, layers)
+                for kind, (policy, settings) in itertools.product(kinds, chosen):
+                    case = Case(
+                        policy, settings, context, batch, shape, new_tokens, not skip_prefill, dtype, layers, kind
+                    )
                     case.bound_policy()
                     cases.append(case)
     return cases
