@@ -11,6 +11,9 @@ from kvjax.policies import policies
 
 RESULTS = Path(__file__).parent / "results"
 
+BLOCK_SIZE_MODELS = "smollm2-135m", "qwen2.5-coder-1.5b"
+"""Models that reading in blocks has been measured with."""
+
 
 def rows(name: str) -> list[dict[str, Any]]:
     """The rows of a result file."""
@@ -292,9 +295,13 @@ def blocks_and_whole() -> str:
     return "\n".join(lines)
 
 
-def reading_in_blocks() -> str:
-    """What was found and perplexity by size of blocks, one row per policy, and who loses by blocks of 2048."""
-    return block_sizes.tables(rows("block-sizes-smollm2-135m-h200.json"))
+def reading_in_blocks(model: str) -> str:
+    """What was found and perplexity by size of blocks, one row per policy, and who loses by blocks of 2048.
+
+    Args:
+        model: as the names of result files have it.
+    """
+    return block_sizes.tables(rows(f"block-sizes-{model}-h200.json"))
 
 
 def fits() -> str:
@@ -388,7 +395,7 @@ if __name__ == "__main__":
         published(),
         long_texts(),
         blocks_and_whole(),
-        reading_in_blocks(),
+        *map(reading_in_blocks, BLOCK_SIZE_MODELS),
         fits(),
         peers(),
         kernels(),

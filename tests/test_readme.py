@@ -101,7 +101,7 @@ def test_tables_are_those_of_the_result_files():
         tables.perplexity(),
         tables.memory(),
         tables.quality(tables.measured_quality()),
-        tables.reading_in_blocks(),
+        *map(tables.reading_in_blocks, tables.BLOCK_SIZE_MODELS),
     ):
         assert table in QUALITY
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
