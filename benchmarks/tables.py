@@ -321,6 +321,20 @@ def fits() -> str:
     return "\n".join(lines)
 
 
+def weights() -> str:
+    """Prefill and decoding with weights in 8 and 4 bits, one row per kind."""
+    lines = [
+        "| weights, embedding and head among them | TTFT, s | TPOT, ms | floor, ms | peak |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows("decode-weights-h200.json"):
+        kind = row["dtype"] if row["weights"] == "float" else row["weights"]
+        lines.append(
+            f"| `{kind}` | {row['ttft_s']:.2f} | {row['tpot_ms']:.1f} | {row['floor_ms']:.2f} | {row['peak_bytes'] / 1e9:.1f} GB |"
+        )
+    return "\n".join(lines)
+
+
 def peers() -> str:
     """TPOT in ms and TTFT in seconds of PyTorch's programs beside kvjax, one row per length and batch."""
     theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
@@ -397,6 +411,7 @@ if __name__ == "__main__":
         blocks_and_whole(),
         *map(reading_in_blocks, BLOCK_SIZE_MODELS),
         fits(),
+        weights(),
         peers(),
         kernels(),
         sep="\n\n",

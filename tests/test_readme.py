@@ -108,6 +108,7 @@ def test_tables_are_those_of_the_result_files():
         assert table in SPEED
     assert tables.kernels() in KERNELS
     assert tables.fits() in WEIGHTS
+    assert tables.weights() in WEIGHTS
 
 
 def test_how_fast_a_million_tokens_are_read():

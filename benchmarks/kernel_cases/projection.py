@@ -62,8 +62,11 @@ def _candidates(rows: int, depth: int, kind: str) -> Iterator[dict[str, int]]:
     # In 4 bits, numbers are in groups, which are read by as many as there are.
     at_a_time = (128,) if kind == "int4" else (128, 256, 512)
     with_units = [(*sizes, 1) for sizes in product((16, 32, 64), at_a_time, (1, 2, 4), (3, 4, 5))]
-    without = [(*sizes, 0) for sizes in product((4, 8), (512, 1024, 2048), (4,), (1,))]
-    for outputs, inputs, warps, stages, units in with_units + (without if rows == 1 and kind == "bfloat16" else []):
+    if kind == "bfloat16":
+        without = product((4, 8), (512, 1024, 2048), (4,), (1,), (0,))
+    else:
+        without = product((4, 8, 16, 32), at_a_time if kind == "int4" else (512, 1024, 2048), (2, 4, 8), (1,), (0,))
+    for outputs, inputs, warps, stages, units in [*with_units, *(without if rows == 1 else ())]:
         if depth % inputs == 0 and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
             yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages, "units": units}
 

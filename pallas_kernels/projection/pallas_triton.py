@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
-from .quantized import GroupedMatrix, Matrix, QuantizedMatrix
-from .quantized_pallas_triton import alike, in_order_of, products, unsupported_weights
+from .quantized import Matrix, QuantizedMatrix
+from .quantized_pallas_triton import alike, in_order_of, products, products_of_one, unsupported_weights
 from .types import Norm
 
 ROWS = 16
@@ -63,16 +63,19 @@ def projection(
     """
     rows, depth = x.shape
     kind = weights[0].kind if isinstance(weights[0], QuantizedMatrix) else ""
-    # In the loop of the matrix units it costs more than on its own, and inputs in another order are written anew anyway.
-    if norm is not None and (rows > 1 or not alike(weights) or isinstance(weights[0], GroupedMatrix)):
+    # In the loop of the matrix units it costs more than on its own, and inputs of other types or orders are written anew anyway.
+    if norm is not None and (rows > 1 or kind):
         x, norm = norm(x), None
     if not alike(weights):
         options = {"norm": norm, "dtype": dtype, "interpret": interpret, "sizes": sizes}
         outs = [projection(x, [w], residual=None, **options)[0] for w in weights]
         return [jax.nn.silu(outs[0]) * outs[1]] if gated else outs
-    x = in_order_of(x, weights[0])
     counts = [w.shape[0] for w in weights]
     sizes = _sizes(rows, depth, counts, gated, norm is not None, kind) if sizes is None else sizes
+    rounded = x.dtype
+    x = in_order_of(x, weights[0])
+    if kind and not sizes["units"]:
+        x = x.astype(jnp.float32)
     blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
     inputs = [x, *([] if norm is None else [norm.gain]), *weights, *([] if residual is None else [residual])]
     options = {
@@ -84,6 +87,7 @@ def projection(
         "inputs": sizes["inputs"],
         "units": bool(sizes["units"]),
         "blocks": tuple(blocks),
+        "rounded": rounded,
     }
     return _call(
         inputs,
@@ -128,7 +132,11 @@ def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bo
     Tried on an H200 in a chain of all four projections of layers of Llama-3.1-8B's shape: what is best for one of them is within
     2 % for the others, but for the gated pair, which reads two matrices at a time, and more than this chokes.
     """
-    if normed and not gated and not kind:
+    if kind and rows == 1:
+        # Enough outputs that the inputs, which programs share, are small beside them.
+        block = _divisor(depth, 1024) if kind == "int8" else 128
+        sizes = {"outputs": 16, "inputs": block, "warps": 4, "stages": 1, "units": 0}
+    elif normed and not gated:
         sizes = {"outputs": 4, "inputs": _divisor(depth, 1024), "warps": 4, "stages": 1, "units": 0}
     else:
         block = _divisor(depth, 128 if gated else 256)
@@ -154,6 +162,7 @@ def _body(
     inputs: int,
     units: bool,
     blocks: Sequence[int],
+    rounded: Any,
 ) -> None:
     """One block of the outputs of one matrix, or of the gated pair."""
     gain_ref, *rest = refs if eps is not None else (None, *refs)
@@ -165,7 +174,7 @@ def _body(
         first = program * outputs
         gate, up = multiply(weight_refs, first)
         # Rounded as the products are where they are made one by one.
-        gate, up = gate.astype(x_ref.dtype).astype(jnp.float32), up.astype(x_ref.dtype).astype(jnp.float32)
+        gate, up = gate.astype(rounded).astype(jnp.float32), up.astype(rounded).astype(jnp.float32)
         _write(out_refs[0], first, gate * jax.nn.sigmoid(gate) * up)
         return
     start = 0
@@ -176,7 +185,7 @@ def _body(
             first = (program - start) * outputs
             (product,) = multiply([weight_ref], first)
             if residual_ref is not None:
-                product = product.astype(x_ref.dtype).astype(jnp.float32) + _read(residual_ref, first, product.shape)
+                product = product.astype(rounded).astype(jnp.float32) + _read(residual_ref, first, product.shape)
             _write(out_ref, first, product)
 
         if len(blocks) == 1:
@@ -203,18 +212,11 @@ def _products(
     if isinstance(weight_refs[0], QuantizedMatrix):
 
         def read(at: Any) -> Array:
-            x = _rows(x_ref, at, padded)
-            return x if gain_ref is None else (x.astype(jnp.float32) * gain_ref[at].astype(jnp.float32)).astype(x.dtype)
+            return _rows(x_ref, at, padded)
 
-        totals = [products(w, read, first, outputs, padded, inputs) for w in weight_refs]
-        if gain_ref is None:
-            return totals
-
-        def square(i: Array, total: Array) -> Array:
-            return total + jnp.square(_rows(x_ref, pl.ds(i * inputs, inputs), padded).astype(jnp.float32))
-
-        squares = jax.lax.fori_loop(0, depth // inputs, square, jnp.zeros((padded, inputs), jnp.float32))
-        return [total * _root(squares, depth, eps)[None] for total in totals]
+        if units:
+            return [products(w, read, first, outputs, padded, inputs) for w in weight_refs]
+        return [products_of_one(w, read, first, outputs, inputs) for w in weight_refs]
 
     def step(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         sums, squares = carry

@@ -1,6 +1,8 @@
 """Products of a few rows with matrices in 8 and 4 bits, within a Triton kernel: what is read of the matrices is their bits.
 
-Numbers become floats of the inputs' type in registers, as `QuantizedMatrix.product` has them, and the matrix units multiply.
+For several rows numbers become floats of the inputs' type in registers, as `QuantizedMatrix.product` has them, and the matrix units
+multiply. For one row there is little to multiply, and what counts is instructions per number: levels are multiplied as they are, in
+float32, and what their scales and minima make of the sums of a group is done once for the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,6 +95,49 @@ def products(
         return jax.lax.fori_loop(0, members, member, total)
 
     return jax.lax.fori_loop(0, groups // size, chunk, zeros)
+
+
+def products_of_one(
+    w: QuantizedMatrix, row: Callable[[Any], Float[Array, "1 _"]], first: Array, count: int, inputs: int
+) -> Float[Array, "O 1"]:
+    """The same for one row of float32, by multiplying and adding in registers.
+
+    Args:
+        inputs: how many are multiplied at a time; of a matrix in groups, members of how many groups, at most.
+    """
+    here = pl.ds(first, count)
+    if isinstance(w, Int8Matrix):
+
+        def add(i: Array, total: Array) -> Array:
+            at = pl.ds(i * inputs, inputs)
+            return total + w.levels[here, at].astype(jnp.float32) * row(at)
+
+        steps = w.levels.shape[1] // inputs
+        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((count, inputs), jnp.float32))
+        return jnp.sum(total, axis=1)[:, None] * w.scale[here].astype(jnp.float32)[:, None]
+
+    members, groups = w.levels.shape[1:]
+    size = chunk_of(groups, inputs)
+    centre = 8.0 if w.packed and w.minimum is None else 0.0
+
+    def chunk(i: Array, total: Array) -> Array:
+        place = first, count, i * size, size, groups
+        sums, offsets = jnp.zeros((count, size), jnp.float32), jnp.zeros((1, size), jnp.float32)
+        for member in range(members):  # unrolled, so that their levels are under way together
+            levels = w.levels[here, member, pl.ds(i * size, size)]
+            parts = (levels.astype(jnp.int32) & 15, levels.astype(jnp.int32) >> 4) if w.packed else (levels,)
+            for half, part in enumerate(parts):
+                x = row(pl.ds((member + half * members) * groups + i * size, size))
+                sums += part.astype(jnp.float32) * x
+                offsets += x
+        # A number is (level - centre) * scale + minimum: of all but the level, the group's inputs count by their sum.
+        found = (sums - centre * offsets) * _factors(w.scale, w.scale_unit, *place)
+        if w.minimum is not None:
+            found += offsets * _factors(w.minimum, w.minimum_unit, *place)
+        return total + found
+
+    total = jax.lax.fori_loop(0, groups // size, chunk, jnp.zeros((count, size), jnp.float32))
+    return jnp.sum(total, axis=1)[:, None]
 
 
 def _factors(
