@@ -34,6 +34,7 @@ extensions = [
     "extensions.links",
     "extensions.methods",
     "extensions.public",
+    "extensions.typography",
 ]
 exclude_patterns = ["extensions", "_templates", "_build", "jupyter_execute"]
 templates_path = ["_templates"]
