@@ -136,6 +136,17 @@ def rivals_of(name: str, budget: float = 0.25) -> tuple[list[str], list[str]]:
     return sorted(better), sorted(worse)
 
 
+def needles_of(name: str) -> str:
+    """What a method found in prompts that it read whole and in blocks, beside the full cache; empty if not measured."""
+    found = {(row["policy"], row["block"]): row for row in rows("block-sizes-smollm2-135m-h200.json")}
+    lines = ["| policy | read | unseen | seen | perplexity |", "| --- | --- | ---: | ---: | ---: |"]
+    for policy in dict.fromkeys((name, "full")):
+        for _, block in sorted(key for key in found if key[0] == policy and (policy == name or not key[1])):
+            cells = block_sizes.cells(found[policy, block])
+            lines.append(f"| `{policy}` | {f'in blocks of {block}' if block else 'whole'} | {' | '.join(cells)} |")
+    return "\n".join(lines) if (name, 0) in found else ""
+
+
 def speed_of(name: str) -> str:
     """A method's milliseconds per token beside the full cache's, by length and batch; empty if not measured."""
     measured = [row for row in _decoded("kvjax") if row["policy"] == name and row["batch"] in (1, 8)]
