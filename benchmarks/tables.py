@@ -17,6 +17,26 @@ def rows(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / name).read_text())["rows"]
 
 
+def provenance(*patterns: str) -> str:
+    """Of each result file its device, versions and days, one row per file.
+
+    Args:
+        patterns: of names in `benchmarks/results`, without `.json`.
+    """
+    lines = ["| file | device | JAX, Python | rows | measured |", "| --- | --- | --- | ---: | --- |"]
+    for pattern in patterns:
+        found = sorted(RESULTS.glob(f"{pattern}.json"))
+        if not found:
+            raise ValueError(f"no file of {RESULTS} is named {pattern}.json")
+        for file in found:
+            header, measured = (json.loads(file.read_text(encoding="utf-8"))[key] for key in ("header", "rows"))
+            days = sorted({row.get("date", header["date"])[:10] for row in measured})
+            versions = f"{header['versions']['jax']}, {header['versions']['python']}"
+            when = " to ".join(dict.fromkeys((days[0], days[-1])))
+            lines.append(f"| `{file.name}` | {header['device']} | {versions} | {len(measured)} | {when} |")
+    return "\n".join(lines)
+
+
 def perplexity() -> str:
     """Perplexity by part of the text, one row per policy."""
     measured = rows("streaming-perplexity-h200.json")

@@ -33,6 +33,7 @@ extensions = [
     "extensions.elsewhere",
     "extensions.links",
     "extensions.methods",
+    "extensions.provenance",
     "extensions.public",
     "extensions.typography",
 ]
