@@ -192,8 +192,8 @@ def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0
     ]
     losses = []
     for policy in policies:
-        cells = [_cell(measured[policy, block]) if (policy, block) in measured else "" for block in sizes]
-        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+        found = [", ".join(cells(measured[policy, block])) if (policy, block) in measured else "" for block in sizes]
+        lines.append(f"| `{policy}` | {' | '.join(found)} |")
         if {(policy, 0), (policy, size)} <= set(measured):
             for sight in ("unseen", "seen"):
                 whole, blocks = (np.ravel(list(measured[policy, block][sight].values())) for block in (0, size))
@@ -210,9 +210,10 @@ def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0
     )
 
 
-def _cell(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> tuple[str, str, str]:
+    """What a row found with the question unseen and seen, in percent, and its perplexity."""
     unseen, seen = (100 * np.mean(list(row[sight].values())) for sight in ("unseen", "seen"))
-    return f"{unseen:.0f}, {seen:.0f}, {np.exp(np.mean(row['nll'])):.2f}"
+    return f"{unseen:.0f}", f"{seen:.0f}", f"{np.exp(np.mean(row['nll'])):.2f}"
 
 
 def scores(engine: Reading, params: kvjax.Params, suite: Suite, ahead: int) -> dict[str, list[float]]:

@@ -20,6 +20,26 @@ def rows(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / name).read_text())["rows"]
 
 
+def provenance(*patterns: str) -> str:
+    """Of each result file its device, versions and days, one row per file.
+
+    Args:
+        patterns: of names in `benchmarks/results`, without `.json`.
+    """
+    lines = ["| file | device | JAX, Python | rows | measured |", "| --- | --- | --- | ---: | --- |"]
+    for pattern in patterns:
+        found = sorted(RESULTS.glob(f"{pattern}.json"))
+        if not found:
+            raise ValueError(f"no file of {RESULTS} is named {pattern}.json")
+        for file in found:
+            header, measured = (json.loads(file.read_text(encoding="utf-8"))[key] for key in ("header", "rows"))
+            days = sorted({row.get("date", header["date"])[:10] for row in measured})
+            versions = f"{header['versions']['jax']}, {header['versions']['python']}"
+            when = " to ".join(dict.fromkeys((days[0], days[-1])))
+            lines.append(f"| `{file.name}` | {header['device']} | {versions} | {len(measured)} | {when} |")
+    return "\n".join(lines)
+
+
 def perplexity() -> str:
     """Perplexity by part of the text, one row per policy."""
     measured = rows("streaming-perplexity-h200.json")
@@ -137,6 +157,17 @@ def rivals_of(name: str, budget: float = 0.25) -> tuple[list[str], list[str]]:
         if all(row["agreement"] < me["agreement"] and row["cache_bytes"] >= me["cache_bytes"] for me in mine):
             worse.add(other)
     return sorted(better), sorted(worse)
+
+
+def needles_of(name: str) -> str:
+    """What a method found in prompts that it read whole and in blocks, beside the full cache; empty if not measured."""
+    found = {(row["policy"], row["block"]): row for row in rows("block-sizes-smollm2-135m-h200.json")}
+    lines = ["| policy | read | unseen | seen | perplexity |", "| --- | --- | ---: | ---: | ---: |"]
+    for policy in dict.fromkeys((name, "full")):
+        for _, block in sorted(key for key in found if key[0] == policy and (policy == name or not key[1])):
+            cells = block_sizes.cells(found[policy, block])
+            lines.append(f"| `{policy}` | {f'in blocks of {block}' if block else 'whole'} | {' | '.join(cells)} |")
+    return "\n".join(lines) if (name, 0) in found else ""
 
 
 def speed_of(name: str) -> str:

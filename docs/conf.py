@@ -33,7 +33,9 @@ extensions = [
     "extensions.elsewhere",
     "extensions.links",
     "extensions.methods",
+    "extensions.provenance",
     "extensions.public",
+    "extensions.typography",
 ]
 exclude_patterns = ["extensions", "_templates", "_build", "jupyter_execute"]
 templates_path = ["_templates"]
@@ -58,6 +60,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_output_stderr = "error"
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # which has tables, as pages have
 
 html_theme = "sphinx_book_theme"
 html_title = "kvjax"

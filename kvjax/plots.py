@@ -60,7 +60,8 @@ def draw(
     figures, colormaps = import_matplotlib()
     if not retained:
         raise ValueError("no policy to draw; give at least one")
-    figure = figures.Figure(figsize=(2.2 + 3.1 * len(retained), 4.2), layout="constrained")
+    # A single panel is as wide as its title asks for.
+    figure = figures.Figure(figsize=(max(2.2 + 3.1 * len(retained), 6.8), 4.2), layout="constrained")
     panels = figure.subplots(1, len(retained), sharex=True, sharey=True, squeeze=False)[0]
     colours = colormaps[_COLOURS].with_extremes(under="white", bad="0.9")
     image = None

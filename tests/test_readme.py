@@ -111,6 +111,15 @@ def test_tables_are_those_of_the_result_files():
     assert tables.weights() in WEIGHTS
 
 
+def test_a_methods_page_has_the_needles_of_the_table():
+    for name in ("snapkv", "rkv", "full"):
+        cells = [line.strip("| ").split(" | ") for line in tables.needles_of(name).splitlines()[2:]]
+        told = {row[1]: ", ".join(row[2:]) for row in cells if row[0] == f"`{name}`"}
+        assert f"| `{name}` | {told['whole']} | {told['in blocks of 512']} | {told['in blocks of 2048']} |" in QUALITY
+        assert cells[-1][0] == "`full`" or name == "full"
+    assert not tables.needles_of("lagkv")
+
+
 def test_how_fast_a_million_tokens_are_read():
     told = re.search(
         r"in (\d+) to (\d+) seconds within 4096 slots by seven policies, in (\d+) to (\d+) within 16,384 \(H2O: (\d+) and (\d+)\), "

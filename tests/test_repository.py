@@ -1,6 +1,7 @@
 """The pages at the repository's door: short enough, citable, and without links that lead nowhere."""
 
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert target.is_relative_to(ROOT.resolve()), f"{link} leads out of the repository"
         assert target.exists(), f"{link} leads nowhere"
         assert not anchor or anchor in anchors(target), f"{target.name} has no heading for #{anchor}"
+
+
+def test_the_readme_leads_somewhere_from_a_package_index_too() -> None:
+    """Its links there are to the site's pages and the repository's files, and none is left that needs a file beside it."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    page = runpy.run_path(str(ROOT / "setup.py"))["readme"]()
+    links = re.findall(r"\]\(([^()\s]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^()\s]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))) >= 15
+    for link in links:
+        if page_of := re.match(re.escape(urls["Homepage"]) + r"([^#]+)\.html", link):
+            assert (ROOT / f"docs/{page_of[1]}.md").is_file(), link
+        elif file := re.match(re.escape(urls["Repository"]) + "/(?:blob|raw)/main/([^#]+)", link):
+            assert (ROOT / file[1]).exists(), link
+        else:
+            assert link.startswith("https://"), link
 
 
 def test_pages_are_reachable_from_the_readme() -> None:

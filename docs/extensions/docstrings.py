@@ -13,8 +13,9 @@ def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
     """Code in backticks becomes literal, or a link where it is a name of kvjax; bars and stars in prose are just that."""
     # Code may run over the end of a line: joined, converted, and parted again, since Google's sections go by lines.
     text = "".join(map(_converted, _CODE.split("\n".join(lines))))
-    if what in ("attribute", "property"):
-        text = f"\n{text}"  # else what stands before a colon in the first line is taken for a type
+    if what in ("attribute", "data", "property"):
+        # An empty comment: napoleon takes what stands before a colon in the first line that is not empty for a type.
+        text = f"..\n\n{text}"
     lines[:] = re.sub(r"``(?=[a-z])(?<=\w``)", r"``\\ ", text).split("\n")
 
 

@@ -12,214 +12,244 @@ from benchmarks.counts import Sources
 
 from .svg import Drawing
 
-CELL = 22
-STEP = 26
-
 
 def cache() -> Drawing:
     """Keys and values of every token, layer by layer."""
-    d = Drawing(520, 190)
+    d = Drawing(370, 190)
     tokens = ["Call", "me", "Ish", "mael", ".", "Some", "years"]
     for i, token in enumerate(tokens):
-        d.words(150 + i * 48, 20, token, "middle")
+        d.words(78 + i * 43, 20, token, "middle")
     for layer in range(3):
         y = 45 + layer * 42
-        d.words(8, y + 14, f"layer {layer}")
+        d.words(4, y + 14, f"layer {layer}")
         for i in range(len(tokens)):
-            x = 130 + i * 48
+            x = 60 + i * 43
             kind = "new" if i == len(tokens) - 1 else "kept"
-            d.box(x, y, 20, 28, kind, "K")
-            d.box(x + 20, y, 20, 28, kind, "V")
-    d.words(8, 178, "A step adds one column (green), and its query reads all of them.")
+            d.box(x, y, 18, 28, kind, "K")
+            d.box(x + 18, y, 18, 28, kind, "V")
+    d.words(4, 178, "A step adds one column (green), and its query reads all.")
     return d
 
 
 def budgets() -> Drawing:
     """Bytes over tokens."""
-    d = Drawing(520, 210)
-    d.line((50, 20), (50, 170), (490, 170))
-    d.line((50, 165), (470, 30), kind="merged")
-    d.words(400, 32, "full cache", "end")
-    d.line((50, 165), (170, 126), (470, 126), kind="kept")
-    d.words(475, 112, "budget = 512", "end")
-    d.line((50, 165), (470, 132.5 - 1.2), kind="new")
-    d.words(300, 160, "budget = 0.25", "middle")
-    d.words(270, 192, "tokens of the text and its continuation", "middle")
-    d.words(12, 12, "bytes")
+    d = Drawing(380, 210)
+    d.line((30, 20), (30, 170), (370, 170))
+    d.line((30, 165), (360, 30), kind="merged")
+    d.words(310, 30, "full cache", "end")
+    d.line((30, 165), (125, 126), (360, 126), kind="kept")
+    d.words(365, 113, "budget = 512", "end")
+    d.line((30, 165), (360, 131.25), kind="new")
+    d.words(262, 158, "budget = 0.25", "middle")
+    d.words(200, 192, "tokens of the text and its continuation", "middle")
+    d.words(12, 10, "bytes")
     return d
 
 
 def families() -> Drawing:
     """Eviction, merging, sparse reading, fewer bits."""
-    d = Drawing(560, 210)
+    d = Drawing(380, 210)
     n = 12
     for row, name in enumerate(("evict", "merge", "read a part", "fewer bits")):
         y = 15 + row * 48
-        d.words(8, y + 14, name)
+        d.words(4, y + 14, name)
         for i in range(n):
-            x = 110 + i * 36
+            x = 76 + i * 25
             if row == 0:
-                d.box(x, y, 28, 28, "kept" if i in (0, 1, 4, 9, 10, 11) else "gone")
+                d.box(x, y, 21, 28, "kept" if i in (0, 1, 4, 9, 10, 11) else "gone")
             elif row == 1:
                 if i in (3, 6):
-                    d.box(x, y, 64, 28, "merged")
+                    d.box(x, y, 46, 28, "merged")
                 elif i not in (4, 7):
-                    d.box(x, y, 28, 28, "kept")
+                    d.box(x, y, 21, 28, "kept")
             elif row == 2:
-                d.box(x, y, 28, 28, "read" if i in (0, 4, 5, 10, 11) else "kept")
+                d.box(x, y, 21, 28, "read" if i in (0, 4, 5, 10, 11) else "kept")
             else:
-                d.box(x, y + (0 if i > 9 else 18), 28, 28 if i > 9 else 10, "kept")
+                d.box(x, y + (0 if i > 9 else 18), 21, 28 if i > 9 else 10, "kept")
     return d
 
 
 def positions() -> Drawing:
     """Kept tokens where they stood, or by their place among the kept."""
-    d = Drawing(560, 150)
+    d = Drawing(380, 150)
     kept = [0, 1, 5, 8, 9, 10]
     for i in range(11):
-        d.box(130 + i * 38, 15, 30, 26, "kept" if i in kept else "gone", str(i))
-    d.words(8, 28, "in the text")
+        d.box(78 + i * 27, 15, 23, 26, "kept" if i in kept else "gone", str(i))
+    d.words(4, 28, "in the text")
     for place, i in enumerate(kept):
-        d.box(130 + place * 38, 62, 30, 26, "kept", str(i))
-        d.box(130 + place * 38, 105, 30, 26, "new", str(place))
-    d.words(8, 75, "original")
-    d.words(8, 118, "cache_rank")
+        d.box(78 + place * 27, 62, 23, 26, "kept", str(i))
+        d.box(78 + place * 27, 105, 23, 26, "new", str(place))
+    d.words(4, 75, "original")
+    d.words(4, 118, "cache_rank")
     return d
 
 
 def stages() -> Drawing:
     """Tokens held over time, for four ways to compress."""
-    d = Drawing(560, 230)
-    d.line((60, 15), (60, 190), (540, 190))
-    d.line((260, 20), (260, 190))
-    d.words(160, 208, "reading the prompt", "middle")
-    d.words(400, 208, "decoding", "middle")
-    d.words(10, 10, "tokens held")
-    d.line((60, 190), (260, 60), (540, 20), kind="merged")
-    d.words(470, 18, "full", "end")
-    d.line((260, 60), (260, 130), (540, 90), kind="kept")
-    d.words(535, 78, "prompt only: snapkv", "end")
-    points = [(260.0, 150.0)]
+    d = Drawing(390, 230)
+    d.line((20, 20), (20, 190), (385, 190))
+    d.line((160, 20), (160, 190))
+    d.words(90, 208, "reading the prompt", "middle")
+    d.words(272, 208, "decoding", "middle")
+    d.words(4, 10, "tokens held")
+    d.line((20, 190), (160, 60), (385, 20), kind="merged")
+    d.words(330, 16, "full", "end")
+    d.line((160, 60), (160, 130), (385, 90), kind="kept")
+    d.words(382, 76, "prompt only: snapkv", "end")
+    points = [(160.0, 150.0)]
     for i in range(5):
-        points += [(260 + (i + 1) * 56, 122), (260 + (i + 1) * 56, 150)]
+        points += [(160 + (i + 1) * 45, 122), (160 + (i + 1) * 45, 150)]
     d.line(*points, kind="read")
-    d.words(535, 165, "in rounds: rkv", "end")
-    d.line((260, 178), (540, 178), kind="new")
-    d.words(270, 168, "every step: tova")
+    d.words(382, 164, "in rounds: rkv", "end")
+    d.line((160, 178), (385, 178), kind="new")
+    d.words(166, 166, "every step: tova")
     return d
 
 
 def ragged() -> Drawing:
     """Rows of unlike lengths."""
-    d = Drawing(560, 150)
+    d = Drawing(380, 150)
     for row, (length, kept) in enumerate(((10, 4), (6, 4), (3, 3))):
         y = 30 + row * 38
         for i in range(10):
-            d.box(20 + i * 27, y, 23, 26, "kept" if i < length else "gone")
-        d.line((296, y + 13), (336, y + 13), arrow=True)
+            d.box(6 + i * 19, y, 16, 26, "kept" if i < length else "gone")
+        d.line((202, y + 13), (232, y + 13), arrow=True)
         for i in range(6):
-            d.box(350 + i * 32, y, 28, 26, "kept" if i < kept else "new" if i < kept + 1 else "gone")
-    d.words(150, 14, "prompts, padded on the right", "middle")
-    d.words(446, 14, "slots after a step", "middle")
+            d.box(240 + i * 23, y, 20, 26, "kept" if i < kept else "new" if i < kept + 1 else "gone")
+    d.words(100, 14, "prompts, padded on the right", "middle")
+    d.words(308, 14, "slots after a step", "middle")
     return d
 
 
 def program() -> Drawing:
     """Two compiled programs, and what goes round in the second."""
-    d = Drawing(580, 170)
-    d.box(10, 60, 110, 46, "kept", "prefill")
-    d.words(65, 125, "prompt in, state out", "middle")
-    d.line((120, 83), (178, 83), arrow=True)
-    d.box(165 + 15, 20, 390, 126, "gone")
-    d.words(375, 34, "decode: one program, compiled once", "middle")
+    d = Drawing(390, 244)
+    d.box(140, 8, 110, 42, "kept", "prefill")
+    d.words(258, 29, "prompt in, state out")
+    d.line((195, 50), (195, 88), arrow=True)
+    d.box(6, 90, 378, 146, "gone")
+    d.words(195, 110, "decode: one program, compiled once", "middle")
     for i, name in enumerate(("append", "attend", "compress", "sample")):
-        d.box(196 + i * 92, 62, 78, 42, "new", name)
+        d.box(18 + i * 92, 134, 78, 42, "new", name)
         if i:
-            d.line((182 + i * 92, 83), (196 + i * 92, 83), arrow=True)
-    d.line((511, 104), (511, 128), (235, 128), (235, 104), arrow=True)
+            d.line((4 + i * 92, 155), (18 + i * 92, 155), arrow=True)
+    d.line((333, 176), (333, 210), (57, 210), (57, 176), arrow=True)
     return d
 
 
 def blocks() -> Drawing:
     """A long text read block by block."""
-    d = Drawing(570, 190)
+    d = Drawing(380, 196)
     for i in range(3):
-        x = 15 + i * 190
-        d.box(x, 30, 70, 40, "kept", "kept")
-        d.box(x + 74, 30, 84, 40, "new", f"block {i + 1}")
-        d.line((x + 80, 74), (x + 80, 106), arrow=True)
-        d.box(x + 30, 110, 70, 40, "kept", "kept")
+        x = 4 + i * 127
+        d.box(x, 20, 44, 40, "kept", "kept")
+        d.box(x + 47, 20, 64, 40, "new", f"block {i + 1}")
+        d.line((x + 55, 64), (x + 55, 96), arrow=True)
+        d.box(x + 33, 100, 44, 40, "kept", "kept")
         if i < 2:
-            d.line((x + 100, 130), (x + 172, 130), (x + 220, 74), arrow=True)
-    d.words(285, 172, "From what is kept and each block the policy chooses anew; memory does not grow.", "middle")
+            d.line((x + 77, 120), (x + 112, 120), (x + 147, 64), arrow=True)
+    d.words(190, 164, "From what is kept and each block the policy chooses anew;", "middle")
+    d.words(190, 182, "memory does not grow.", "middle")
     return d
 
 
 def house() -> Drawing:
-    """Packages by how far up they stand: each imports only from rows below it. Read from the sources."""
-    groups: dict[str, set[str]] = defaultdict(set)
-    for a, b in Sources().imports:
-        above, below = map(_group, (a, b))
-        if above and below and above != below:
-            groups[above].add(below)
-            groups[below]
+    """Packages in rows, each importing from rows below it alone. Read from the sources."""
+    below = _packages()
     level: dict[str, int] = {}
 
-    def height(name: str, path: tuple[str, ...] = ()) -> int:
+    def height(name: str) -> int:
         if name not in level:
-            # Packages may import each other where their modules do not: the circle is cut where it closes.
-            level[name] = 1 + max(
-                (height(x, (*path, name)) for x in groups[name] if x not in (*path, name)), default=-1
-            )
+            level[name] = 1 + max(map(height, below[name]), default=-1)
         return level[name]
 
-    for name in sorted(groups, key=lambda name: len(groups[name])):
-        height(name)
-    rows: dict[int, list[str]] = defaultdict(list)
-    for name in sorted(groups):
-        rows[level[name]].append(name)
-    order = sorted(rows, reverse=True)
-    d = Drawing(640, 60 * len(order) + 10)
-    place: dict[str, tuple[float, float]] = {}
-    for i, row in enumerate(order):
-        width = 620 / len(rows[row])
-        for j, name in enumerate(rows[row]):
-            place[name] = 10 + width * (j + 0.5), 60 * i + 10
-    direct = {
-        (a, b)
-        for a in groups
-        for b in groups[a]
-        if level[a] > level[b] and not any(b in groups[c] for c in groups[a] if level[a] > level[c] > level[b])
-    }
-    for a, b in sorted(direct):
-        (x, y), (u, v) = place[a], place[b]
-        d.line((x, y + 34), (u, v), arrow=True)
-    for name, (x, y) in place.items():
-        d.box(x - 58, y, 116, 34, "kept", name.removeprefix("kvjax."))
+    rows: list[list[tuple[str, str]]] = [[] for _ in range(1 + max(map(height, below)))]
+    for name in below:
+        rows[level[name]].append((name, name))
+    # An import from further down passes the rows between in places of its own, so that its line crosses no box.
+    edges = [(a, b) for a in below for b in sorted(below[a]) if not any(b in below[c] for c in below[a])]
+    for a, b in edges:
+        for row in range(level[b] + 1, level[a]):
+            rows[row].append((a, b))
+    place: dict[tuple[str, str], float] = {}
+    for row in reversed(rows):
+        above = {way: [place[x] for x in _above(way, edges, place)] for way in row}
+        row.sort(key=lambda way: sum(above[way]) / len(above[way]) if above[way] else 0.5)
+        place |= {way: (i + 0.5) / len(row) for i, way in enumerate(row)}
+    d = Drawing(340, 56 * len(rows))
+    for a, b in edges:
+        points = [(340 * place[a, a], 56 * (len(rows) - 1 - level[a]) + 34.0)]
+        for row in range(level[a] - 1, level[b], -1):
+            top = 56 * (len(rows) - 1 - row)
+            points += [(340 * place[a, b], top), (340 * place[a, b], top + 34)]
+        points.append((340 * place[b, b], 56 * (len(rows) - 1 - level[b])))
+        d.line(*points, arrow=True)
+    for name in below:
+        d.box(340 * place[name, name] - 72, 56 * (len(rows) - 1 - level[name]), 144, 34, "kept", name)
     return d
 
 
-def _group(module: str) -> str:
-    """The package that a module stands in; single modules at the top serve all and are left out."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if len(parts) > 2 else module if module in PACKAGES else ""
+def _above(
+    way: tuple[str, str], edges: list[tuple[str, str]], place: dict[tuple[str, str], float]
+) -> list[tuple[str, str]]:
+    """What stands or passes in rows above and leads to a package, or to where an import passes."""
+    if way[0] != way[1]:
+        return [way if way in place else (way[0], way[0])]
+    return [edge if edge in place else (edge[0], edge[0]) for edge in edges if edge[1] == way[0]]
 
 
-PACKAGES = {
-    f"kvjax.{name}"
-    for name in (
-        "analysis",
-        "bench",
-        "cache",
-        "calibration",
-        "cli",
-        "conversion",
-        "evals",
-        "models",
-        "pallas_kernels",
-        "plots",
-    )
-} | {"kvjax.policies", "kvjax.runtime"}
+def _packages() -> dict[str, set[str]]:
+    """Packages by what they import, by whatever way. Of `models`, what `cache` needs stands for itself: the rest imports `cache`."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    for a, b in Sources().imports:
+        modules[a].add(b)
+
+    def reached(module: str, seen: set[str]) -> set[str]:
+        for other in modules[module] - seen:
+            seen.add(other)
+            reached(other, seen)
+        return seen
+
+    everything = {module: reached(module, set()) for module in tuple(modules)}
+    ground = {
+        module
+        for above, found in everything.items()
+        if _within(above, "kvjax.cache")
+        for module in found
+        if _within(module, "kvjax.models")
+    }
+
+    def group(module: str) -> str:
+        if module in ground:
+            return f"models: {', '.join(sorted(x.removeprefix('kvjax.models.') for x in ground))}"
+        return next((name for name in PACKAGES if _within(module, f"kvjax.{name}")), "")
+
+    packages: dict[str, set[str]] = defaultdict(set)
+    for module, found in everything.items():
+        if name := group(module):
+            packages[name] |= {group(other) for other in found} - {name, ""}
+    return {name: packages[name] for name in sorted(packages)}
+
+
+def _within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+PACKAGES = (
+    "analysis",
+    "bench",
+    "cache",
+    "calibration",
+    "cli",
+    "conversion",
+    "evals",
+    "models",
+    "pallas_kernels",
+    "planning",
+    "plots",
+    "policies",
+    "runtime",
+)
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     drawing.__name__: drawing

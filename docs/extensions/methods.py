@@ -16,7 +16,8 @@ from sphinx.application import Sphinx
 
 from benchmarks import tables
 from kvjax.extras import import_matplotlib
-from kvjax.policies import policies
+from kvjax.models.presets import PRESETS
+from kvjax.policies import Full, Policy, get_policy, policies
 
 DOCS = Path(__file__).parents[1]
 LINES = "## The lines that do it"
@@ -58,6 +59,8 @@ def complete(app: Sphinx, docname: str, content: list[str]) -> None:
             "## Options",
             _options(name),
             "## What it costs",
+            _costs(name),
+            "## Where it wins and loses",
             _measured(name),
             *_limits(content[0]),
             *_citation(name),
@@ -134,6 +137,42 @@ def _options(name: str) -> str:
     return "\n".join(lines)
 
 
+def _costs(name: str) -> str:
+    """Bytes, which are known without running anything, and time, where it has been measured."""
+    parts = [_bytes(name)]
+    if speed := tables.speed_of(name):
+        parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
+    else:
+        parts.append("Its speed has not been measured yet in a decoding step ([speed](/speed.md) has those that were).")
+    return "\n\n".join(parts)
+
+
+def _bytes(name: str) -> str:
+    about = policies()[name].about
+    if about.trained:
+        return "What it holds depends on its weights; `kvjax plan` and `policy.nbytes` tell it."
+    policy = get_policy(name, budget=0.25) if about.takes_budget else get_policy(name)
+    shape, lengths = "llama-3.1-8b", (32768, 131072)
+    if name in PROFILED:
+        shape, lengths = "smollm2-135m", (2048, 8192)
+
+    def cells(policy: Policy) -> list[str]:
+        return [f"{policy.nbytes(PRESETS[shape], 1, length, NEW_TOKENS) / 1e6:,.0f} MB" for length in lengths]
+
+    lines = [
+        "| policy | " + " | ".join(f"{length // 1024}k tokens" for length in lengths) + " |",
+        "| --- |" + " ---: |" * len(lengths),
+        *(f"| `{row}` | {' | '.join(cells(row))} |" for row in dict.fromkeys((policy, Full()))),
+    ]
+    what = f"What it holds of one text and {NEW_TOKENS} new tokens, of the shape of `{shape}` in bfloat16, as `policy.nbytes` tells before anything runs:"
+    return what + "\n\n" + "\n".join(lines)
+
+
+NEW_TOKENS = 512
+PROFILED = ("catekv", "duoattention", "triattention")
+"""Methods that want a profile of the model's heads: theirs are bytes of a model for which one comes with kvjax."""
+
+
 def _measured(name: str) -> str:
     parts: list[str] = []
     if quality := tables.quality_of(name):
@@ -158,14 +197,17 @@ def _measured(name: str) -> str:
                 )
             ]
             parts.append(" ".join(said))
-    else:
+    if needles := tables.needles_of(name):
+        parts += [
+            "What of 48 needles the same model found in prompts of up to 8,192 tokens, at 25 %: with the question unseen, which comes when the prompt has been "
+            "read and cut, and seen, at the prompt's end; and perplexity after 48 passages of novels "
+            "([quality](/quality.md#reading-in-blocks)). In blocks the prompt is cut as it is read.",
+            needles,
+        ]
+    if not parts:
         parts.append("Its quality has not been measured yet beside the other methods'.")
     if name == "infinigen":
         parts.append("These were measured with `alpha` 4 and 13 of 64 channels; the defaults are 5 and up to 24.")
-    if speed := tables.speed_of(name):
-        parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
-    else:
-        parts.append("Its speed has not been measured yet in a decoding step ([speed](/speed.md) has those that were).")
     return "\n\n".join(parts)
 
 

@@ -44,6 +44,6 @@ class Drawing:
             '<path d="M0,0 L8,4 L0,8 z" fill="currentColor"/></marker></defs>'
         )
         return (
-            f'<svg class="drawing" role="img" aria-label="{escape(alt)}" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'xmlns="http://www.w3.org/2000/svg"><title>{escape(alt)}</title>{arrow}{"".join(self.parts)}</svg>'
+            f'<div class="drawing"><svg role="img" aria-label="{escape(alt)}" viewBox="0 0 {self.width:g} {self.height:g}" '
+            f'xmlns="http://www.w3.org/2000/svg"><title>{escape(alt)}</title>{arrow}{"".join(self.parts)}</svg></div>'
         )

@@ -25,8 +25,13 @@ EXTRACTS = get_args(Extract)
 SECONDS = 20
 """Most time for one answer; the process that takes more is ended."""
 
-_THOUGHT = "</think>"
-_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|(?<!\\)[{}]")
+_BOX = r"\\(?:boxed|fbox)\s*"
+_BRACE = re.compile(
+    rf"(?P<box>{_BOX}\{{)"
+    # Without braces: a number, or a command or letter with what follows it in braces or as a digit.
+    rf"|{_BOX}(?P<bare>-?\d+(?:[.,/]\d+)*|(?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))(?:\d|\{{[^{{}}]*\}})*)"
+    r"|(?<!\\)[{}]"
+)
 
 
 @cache
@@ -38,7 +43,7 @@ def check() -> None:
 def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool:
     r"""Whether a solution's answer has the value of a reference in LaTeX, such as "42" or r"\frac{1}{2}".
 
-    Of a model that thinks first, what follows the thought counts. An answer that takes too long to compute with is wrong.
+    Of a model that thinks first, what follows the thought counts, and where the thought does not end nothing. An answer that takes too long to compute with is wrong.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -52,16 +57,18 @@ def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool
 
 
 def spoken(solution: str) -> str:
-    """What a model says after it has thought; all of it where no thought ends."""
-    return solution.rpartition(_THOUGHT)[2]
+    """What a model says when it has thought: nothing of a thought that begins and does not end; all where no thought is marked."""
+    return solution.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""What is in the last \boxed{...} that is closed; None if there is none."""
+    r"""What is in the last \boxed{...} that is closed, or that has no braces, as in \boxed7; None if there is none."""
     opened: list[tuple[int, bool]] = []
     last, found = -1, None
     for brace in _BRACE.finditer(text):
-        if brace[0] != "}":
+        if brace["bare"] is not None:
+            last, found = brace.start("bare"), brace["bare"]
+        elif brace[0] != "}":
             opened.append((brace.end(), brace["box"] is not None))
         elif opened:
             start, is_box = opened.pop()

@@ -33,7 +33,7 @@ class AdaKV(SnapKV):
     Attributes:
         budget: slots for the prompt in the average head, window included: tokens, or a fraction of prompt + new tokens.
         window, pool, kernel: see `SnapKV`.
-        alpha: the safeguard: share of its part of the budget that every head has in any case.
+        alpha: α, the safeguard: share of its part of the budget that every head has in any case.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -191,12 +191,12 @@ class CateKV(Policy):
     Attributes:
         budget: slots of a consistent head for the prompt, sinks and recent tokens included: a number of tokens, or a fraction
             of prompt + new tokens. (The paper used 2048, and 512 on LongBench.)
-        eta: share of the prompt's chunks that adaptive heads keep; 0.7 in the paper's efficiency measurements.
+        eta: η, share of the prompt's chunks that adaptive heads keep; 0.7 in the paper's efficiency measurements.
         sinks: first tokens that all heads keep; by default budget / 32, 64 of 2048.
         recent: last tokens that all heads keep; by default budget / 8, 256 of 2048 as in the published scripts. (The paper's
             appendix prints budget / 128, which for LongBench would be less than a chunk.)
-        chunk: tokens in a chunk.
-        window: last queries of the prompt that choose the chunks.
+        chunk: cs, tokens in a chunk.
+        window: L_obs, last queries of the prompt that choose the chunks.
         order: a chunk's score is the sum over queries of its best token's attention ("max_then_sum", the published code), or
             its best token's sum over queries ("sum_then_max", Algorithm 1 as printed).
         profile: a `HeadProfile` or a file of one; or labels "consistent" and "adaptive" as [layer][head]; None takes the

@@ -93,12 +93,12 @@ class Chelsea(Policy):
     that is a fraction; one of a number of tokens is a size that no head may outgrow, so there every head is clustered.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        sinks: first tokens that are never merged.
-        recent: latest tokens that are never merged: a number of them, or a fraction of the budget below 1. Where sinks and recent
+        budget: B, slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: n₁, first tokens that are never merged.
+        recent: n₂, latest tokens that are never merged: a number of them, or a fraction of the budget below 1. Where sinks and recent
             tokens would fill a row's budget, at most a quarter of it are sinks and at most half of it recent tokens.
-        chunk: tokens among which similar ones are looked for; None for all of them (the paper's ablation).
-        every: tokens in excess of the budget that clustering waits for, so that decoding clusters once in so many steps.
+        chunk: c, tokens among which similar ones are looked for; None for all of them (the paper's ablation).
+        every: g, tokens in excess of the budget that clustering waits for, so that decoding clusters once in so many steps.
         schedule: a ratio schedule of the paper: "llama-2", "llama-3", "qwen", or "constant".
         r_init, alpha, steps: a schedule of one's own; what is None is taken from `schedule`.
         r_min: least ratio. The paper only asks that it exceed 0.

@@ -65,14 +65,14 @@ class ClusterKV(Policy):
     outside of it are not attended to.
 
     Attributes:
-        budget: tokens that a query reads, sinks included and the tail not: a number, or a fraction of prompt + new tokens.
+        budget: B, tokens that a query reads, sinks included and the tail not: a number, or a fraction of prompt + new tokens.
         sinks: first tokens, always read.
         dense_layers: first layers, which read everything (section V-A).
         tokens_per_cluster: prompt tokens to one cluster: 80, the paper's L / 80.
-        n_clusters: clusters of a prompt of any length, instead.
+        n_clusters: C₀, clusters of a prompt of any length, instead.
         iterations: of k-means; a fixed number of them, as in the authors' code.
-        window: generated tokens that are clustered together.
-        new_clusters: clusters that they form.
+        window: m, generated tokens that are clustered together.
+        new_clusters: C₊, clusters that they form.
         cluster_decode: whether generated tokens are clustered at all; otherwise all of them are always read.
         gqa: "query_head" selects for each query head, "mean" for each KV head by the mean of its queries.
         distance: of k-means; section V-B compares "cosine", "l2" and "ip" (inner product).

@@ -34,7 +34,7 @@ class ExpectedAttention(PromptScorer):
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
         sinks: first tokens, which are kept, and whose queries and keys are left out of the statistics.
         future: positions to come that the rotation is averaged over.
-        epsilon: added to the expected attention, so that large values count even where it is small.
+        epsilon: ε, added to the expected attention, so that large values count even where it is small.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -72,7 +72,7 @@ class InfiniGen(Policy):
 
     Attributes:
         budget: tokens that a query reads at most: a number, or a fraction of prompt + new tokens (the paper caps at 0.2).
-        alpha: how far below its head's highest score, scaled as in attention, a token's may be to count. 5 is published for Llama-2, 4
+        alpha: α, how far below its head's highest score, scaled as in attention, a token's may be to count. 5 is published for Llama-2, 4
             for OPT.
         share: of the channels, that queries choose and that keys choose, one at least (the published scripts have 0.2, the default of
             the published code is 0.1).

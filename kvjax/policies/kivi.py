@@ -29,7 +29,7 @@ class KIVI(Policy):
 
     Attributes:
         bits: of a number, besides its share of scale and zero: 2, 4 or 8.
-        group: numbers that share a scale and a zero; of values, whose group is no longer than a head, the largest divisor of
+        group: G, numbers that share a scale and a zero; of values, whose group is no longer than a head, the largest divisor of
             both this and the head dim.
         residual: R, latest tokens that stay exact; a multiple of `group`, and of the 8 / bits tokens whose numbers share a byte.
             (The paper uses 32 and 128 for both.)

@@ -33,7 +33,7 @@ class PyramidKV(SnapKV):
     Attributes:
         budget: slots for the prompt in the average layer, window included: tokens, or a fraction of prompt + new tokens.
         window, pool, kernel: see `SnapKV`.
-        beta: how many times less than the average the last layer keeps beside the window.
+        beta: β, how many times less than the average the last layer keeps beside the window.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

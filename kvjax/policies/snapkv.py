@@ -28,7 +28,7 @@ class SnapKV(PromptScorer):
 
     Attributes:
         budget: slots for the prompt, window included: a number of tokens, or a fraction of prompt + new tokens.
-        window: last tokens of the prompt, which observe and are kept.
+        window: L_obs, last tokens of the prompt, which observe and are kept.
         pool: how a token's score takes in its neighbours': their "max" or "avg", or None for no pooling.
         kernel: tokens pooled over; odd.
     """

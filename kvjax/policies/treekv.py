@@ -61,11 +61,11 @@ class TreeKV(Policy):
     the last queries of each part enters the averages.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        budget: c, slots in all: a number of tokens, or a fraction of prompt + new tokens.
         sinks: first tokens that are never evicted.
         recent: latest tokens that are never evicted; by default half of the budget less the sinks, which is the paper's
             1024 = 4 sinks + 512 tree + 508 recent. `sinks=0, recent=0` is the bare Algorithm 1.
-        block: tokens in a prompt block, and queries in the observation window. Blocks are smaller where four of this size
+        block: b, tokens in a prompt block, and queries in the observation window. Blocks are smaller where four of this size
             would not fit in the tree (the paper's tree holds 16 and more).
         keep: "score", or "left" for the ablation of section 5.4 that ignores attention and keeps the older of the two.
         cycle: "text" moves the scope 1, 2, 3, … as the paper's text and Figure 3 do; "printed" follows the formula printed in

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from policies import surrogates
 
+import kvjax
 from kvjax.cache import LayerSpec, Prompt, Token, bucket
 from kvjax.models import ModelConfig
 from kvjax.models.rope import Rope, RopeConfig
@@ -333,3 +334,13 @@ def softmax(x: np.ndarray) -> np.ndarray:
     """Softmax of one row of logits."""
     e = np.exp(x - x.max())
     return e / e.sum()
+
+
+def as_if_alone(params: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
+    """What a batch generates, each of whose rows generates what its prompt does alone."""
+    together = kvjax.generate(params, prompts, **options)
+    for prompt, got in zip(prompts, together, strict=True):
+        alone = kvjax.generate(params, prompt, **options)
+        assert alone.tokens == got.tokens
+        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=2e-5)
+    return together

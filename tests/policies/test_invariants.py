@@ -10,6 +10,7 @@ import pytest
 from policies.driver import (
     TINY,
     Case,
+    as_if_alone,
     compiled,
     compositions,
     each,
@@ -215,11 +216,7 @@ def test_the_newest_token_is_never_lost(policy):
 @pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 @each(TIGHT)
 def test_rows_are_independent(policy, tiny):
-    together = kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
-    for i, prompt in enumerate(PROMPTS):
-        alone = kvjax.generate(tiny, prompt, policy=policy, **GREEDY)
-        assert alone.tokens == together[i].tokens
-        np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=2e-5)
+    as_if_alone(tiny, PROMPTS, policy=policy, **GREEDY)
 
 
 @each(FRACTION)

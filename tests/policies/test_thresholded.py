@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_thresholded as oracle
-from policies.driver import ROPE, TINY, kept, make_case, run
+from policies.driver import ROPE, TINY, as_if_alone, kept, make_case, run
 
-import kvjax
 from kvjax.cache import Prompt, Token
 from kvjax.policies import (
     TOVA,
@@ -161,11 +160,7 @@ def test_it_decodes_within_what_was_predicted(text, tiny):
     """Rows as if alone, in a model."""
     prompts = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 2]
     options = {"policy": text, "max_new_tokens": 40, "ignore_eos": True}
-    together = kvjax.generate(tiny, prompts, **options)
-    for prompt, got in zip(prompts, together, strict=True):
-        alone = kvjax.generate(tiny, prompt, **options)
-        assert alone.tokens == got.tokens
-        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=2e-5)
+    together = as_if_alone(tiny, prompts, **options)
     policy = get_policy(text).bind(tiny.config)
     shapes = tiny.config, 3, 54, 40, tiny.dtype
     assert together[0].stats.cache_bytes == policy.nbytes(*shapes)

@@ -23,7 +23,8 @@ class PromptOnly(Wrapper):
 
     Attributes:
         policy: what is kept of a prompt.
-        budget: the policy's, if it has one; here it is for the prompt alone.
+        budget: the policy's, if it has one; here it is for the prompt alone. `dataclasses.replace` of the policy alone
+            gives the new one this budget.
     """
 
     transform: ClassVar[str] = "prompt_only"

@@ -20,7 +20,8 @@ class Recompress(Wrapper):
     Attributes:
         policy: how a prompt is scored, and what is kept of it.
         every: tokens from round to round.
-        budget: the policy's, which every round leaves.
+        budget: the policy's, which every round leaves. `dataclasses.replace` of the policy alone
+            gives the new one this budget.
         prompt: whether a prompt is cut at once, or kept until so many new tokens have come.
     """
 

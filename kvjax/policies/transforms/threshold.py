@@ -26,7 +26,8 @@ class Thresholded(Wrapper):
         policy: what a token scores.
         threshold: the least score with which a token stays.
         window: latest tokens, which stay in any case.
-        budget: the policy's: slots in all.
+        budget: the policy's: slots in all. `dataclasses.replace` of the policy alone
+            gives the new one this budget.
     """
 
     transform: ClassVar[str] = "thresholded"
