@@ -27,6 +27,7 @@ from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
 from .kmeans import nearest as nearest
 from .prefill_attention import Run as Run
+from .prefill_attention import Stripes as Stripes
 from .prefill_attention import block_attention as block_attention
 from .prefill_attention import partial_block_attention as partial_block_attention
 from .prefill_attention import prefill_attention as prefill_attention

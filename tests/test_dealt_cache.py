@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Token, TokenBlock, dealt
+from kvjax.cache import LayerCache, LayerSpec, Token, TokenBlock, attention, dealt
 from kvjax.cache.shard import SLOTS
 from kvjax.models.rope import RopeConfig
+from kvjax.pallas_kernels import partial_block_attention
 
 SPEC = LayerSpec(
     layer=0,
@@ -119,10 +120,22 @@ def test_attention(counts: list[int], window: int | None, small: bool, monkeypat
     same(out, cache.attend(spec, kept, new)[0], atol=1e-5)
 
 
+def by_slots(
+    q: Any, k: Any, v: Any, q_pos: Any, pos: Any, weight: Any, *, run: Any, stripes: Any, **options: Any
+) -> Any:
+    """Attention of parts, where slots stand for positions."""
+    slot = stripes.among_all(jnp.arange(pos.shape[-1], dtype=jnp.int32))
+    places = jnp.where((pos >= 0) & (slot >= run.first[..., None]), slot, -1)
+    queries = run.own[:, :1] + jnp.arange(q.shape[1], dtype=jnp.int32)
+    return partial_block_attention(q, k, v, jnp.where(q_pos >= 0, queries, -1), places, weight, **options)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("window", [None, 20])
-def test_blocks(devices: int, window: int | None) -> None:
-    """A block is written across runs, and each of its tokens sees what comes before it."""
+@pytest.mark.parametrize(("window", "by_slot"), [(None, False), (None, True), (20, False)])
+def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is written across runs, and each of its tokens sees what comes before it, by positions or, as kernels for GPUs do, by slots."""
+    if by_slot:
+        monkeypatch.setattr(attention, "partial_block_attention", by_slots)
     spec, kept = dataclasses.replace(SPEC, window=window), held([29, 0])
     kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, n, 8)) for i, n in enumerate((4, 2, 2)))

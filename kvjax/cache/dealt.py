@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.pallas_kernels import Stripes
+
 from .shard import SLOTS
 from .spec import round_slots
 from .state import LayerCache
@@ -86,6 +88,11 @@ def own_pages(
     at = own_slot(cache, first)
     here = at < cache.k.shape[2]
     return jnp.where(here, at, 0) // size, meant & jnp.repeat(here, size, axis=-1), size
+
+
+def stripes(devices: int) -> Stripes:
+    """Which of a cache's slots this device has, as kernels are told."""
+    return Stripes(RUN, devices, _index())
 
 
 def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
