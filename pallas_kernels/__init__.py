@@ -17,6 +17,7 @@ from .decode_attention import Attended as Attended
 from .decode_attention import CacheShard as CacheShard
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
+from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
 from .fused_decode_block import BlockWeights as BlockWeights

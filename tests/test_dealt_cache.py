@@ -13,6 +13,8 @@ from kvjax.cache import LayerCache, LayerSpec, Token, TokenBlock, attention, dea
 from kvjax.cache.shard import SLOTS
 from kvjax.models.rope import RopeConfig
 from kvjax.pallas_kernels import partial_block_attention
+from kvjax.policies import AdaKV
+from kvjax.policies.families.ragged import Ragged
 
 SPEC = LayerSpec(
     layer=0,
@@ -164,6 +166,43 @@ def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: py
         np.testing.assert_allclose(
             np.asarray(out)[0][:, i], softmax_over_slots(after, query[:, i], seen=seen), atol=1e-5
         )
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("window", [None, 20])
+def test_segments_of_one_store(devices: int, window: int | None) -> None:
+    """Heads of unequal sizes, an empty one among them, whose segments begin and end in any device's runs, and grow past a run's end."""
+    layer = AdaKV(budget=8, window=4).layer(dataclasses.replace(SPEC, window=window))
+    random, size = np.random.default_rng(3), layer.capacity
+    start, following = (np.asarray(x, np.int32) for x in ([[0, 61], [3, 90]], [[61, 78], [3, 139]]))
+    slot = np.arange(size)
+    inside = (slot >= start[..., None]) & (slot < following[..., None])
+    pos = np.where(inside, slot - start[..., None], -1).max(axis=1)[:, None]
+    k, v = (np.where(pos[..., None] >= 0, random.normal(size=(2, 1, size, 8)), np.nan) for _ in range(2))
+    store = Ragged(
+        *(jnp.asarray(x, jnp.float32) for x in (k, v)),
+        *(jnp.asarray(x, jnp.int32) for x in (pos, start, following, [61, 49])),
+    )
+
+    def steps(state: Any) -> Any:
+        found = []
+        for place in range(3):
+            new = token([61 + place, 49 + place], seed=place)
+            state = layer.append(state, new)
+            found.append(layer.attend(state, new, {})[0])
+        return jnp.stack(found), state
+
+    want, after = jax.jit(steps)(store)
+    assert np.isfinite(np.asarray(want)).all()
+
+    def parts(state: Any) -> Any:
+        out, end = steps(cache.deal(state, devices))
+        return out, cache.gathered(end)
+
+    got, back = on(devices, parts, store)
+    same(got, want, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
+        same(a, b, atol=1e-6)
 
 
 @pytest.mark.parametrize("page", [1, 4, 16, 24, 32])

@@ -22,8 +22,11 @@ from .dealt import gathered as gathered
 from .dealt import in_order as in_order
 from .dealt import keys_at as keys_at
 from .dealt import local_slots as local_slots
+from .dealt import merged as merged
 from .dealt import own as own
+from .dealt import own_slot as own_slot
 from .dealt import rows_at as rows_at
+from .dealt import stripes as stripes
 from .shard import Shard as Shard
 from .spec import LayerSpec as LayerSpec
 from .spec import bucket as bucket

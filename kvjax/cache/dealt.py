@@ -7,7 +7,7 @@ device: so all choose alike, and a policy that leaves keys and values to the fun
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,25 @@ RUN = 16
 
 SMALL_GATHER = 1 << 18
 """Bytes up to which each device is sent what all have and adds it up itself: one communication. Of more, sums are sent, by two."""
+
+
+class Dealt(Protocol):
+    """What of a `LayerCache` tells where slots are; of other stores, too, that are dealt."""
+
+    @property
+    def k(self) -> Float[Array, "B K _ H"]:
+        """Keys of this device's slots."""
+        ...
+
+    @property
+    def pos(self) -> Int[Array, "B K C"]:
+        """Positions of all slots."""
+        ...
+
+    @property
+    def dealt(self) -> int:
+        """Among how many devices."""
+        ...
 
 
 def local_slots(slots: int, devices: int) -> int:
@@ -69,7 +88,7 @@ def in_order(x: Any, devices: int, size: int) -> Any:
     return runs.reshape(*x.shape[:2], -1, *x.shape[3:])[:, :, :size]
 
 
-def own_slot(cache: LayerCache, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
+def own_slot(cache: Dealt, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
     """Where slots are in this device's part; beyond its end those that are not."""
     local = cache.k.shape[2]
     return jnp.where(slot < cache.pos.shape[-1], _own_slot(slot, cache.dealt, local), local)
