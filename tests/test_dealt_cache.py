@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Token, TokenBlock, attention, dealt
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, attention, dealt
 from kvjax.cache.shard import SLOTS
 from kvjax.models.rope import RopeConfig
 from kvjax.pallas_kernels import partial_block_attention
-from kvjax.policies import AdaKV
+from kvjax.policies import KIVI, AdaKV, Policy, TurboQuant
 from kvjax.policies.families.ragged import Ragged
 
 SPEC = LayerSpec(
@@ -168,8 +168,7 @@ def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: py
         )
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("devices", "window"), [(2, None), (3, 20)])
 def test_segments_of_one_store(devices: int, window: int | None) -> None:
     """Heads of unequal sizes, an empty one among them, whose segments begin and end in any device's runs, and grow past a run's end."""
     layer = AdaKV(budget=8, window=4).layer(dataclasses.replace(SPEC, window=window))
@@ -205,14 +204,63 @@ def test_segments_of_one_store(devices: int, window: int | None) -> None:
         same(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("page", [1, 4, 16, 24, 32])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KIVI(bits=2, group=16, residual=16),
+        pytest.param(KIVI(bits=4, group=32, residual=32), marks=pytest.mark.slow),
+        pytest.param(TurboQuant(bits=4, exact_layers=0, group=4), marks=pytest.mark.slow),
+        TurboQuant(bits=2, exact_layers=0, values="rotated"),
+    ],
+    ids=str,
+)
+def test_few_bits(policy: Policy) -> None:
+    """Packed where the slots are, groups of keys when they have come together, past runs' ends; one row begins with nothing."""
+    layer, window = policy.layer(SPEC), policy.layer(dataclasses.replace(SPEC, window=40))
+    assert layer.traits.deals_store
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 40, n, 8)) for i, n in enumerate((4, 2, 2)))
+    rotate = SPEC.rope.rotate_by_table
+    places = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[:, None], (2, 40, 1))
+    lengths, total = (jnp.asarray(x, jnp.int32) for x in ([40, 1], [128, 128]))
+    turned = [rotate(x, jnp.broadcast_to(places, x.shape[:3]), 128) for x in (q, k)]
+    prompt = Prompt(q, k, v, *turned, None, lengths, lengths, total)
+
+    def steps(state: Any) -> Any:
+        def step(state: Any, place: Any) -> Any:
+            new = token(jnp.stack([40 + place, 1 + place]))
+            new = dataclasses.replace(new, k=new.k + jnp.sin(place.astype(jnp.float32)))
+            state = layer.append(state, new)
+            return state, jnp.stack([each.attend(state, new, {})[0] for each in (layer, window)])
+
+        state, found = jax.lax.scan(step, state, jnp.arange(40, dtype=jnp.int32))
+        return found, state
+
+    begun = jax.jit(lambda: layer.prefill(prompt, {})[0])()
+    want, after = jax.jit(steps)(begun)
+
+    def parts(state: Any) -> Any:
+        out, end = steps(cache.deal(state, 3))
+        return out, cache.gathered(end)
+
+    got, back = on(3, parts, begun)
+    same(got, want, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
+        same(a, b, atol=1e-6)
+
+
+def test_groups_that_would_straddle_devices_are_not_dealt() -> None:
+    assert not KIVI(group=64, residual=64).layer(SPEC).traits.deals_store
+    assert not KIVI(group=24, residual=24).layer(SPEC).traits.deals_store
+
+
+@pytest.mark.parametrize("page", [1, 4, 24, 32, 48])
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_selected_pages(page: int, by_slot: bool) -> None:
     """Pages that devices divide, and such as they do not; of which some are not meant, and the last has free slots."""
     kept, new, random = held([50, 31]), token([49, 30]), np.random.default_rng(1)
     kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
-    index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, 3)
-    live = random.random((2, 4, 3 * page if by_slot else 3)) < 0.7
+    index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, -1)
+    live = random.random((2, 4, index.shape[-1] * (page if by_slot else 1))) < 0.7
     args = jnp.asarray(index, jnp.int32), jnp.asarray(live), page
     out = on(4, lambda x: cache.attend_selected(SPEC, cache.deal(x, 4), new, *args), kept)
     slots = (index[..., None] * page + np.arange(page)).reshape(2, 4, -1)

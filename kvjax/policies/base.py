@@ -130,8 +130,8 @@ class Traits:
         reading: how a text is read that comes in parts, or is too long to be held: in "blocks" (it is a `capabilities.ReadsBlocks`),
             its "tokens" one after the other, or not, as the layer chooses from a "whole" prompt.
         has_own_store: it is a `capabilities.HasOwnStore`.
-        deals_store: what is large in its own store are keys and values, of which each device may have some slots: its state has them as `k` and `v`
-            of [B, K, C, H], `pos` of [B, K, C] and `dealt`, as a `LayerCache` has.
+        deals_store: what is large in its own store are keys and values, of which each device may have some slots: its state has `k` and `v`,
+            `slot_axes`, `pos` of [B, K, C] and `dealt`, as a `LayerCache` has.
         sparse: it is a `sparse.SparseLayer`: queries read a selection of all that is kept.
         dense: it keeps everything, whatever its policy does in other layers.
         replays: how parts of a prompt are to be read once more before `prefill` chooses from it, whose prompt then has no queries and

@@ -50,6 +50,11 @@ class Ragged:
         """Itself, as of a `LayerCache`."""
         return self
 
+    @property
+    def slot_axes(self) -> tuple[int, int]:
+        """Along which axis keys and values have their slots."""
+        return 2, 2
+
 
 @dataclasses.dataclass(frozen=True)
 class RaggedLayer(PromptScorerLayer[P]):
