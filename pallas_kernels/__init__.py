@@ -17,6 +17,7 @@ from .decode_attention import Attended as Attended
 from .decode_attention import CacheShard as CacheShard
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
+from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
 from .fused_decode_block import BlockWeights as BlockWeights
@@ -27,6 +28,7 @@ from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
 from .kmeans import nearest as nearest
 from .prefill_attention import Run as Run
+from .prefill_attention import Stripes as Stripes
 from .prefill_attention import block_attention as block_attention
 from .prefill_attention import partial_block_attention as partial_block_attention
 from .prefill_attention import prefill_attention as prefill_attention

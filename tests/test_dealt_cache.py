@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Token, TokenBlock, dealt
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, attention, dealt
 from kvjax.cache.shard import SLOTS
 from kvjax.models.rope import RopeConfig
+from kvjax.pallas_kernels import partial_block_attention
+from kvjax.policies import KIVI, AdaKV, Policy, TurboQuant
+from kvjax.policies.families.ragged import Ragged
 
 SPEC = LayerSpec(
     layer=0,
@@ -119,10 +122,22 @@ def test_attention(counts: list[int], window: int | None, small: bool, monkeypat
     same(out, cache.attend(spec, kept, new)[0], atol=1e-5)
 
 
+def by_slots(
+    q: Any, k: Any, v: Any, q_pos: Any, pos: Any, weight: Any, *, run: Any, stripes: Any, **options: Any
+) -> Any:
+    """Attention of parts, where slots stand for positions."""
+    slot = stripes.among_all(jnp.arange(pos.shape[-1], dtype=jnp.int32))
+    places = jnp.where((pos >= 0) & (slot >= run.first[..., None]), slot, -1)
+    queries = run.own[:, :1] + jnp.arange(q.shape[1], dtype=jnp.int32)
+    return partial_block_attention(q, k, v, jnp.where(q_pos >= 0, queries, -1), places, weight, **options)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("window", [None, 20])
-def test_blocks(devices: int, window: int | None) -> None:
-    """A block is written across runs, and each of its tokens sees what comes before it."""
+@pytest.mark.parametrize(("window", "by_slot"), [(None, False), (None, True), (20, False)])
+def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is written across runs, and each of its tokens sees what comes before it, by positions or, as kernels for GPUs do, by slots."""
+    if by_slot:
+        monkeypatch.setattr(attention, "partial_block_attention", by_slots)
     spec, kept = dataclasses.replace(SPEC, window=window), held([29, 0])
     kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, n, 8)) for i, n in enumerate((4, 2, 2)))
@@ -153,14 +168,99 @@ def test_blocks(devices: int, window: int | None) -> None:
         )
 
 
-@pytest.mark.parametrize("page", [1, 4, 16, 24, 32])
+@pytest.mark.parametrize(("devices", "window"), [(2, None), (3, 20)])
+def test_segments_of_one_store(devices: int, window: int | None) -> None:
+    """Heads of unequal sizes, an empty one among them, whose segments begin and end in any device's runs, and grow past a run's end."""
+    layer = AdaKV(budget=8, window=4).layer(dataclasses.replace(SPEC, window=window))
+    random, size = np.random.default_rng(3), layer.capacity
+    start, following = (np.asarray(x, np.int32) for x in ([[0, 61], [3, 90]], [[61, 78], [3, 139]]))
+    slot = np.arange(size)
+    inside = (slot >= start[..., None]) & (slot < following[..., None])
+    pos = np.where(inside, slot - start[..., None], -1).max(axis=1)[:, None]
+    k, v = (np.where(pos[..., None] >= 0, random.normal(size=(2, 1, size, 8)), np.nan) for _ in range(2))
+    store = Ragged(
+        *(jnp.asarray(x, jnp.float32) for x in (k, v)),
+        *(jnp.asarray(x, jnp.int32) for x in (pos, start, following, [61, 49])),
+    )
+
+    def steps(state: Any) -> Any:
+        found = []
+        for place in range(3):
+            new = token([61 + place, 49 + place], seed=place)
+            state = layer.append(state, new)
+            found.append(layer.attend(state, new, {})[0])
+        return jnp.stack(found), state
+
+    want, after = jax.jit(steps)(store)
+    assert np.isfinite(np.asarray(want)).all()
+
+    def parts(state: Any) -> Any:
+        out, end = steps(cache.deal(state, devices))
+        return out, cache.gathered(end)
+
+    got, back = on(devices, parts, store)
+    same(got, want, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
+        same(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KIVI(bits=2, group=16, residual=16),
+        pytest.param(KIVI(bits=4, group=32, residual=32), marks=pytest.mark.slow),
+        pytest.param(TurboQuant(bits=4, exact_layers=0, group=4), marks=pytest.mark.slow),
+        TurboQuant(bits=2, exact_layers=0, values="rotated"),
+    ],
+    ids=str,
+)
+def test_few_bits(policy: Policy) -> None:
+    """Packed where the slots are, groups of keys when they have come together, past runs' ends; one row begins with nothing."""
+    layer, window = policy.layer(SPEC), policy.layer(dataclasses.replace(SPEC, window=40))
+    assert layer.traits.deals_store
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 40, n, 8)) for i, n in enumerate((4, 2, 2)))
+    rotate = SPEC.rope.rotate_by_table
+    places = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[:, None], (2, 40, 1))
+    lengths, total = (jnp.asarray(x, jnp.int32) for x in ([40, 1], [128, 128]))
+    turned = [rotate(x, jnp.broadcast_to(places, x.shape[:3]), 128) for x in (q, k)]
+    prompt = Prompt(q, k, v, *turned, None, lengths, lengths, total)
+
+    def steps(state: Any) -> Any:
+        def step(state: Any, place: Any) -> Any:
+            new = token(jnp.stack([40 + place, 1 + place]))
+            new = dataclasses.replace(new, k=new.k + jnp.sin(place.astype(jnp.float32)))
+            state = layer.append(state, new)
+            return state, jnp.stack([each.attend(state, new, {})[0] for each in (layer, window)])
+
+        state, found = jax.lax.scan(step, state, jnp.arange(40, dtype=jnp.int32))
+        return found, state
+
+    begun = jax.jit(lambda: layer.prefill(prompt, {})[0])()
+    want, after = jax.jit(steps)(begun)
+
+    def parts(state: Any) -> Any:
+        out, end = steps(cache.deal(state, 3))
+        return out, cache.gathered(end)
+
+    got, back = on(3, parts, begun)
+    same(got, want, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
+        same(a, b, atol=1e-6)
+
+
+def test_groups_that_would_straddle_devices_are_not_dealt() -> None:
+    assert not KIVI(group=64, residual=64).layer(SPEC).traits.deals_store
+    assert not KIVI(group=24, residual=24).layer(SPEC).traits.deals_store
+
+
+@pytest.mark.parametrize("page", [1, 4, 24, 32, 48])
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_selected_pages(page: int, by_slot: bool) -> None:
     """Pages that devices divide, and such as they do not; of which some are not meant, and the last has free slots."""
     kept, new, random = held([50, 31]), token([49, 30]), np.random.default_rng(1)
     kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
-    index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, 3)
-    live = random.random((2, 4, 3 * page if by_slot else 3)) < 0.7
+    index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, -1)
+    live = random.random((2, 4, index.shape[-1] * (page if by_slot else 1))) < 0.7
     args = jnp.asarray(index, jnp.int32), jnp.asarray(live), page
     out = on(4, lambda x: cache.attend_selected(SPEC, cache.deal(x, 4), new, *args), kept)
     slots = (index[..., None] * page + np.arange(page)).reshape(2, 4, -1)

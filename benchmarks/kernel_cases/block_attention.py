@@ -1,14 +1,16 @@
-"""Attention of a block of tokens over what a cache keeps and over itself, at Llama-3.1-8B's shape and at one with heads of 64."""
+"""Attention of a block of tokens over what a cache keeps and over itself, at Llama-3.1-8B's shape and at one with heads of 64; and over a
+part of the slots, as devices that share them have.
+"""
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import Run, block_attention
+from kvjax.pallas_kernels import Run, Stripes, block_attention, partial_block_attention
 from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_gpu as hopper
 
 from .case import Case, relative_error
@@ -21,6 +23,13 @@ SHAPES = (
     (2, 64, 2048, 32, 8, 128, False),
 )
 """Rows, tokens of a block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
+
+PARTS = ((1, 4096, 16384, 32, 8, 128, True, 4, 1), (2, 300, 40, 8, 2, 64, False, 8, 7))
+"""Of such shapes, besides, among how many devices slots are dealt, and which of them computes; the last one has slots that none of a block's
+first tokens sees."""
+
+STRIPE = 16
+"""Slots that stay together where they are dealt."""
 
 TUNED = ((64, 128, 2), (64, 64, 3), (64, 64, 5), (128, 64, 2))
 """Queries of a warpgroup, slots of a tile, tiles under way."""
@@ -45,6 +54,21 @@ def cases() -> Iterator[Case]:
             tolerance=1e-2,
             bytes=4 * rows * (tokens * heads + (slots + tokens) * kv_heads) * dim,
             flops=int(4 * pairs * heads * dim),
+        )
+    for rows, tokens, slots, heads, kv_heads, dim, weighted, devices, mine in PARTS:
+        attend = partial(_attend_part, scale=dim**-0.5, devices=devices, mine=mine)
+        slots_each = (slots + tokens) // devices
+        yield Case(
+            operation="partial_block_attention",
+            shape=f"B{rows} S{tokens} C{slots} N{heads} K{kv_heads} H{dim}, 1 of {devices} parts"
+            + ", weights" * weighted,
+            dtype="bfloat16",
+            inputs=partial(_part_inputs, rows, tokens, slots, heads, kv_heads, dim, weighted, devices, mine),
+            variants={"xla": partial(attend, implementation="xla"), "auto": attend},
+            error=_part_error,
+            tolerance=1e-2,
+            bytes=rows * tokens * heads * (4 * dim + 4) + 4 * rows * slots_each * kv_heads * dim,
+            flops=int(4 * rows * tokens * (slots + tokens / 2) / devices * heads * dim),
         )
 
 
@@ -91,6 +115,61 @@ def _attend(
 ) -> Any:
     run = Run(first, own)
     return block_attention(q, k, v, q_pos, pos, weight, scale=scale, run=run, implementation=implementation)
+
+
+def _part_inputs(*shape: Any) -> tuple[jax.Array, ...]:
+    *whole, devices, mine, seed = shape
+    q, k, v, q_pos, pos, *others = cast(Any, _inputs)(*whole, seed)
+    *run, weight = others if len(others) == 3 else (*others, jnp.ones(pos.shape))
+
+    def part(x: jax.Array, fill: float) -> jax.Array:
+        padding = [(0, 0), (0, 0), (0, -x.shape[2] % (STRIPE * devices)), *[(0, 0)] * (x.ndim - 3)]
+        x = jnp.pad(x, padding, constant_values=fill)
+        x = x.reshape(*x.shape[:2], -1, devices, STRIPE, *x.shape[3:])[:, :, :, mine]
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    return q, part(k, jnp.nan), part(v, jnp.nan), q_pos, part(pos, -1), *run, part(weight, 0.0)
+
+
+def _attend_part(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_pos: Any,
+    pos: Any,
+    first: Any,
+    own: Any,
+    weight: Any,
+    *,
+    scale: float,
+    devices: int,
+    mine: int,
+    implementation: Any = "auto",
+) -> Any:
+    stripes = Stripes(STRIPE, devices, jnp.asarray(mine, jnp.int32))
+    options = {"scale": scale, "run": Run(first, own), "stripes": stripes, "implementation": implementation}
+    return partial_block_attention(q, k, v, q_pos, pos, weight, **options)
+
+
+def _part_error(inputs: tuple[Any, ...], found: Any) -> float:
+    """The larger one of values, and of what their sum of exponentials is to that in float64, where either sees something."""
+    out, sums = (np.asarray(x, np.float64) for x in found)
+    q, k, _, q_pos, pos, _, _, weight = (np.asarray(x) for x in inputs)
+    group, scale = q.shape[2] // k.shape[1], q.shape[3] ** -0.5
+    expected = np.full(sums.shape, -np.inf)
+    asked = np.random.default_rng(1).integers(0, q.shape[1], SAMPLED)
+    for row, at, head in np.ndindex(q.shape[0], SAMPLED, q.shape[2]):
+        at, mine = asked[at], (row, head // group)
+        seen = (pos[mine] >= 0) & (pos[mine] <= q_pos[row, at])
+        logits = k[mine][seen].astype(np.float64) @ q[row, at, head].astype(np.float64) * scale
+        logits += np.log(weight[mine][seen])
+        expected[row, at, head] = np.logaddexp.reduce(logits, initial=-np.inf)
+    expected, sums = (x[:, asked] for x in (expected, sums))
+    nothing = np.isneginf(expected)
+    if (np.isneginf(sums) != nothing).any():
+        return float("inf")
+    off = np.abs(np.expm1(np.where(nothing, 0.0, sums) - np.where(nothing, 0.0, expected))).max()
+    return max(float(off), _error(inputs, out))
 
 
 def _sized(scale: float) -> dict[str, Any]:

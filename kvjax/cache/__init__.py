@@ -15,6 +15,7 @@ from .blocks import keep_places as keep_places
 from .blocks import kept_and_block as kept_and_block
 from .blocks import kept_as_prompt as kept_as_prompt
 from .blocks import with_places as with_places
+from .dealt import RUN as RUN
 from .dealt import by_device as by_device
 from .dealt import deal as deal
 from .dealt import dealt_empty as dealt_empty
@@ -22,8 +23,12 @@ from .dealt import gathered as gathered
 from .dealt import in_order as in_order
 from .dealt import keys_at as keys_at
 from .dealt import local_slots as local_slots
+from .dealt import merged as merged
 from .dealt import own as own
+from .dealt import own_slot as own_slot
 from .dealt import rows_at as rows_at
+from .dealt import slots_of_leaves as slots_of_leaves
+from .dealt import stripes as stripes
 from .shard import Shard as Shard
 from .spec import LayerSpec as LayerSpec
 from .spec import bucket as bucket

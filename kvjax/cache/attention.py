@@ -19,7 +19,7 @@ from kvjax.pallas_kernels import (
 )
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .dealt import merged, own, own_pages
+from .dealt import merged, own, own_pages, stripes
 from .spec import LayerSpec
 from .state import LayerCache
 from .tokens import Prompt, Token, TokenBlock
@@ -117,23 +117,14 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
     """Attention of a block's tokens, each over the live slots of tokens up to its own position; theirs are among the slots."""
     q_pos = jnp.where(block.mask, block.positions, -1)
     pos = jnp.where(held.live, held.pos, -1)
+    begun = held.next - block.count[:, None]
+    options = {"scale": spec.scale, "window": spec.window, "run": Run(jnp.zeros_like(begun), begun)}
     if held.dealt > 1:
         places, weight = own(pos, held.dealt, -1), own(held.weight, held.dealt)
-        options = {"scale": spec.scale, "window": spec.window}
-        out, logsumexp = partial_block_attention(block.q_rotated, held.k, held.v, q_pos, places, weight, **options)
+        slots = block.q_rotated, held.k, held.v, q_pos, places, weight
+        out, logsumexp = partial_block_attention(*slots, **options, stripes=stripes(held.dealt))
         return merged(out, logsumexp, held.dealt)
-    begun = held.next - block.count[:, None]
-    return block_attention(
-        block.q_rotated,
-        held.k,
-        held.v,
-        q_pos,
-        pos,
-        held.weight,
-        scale=spec.scale,
-        window=spec.window,
-        run=Run(jnp.zeros_like(begun), begun),
-    )
+    return block_attention(block.q_rotated, held.k, held.v, q_pos, pos, held.weight, **options)
 
 
 def attend_prompt(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B S N H"]:

@@ -30,6 +30,11 @@ class Coded:
     codes: UInt8[Array, "B K CN H"]
     factor: Float[Array, "B K C"]
 
+    @property
+    def slot_axes(self) -> Any:
+        """Along which axis each array has slots, or what several of them have together."""
+        return jax.tree.map(lambda _: 2, self)
+
     def part(self, start: Any, size: int, bits: Bits) -> "Coded":
         """`size` slots from `start` on; both multiples of the slots in a byte."""
         count = 8 // bits

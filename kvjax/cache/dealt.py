@@ -7,22 +7,38 @@ device: so all choose alike, and a policy that leaves keys and values to the fun
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.pallas_kernels import Stripes
+
 from .shard import SLOTS
 from .spec import round_slots
 from .state import LayerCache
 
-RUN = 16
-"""Neighbouring slots on one device."""
+RUN = 32
+"""Neighbouring slots on one device: groups of so many tokens, and such as divide them, are on one."""
 
 SMALL_GATHER = 1 << 18
 """Bytes up to which each device is sent what all have and adds it up itself: one communication. Of more, sums are sent, by two."""
+
+
+class Dealt(Protocol):
+    """What of a `LayerCache` tells where slots are; of other stores, too, that are dealt."""
+
+    @property
+    def pos(self) -> Int[Array, "B K C"]:
+        """Positions of all slots."""
+        ...
+
+    @property
+    def dealt(self) -> int:
+        """Among how many devices."""
+        ...
 
 
 def local_slots(slots: int, devices: int) -> int:
@@ -32,44 +48,79 @@ def local_slots(slots: int, devices: int) -> int:
 
 def dealt_empty(state: Any, devices: int) -> Any:
     """A layer's state without tokens, of whose slots each device holds its part: they are all alike."""
-    return _with_kv(state, devices, lambda x: x[:, :, : local_slots(x.shape[2], devices)])
+
+    def part(x: Array, axis: int, run: int) -> Array:
+        return jax.lax.slice_in_dim(x, 0, local_slots(x.shape[axis] * RUN // run, devices) * run // RUN, axis=axis)
+
+    return _with_kv(state, devices, part)
 
 
 def deal(state: Any, devices: int) -> Any:
     """A layer's state, a `LayerCache` or one that has it as `cache`, of which each device holds its part; as it is, if that is so."""
-    return state if state.cache.dealt == devices else _with_kv(state, devices, lambda x: own(x, devices))
+    if state.cache.dealt == devices:
+        return state
+    return _with_kv(state, devices, lambda x, axis, run: own(x, devices, axis=axis, run=run))
 
 
 def gathered(state: Any) -> Any:
     """A layer's state that is dealt, whole on every device."""
     devices, size = state.cache.dealt, state.cache.pos.shape[-1]
 
-    def whole(x: Shaped[Array, "B K L H"]) -> Shaped[Array, "B K C H"]:
-        return in_order(jax.lax.all_gather(x, SLOTS, axis=2, tiled=True), devices, size)
+    def whole(x: Array, axis: int, run: int) -> Array:
+        parts = jax.lax.all_gather(x, SLOTS, axis=axis, tiled=True)
+        return in_order(parts, devices, size * run // RUN, axis=axis, run=run)
 
     return _with_kv(state, 1, whole)
 
 
-def own(x: Shaped[Array, "B K C *S"], devices: int, fill: Any = 0) -> Shaped[Array, "B K L *S"]:
-    """Of what is known of all slots, this device's part; `fill` where there are fewer than would be even."""
-    runs = jnp.moveaxis(_runs(x, devices, fill), 3, 0)
-    return jax.lax.dynamic_index_in_dim(runs, _index(), keepdims=False).reshape(*x.shape[:2], -1, *x.shape[3:])
+def own(
+    x: Shaped[Array, "B K *S"], devices: int, fill: Any = 0, *, axis: int = 2, run: int = RUN
+) -> Shaped[Array, "B K ..."]:
+    """Of what is known of all slots, this device's part; `fill` where there are fewer than would be even.
+
+    Args:
+        axis: of slots, or of what several have together.
+        run: how many there are of a run's slots.
+    """
+    runs = jnp.moveaxis(_runs(x, devices, fill, axis, run), 3, 0)
+    return _flat(jax.lax.dynamic_index_in_dim(runs, _index(), keepdims=False), axis)
 
 
-def by_device(x: Any, devices: int) -> Any:
-    """Slots [B, K, C, ...] in the order in which devices have them, one device's after the other's; of NumPy or JAX."""
-    return _runs(x, devices, 0).swapaxes(2, 3).reshape(*x.shape[:2], -1, *x.shape[3:])
+def by_device(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
+    """Slots in the order in which devices have them, one device's after the other's; of NumPy or JAX.
+
+    Args:
+        axis, run: as for `own`.
+    """
+    return _flat(_flat(_runs(x, devices, 0, axis, run).swapaxes(2, 3), 2), axis)
 
 
-def in_order(x: Any, devices: int, size: int) -> Any:
-    """The first `size` slots, of those in the order of `by_device`."""
-    runs = x.reshape(*x.shape[:2], devices, -1, RUN, *x.shape[3:]).swapaxes(2, 3)
-    return runs.reshape(*x.shape[:2], -1, *x.shape[3:])[:, :, :size]
+def in_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = RUN) -> Any:
+    """The first `size` slots, of those in the order of `by_device`.
+
+    Args:
+        axis, run: as for `own`.
+    """
+    x = _moved(x, axis, 2)
+    runs = x.reshape(*x.shape[:2], devices, -1, run, *x.shape[3:]).swapaxes(2, 3)
+    return _moved(_flat(_flat(runs, 2), 2)[:, :, :size], 2, axis)
 
 
-def own_slot(cache: LayerCache, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
+def slots_of_leaves(state: Any) -> list[int]:
+    """For each array of a layer's dealt state, or of several's, how many slots a device has of the cache that it belongs to; 0 where it belongs
+    to none that is dealt.
+    """
+    found: list[int] = []
+    for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "dealt")):
+        devices = getattr(each, "dealt", 1)
+        slots = local_slots(each.pos.shape[-1], devices) if devices > 1 else 0
+        found += [slots] * len(jax.tree.leaves(each))
+    return found
+
+
+def own_slot(cache: Dealt, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
     """Where slots are in this device's part; beyond its end those that are not."""
-    local = cache.k.shape[2]
+    local = local_slots(cache.pos.shape[-1], cache.dealt)
     return jnp.where(slot < cache.pos.shape[-1], _own_slot(slot, cache.dealt, local), local)
 
 
@@ -86,6 +137,11 @@ def own_pages(
     at = own_slot(cache, first)
     here = at < cache.k.shape[2]
     return jnp.where(here, at, 0) // size, meant & jnp.repeat(here, size, axis=-1), size
+
+
+def stripes(devices: int) -> Stripes:
+    """Which of a cache's slots this device has, as kernels are told."""
+    return Stripes(RUN, devices, _index())
 
 
 def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
@@ -122,12 +178,26 @@ def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: in
     return (total[..., :-1] / jnp.maximum(total[..., -1:], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)
 
 
-def _runs(x: Any, devices: int, fill: Any) -> Any:
-    """Slots as [B, K, L / RUN, devices, RUN, ...], filled up to L for each device."""
-    local, numbers = local_slots(x.shape[2], devices), np if isinstance(x, np.ndarray) else jnp
+def _runs(x: Any, devices: int, fill: Any, axis: int, run: int) -> Any:
+    """Slots as [B, K, L / run, devices, run, ...], filled up to L for each device."""
+    x = _moved(x, axis, 2)
+    local, numbers = local_slots(x.shape[2] * RUN // run, devices) * run // RUN, _numbers(x)
     padding = [(0, 0), (0, 0), (0, local * devices - x.shape[2]), *[(0, 0)] * (x.ndim - 3)]
     padded = numbers.pad(x, padding, constant_values=fill)
-    return padded.reshape(*x.shape[:2], local // RUN, devices, RUN, *x.shape[3:])
+    return padded.reshape(*x.shape[:2], local // run, devices, run, *x.shape[3:])
+
+
+def _flat(runs: Any, axis: int) -> Any:
+    """Axes 2 and 3 as one, which is then that one."""
+    return _moved(runs.reshape(*runs.shape[:2], -1, *runs.shape[4:]), 2, axis)
+
+
+def _moved(x: Any, source: int, to: int) -> Any:
+    return x if source == to else _numbers(x).moveaxis(x, source, to)
+
+
+def _numbers(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def _own_slot(slot: Int[Array, "*S"], devices: int, local: int) -> Int[Array, "*S"]:
@@ -142,5 +212,13 @@ def _index() -> Int[Array, ""]:
 
 
 def _with_kv(state: Any, devices: int, change: Any) -> Any:
-    kept = dataclasses.replace(state.cache, k=change(state.cache.k), v=change(state.cache.v), dealt=devices)
+    """The state with `change(x, axis, run)` of each array of its keys and values, see `own`."""
+    held = state.cache
+    slots = local_slots(held.pos.shape[-1], held.dealt) if held.dealt > 1 else held.pos.shape[-1]
+
+    def changed(x: Array, axis: int) -> Array:
+        return change(x, axis, RUN * x.shape[axis] // slots)
+
+    k, v = jax.tree.map(changed, (held.k, held.v), held.slot_axes)
+    kept = dataclasses.replace(held, k=k, v=v, dealt=devices)
     return kept if state.cache is state else dataclasses.replace(state, cache=kept)

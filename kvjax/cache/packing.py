@@ -39,6 +39,13 @@ class Packed:
     zero: Float[Array, "B K X Y"]
     along: Along = flax.struct.field(pytree_node=False)
 
+    @property
+    def slot_axes(self) -> Any:
+        """Along which axis each array has slots, or what several of them have together."""
+        others = 2 if self.along == "slots" else 3
+        leaves, structure = [2, others, others], jax.tree.structure(self)
+        return jax.tree.unflatten(structure, leaves)
+
     def part(self, start: Any, size: int, bits: Bits) -> "Packed":
         """`size` slots from `start` on; both multiples of the slots in a group and of those in a byte."""
         count = 8 // bits

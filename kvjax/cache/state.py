@@ -47,6 +47,11 @@ class LayerCache:
         return self
 
     @property
+    def slot_axes(self) -> tuple[int, int]:
+        """Along which axis keys and values have their slots."""
+        return 2, 2
+
+    @property
     def count(self) -> Int[Array, "B K"]:
         """How many slots hold something."""
         return jnp.sum(self.live, axis=-1, dtype=jnp.int32)

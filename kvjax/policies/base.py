@@ -130,6 +130,8 @@ class Traits:
         reading: how a text is read that comes in parts, or is too long to be held: in "blocks" (it is a `capabilities.ReadsBlocks`),
             its "tokens" one after the other, or not, as the layer chooses from a "whole" prompt.
         has_own_store: it is a `capabilities.HasOwnStore`.
+        deals_store: what is large in its own store are keys and values, of which each device may have some slots: its state has `k` and `v`,
+            `slot_axes`, `pos` of [B, K, C] and `dealt`, as a `LayerCache` has.
         sparse: it is a `sparse.SparseLayer`: queries read a selection of all that is kept.
         dense: it keeps everything, whatever its policy does in other layers.
         replays: how parts of a prompt are to be read once more before `prefill` chooses from it, whose prompt then has no queries and
@@ -144,6 +146,7 @@ class Traits:
     looks_ahead: bool = False
     reading: Reading = "whole"
     has_own_store: bool = False
+    deals_store: bool = False
     sparse: bool = False
     dense: bool = False
     replays: tuple[Replay, ...] = ()
@@ -157,7 +160,9 @@ class Traits:
         Between two readings of text such a layer leaves them to functions of `kvjax.cache`, or as a sparse one with a store of its own to
         whoever gives it what it selects (`sparse.SparseLayer.attend_to`).
         """
-        return self.sparse or (self.plain and self.compression == "never" and not self.has_own_store)
+        return (
+            self.sparse or self.deals_store or (self.plain and self.compression == "never" and not self.has_own_store)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ class KVzip(PromptScorer):
             raise PolicyError(
                 f"{self.info.name}: scope='model' shares a budget among all heads of all layers, and here it has some; give scope='layer'"
             )
-        return SharedKVzipLayer(self, spec, Traits(has_own_store=True, replays=(self.replay,)))
+        return SharedKVzipLayer(self, spec, Traits(has_own_store=True, deals_store=True, replays=(self.replay,)))
 
     def shared_mask(
         self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache import LayerSpec, Shard, by_device, host_memory, in_order
+from kvjax.cache import RUN, LayerSpec, Shard, by_device, host_memory, in_order, slots_of_leaves
 from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE, SLOTS
 from kvjax.models import ModelConfig
 from kvjax.models.params import name_of
@@ -54,8 +54,14 @@ def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, .
 
 def dealt_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
     """How many caches have their slots on several devices: one per layer at most, or per group of heads."""
-    layers = [jax.tree.leaves(layer, is_leaf=_is_partition) for layer in state_partitions(policy, specs)]
-    return sum(-(-sum(SLOTS in each for each in leaves) // 2) for leaves in layers)  # keys and values, or values alone
+    found = 0
+    for spec, partitions in zip(specs, state_partitions(policy, specs), strict=True):
+        leaves = jax.tree.leaves(partitions, is_leaf=_is_partition)
+        own = jax.eval_shape(dealt(policy.layer(spec)).init)
+        caches = [getattr(x, "dealt", 1) > 1 for x in jax.tree.leaves(own, is_leaf=lambda x: hasattr(x, "dealt"))]
+        others = sum(SLOTS in each and not n for each, n in zip(leaves, slots_of_leaves(own), strict=True))
+        found += sum(caches) - (-others // 2)  # of a sparse layer's store keys and values, or values alone
+    return found
 
 
 def repeated_bytes(policy: Policy, specs: Sequence[LayerSpec]) -> int:
@@ -111,15 +117,15 @@ def on_host(x: Any) -> np.ndarray:
 def saved(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
     """Caches on the host, as one device has them, whatever devices they were on."""
 
-    def ordered(partition: PartitionSpec, whole: Any, x: Any) -> np.ndarray:
+    def ordered(partition: PartitionSpec, whole: Any, place: Any, x: Any) -> np.ndarray:
         x = on_host(x)
-        return in_order(x, spec.shard.slots, whole.shape[2]) if SLOTS in partition else x
+        return in_order(x, spec.shard.slots, whole.shape[place["axis"]], **place) if SLOTS in partition else x
 
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
         whole = jax.eval_shape(policy.layer(spec.whole).init)
         partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
-        leaves = map(ordered, partitions, jax.tree.leaves(whole), jax.tree.leaves(cache))
+        leaves = map(ordered, partitions, jax.tree.leaves(whole), _slot_places(policy, spec), jax.tree.leaves(cache))
         found.append(jax.tree.unflatten(jax.tree.structure(whole), leaves))
     return tuple(found)
 
@@ -146,12 +152,13 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
                 "policy, budget and sizes of the one that saved it"
             )
 
-        def put(partition: PartitionSpec, place: Any, x: Any, devices: int = spec.shard.slots) -> Any:
-            if place.memory_space == jax.memory.Space.Host:
+        def put(partition: PartitionSpec, aval: Any, place: Any, x: Any, devices: int = spec.shard.slots) -> Any:
+            if aval.memory_space == jax.memory.Space.Host:
                 return host_memory.to_host(x)
-            return by_device(x, devices) if SLOTS in partition else x
+            return by_device(x, devices, **place) if SLOTS in partition else x
 
-        leaves = map(put, jax.tree.leaves(partitions, is_leaf=_is_partition), traced.out_avals, jax.tree.leaves(cache))
+        each = jax.tree.leaves(partitions, is_leaf=_is_partition)
+        leaves = map(put, each, traced.out_avals, _slot_places(policy, spec), jax.tree.leaves(cache))
         found.append(jax.tree.unflatten(jax.tree.structure(partitions, is_leaf=_is_partition), leaves))
     return tuple(found)
 
@@ -188,6 +195,16 @@ def lost_processes(mesh: Mesh | None) -> Iterator[None]:
         raise ConnectionError(
             f"another process of the mesh has most likely ended, look at what it printed; start all of them anew ({error})"
         ) from error
+
+
+@lru_cache(maxsize=1024)
+def _slot_places(policy: Policy, spec: LayerSpec) -> list[dict[str, int]]:
+    """Of each array of a layer that is dealt by slots, along which axis it is, and how many entries a run of slots has there."""
+    own = jax.eval_shape(dealt(policy.layer(spec)).init)
+    partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
+    axes = [partition.index(SLOTS) if SLOTS in partition else 0 for partition in partitions]
+    sizes = zip(axes, slots_of_leaves(own), jax.tree.leaves(own), strict=True)
+    return [{"axis": axis, "run": RUN * x.shape[axis] // slots if slots else RUN} for axis, slots, x in sizes]
 
 
 def _is_partition(x: Any) -> bool:

@@ -8,6 +8,7 @@ while others are multiplied; XLA elsewhere.
 
 from .api import decode_attention as decode_attention
 from .api import sharded_decode_attention as sharded_decode_attention
+from .reference import partial_ragged_attention as partial_ragged_attention
 from .reference import ragged_attention as ragged_attention
 from .types import Attended as Attended
 from .types import CacheShard as CacheShard

@@ -74,6 +74,27 @@ def ragged_attention(
     Returns:
         The attended values in the dtype of `q`; zeros for a head that has nothing to attend to.
     """
+    return partial_ragged_attention(q, k, v, start, stop, scale=scale, visible=visible)[0]
+
+
+def partial_ragged_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B S H"],
+    v: Float[Array, "B S H"],
+    start: Int[Array, "B K"],
+    stop: Int[Array, "B K"],
+    *,
+    scale: float,
+    visible: Bool[Array, "B S"] | None = None,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+    """`ragged_attention` over a part of the store, with what is needed to put parts together.
+
+    Args:
+        q, k, v, start, stop, scale, visible: as for `ragged_attention`.
+
+    Returns:
+        The attended values, and the logarithms of the sums of exponentials, -inf for a head that has nothing to attend to.
+    """
     batch, heads, dim = q.shape
     kv_heads = start.shape[1]
     slots = jnp.arange(k.shape[1], dtype=jnp.int32)
@@ -84,8 +105,11 @@ def ragged_attention(
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
     logits = jnp.einsum("bkgh,bsh->bkgs", grouped, k, preferred_element_type=jnp.float32) * scale
     logits = jnp.where(own[:, :, None], logits, MASKED)
-    weights = jnp.where(own[:, :, None], jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
-    probs = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.where(own[:, :, None], jnp.exp(logits - top), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    probs = weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     values = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
     out = jnp.einsum("bkgs,bsh->bkgh", probs.astype(v.dtype), values, preferred_element_type=jnp.float32)
-    return out.reshape(batch, heads, dim).astype(q.dtype)
+    logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+    return out.reshape(batch, heads, dim).astype(q.dtype), logsumexp.reshape(batch, heads)

@@ -6,3 +6,4 @@ from .api import block_attention as block_attention
 from .api import partial_block_attention as partial_block_attention
 from .api import prefill_attention as prefill_attention
 from .types import Run as Run
+from .types import Stripes as Stripes

@@ -1,9 +1,11 @@
 """The public function, and the choice of who computes it."""
 
+import dataclasses
+
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
-from .types import Run
+from .types import Run, Stripes
 
 _PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
 _BLOCK = Op(
@@ -13,7 +15,7 @@ _BLOCK = Op(
     tpu=("block_attention_pallas_mosaic_tpu",),
     forward_only=True,
 )
-_PARTIAL = Op("partial_block_attention", __name__)
+_PARTIAL = dataclasses.replace(_BLOCK, name="partial_block_attention")
 
 
 def prefill_attention(
@@ -97,15 +99,17 @@ def partial_block_attention(
     *,
     scale: float,
     window: int | None = None,
+    run: Run | None = None,
+    stripes: Stripes | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
     """`block_attention` over a part of the slots, with what is needed to put parts together.
 
     Args:
-        q, k, v, q_pos, pos, weight, scale, window: as for `block_attention`.
-        implementation: "auto" and "xla" are XLA; there is no kernel yet.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        q, k, v, q_pos, pos, weight, scale, window, implementation, interpret: as for `block_attention`.
+        run: as for `block_attention`, in numbers of all slots.
+        stripes: which of all slots the part is, so that what `run` tells can be told of it; None if it is all of them.
 
     Returns:
         The attended values, and the logarithms of the sums of exponentials, -inf for a query that sees nothing.
@@ -113,5 +117,5 @@ def partial_block_attention(
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    options = {"scale": scale, "window": window}
+    options = {"scale": scale, "window": window, "run": run, "stripes": stripes}
     return _PARTIAL(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ..masking import MASKED
 from ..tuning import tuned
 from ..wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
-from .types import Run
+from .types import Run, Stripes
 
 SIZES = {"rows": 64, "slots": 128, "stages": 2}
 """Queries of a warpgroup, slots of a tile, and tiles under way, where none were measured."""
@@ -59,6 +59,45 @@ def block_attention(
     Args:
         sizes: `rows` queries of a warpgroup, `slots` of a tile and `stages`, tiles under way, instead of the tuned ones.
     """
+    out, *_ = _over_slots(q, k, v, pos, weight, run, None, scale=scale, sizes=sizes, sums=False)
+    return jnp.where((q_pos >= 0)[..., None, None], out, jnp.zeros((), q.dtype))
+
+
+def partial_block_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None = None,
+    *,
+    run: Run,
+    scale: float,
+    window: None = None,
+    stripes: Stripes | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
+    """The same with the logarithms of the sums; see the public function."""
+    out, sums = _over_slots(q, k, v, pos, weight, run, stripes, scale=scale, sizes=sizes, sums=True)
+    sums = jnp.moveaxis(sums, 1, 2)
+    seen = (q_pos >= 0)[..., None] & (sums > MASKED / 2)  # the kernel's units are powers of two
+    return jnp.where(seen[..., None], out, jnp.zeros((), q.dtype)), jnp.where(seen, sums, -jnp.inf)
+
+
+def _over_slots(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None,
+    run: Run,
+    stripes: Stripes | None,
+    *,
+    scale: float,
+    sizes: Mapping[str, int] | None,
+    sums: bool,
+) -> list[Array]:
+    """What the kernel finds for each query: values and, if asked for, the logarithm of the sum of exponentials, [B, N, S]."""
     (_, size, heads, dim), (_, kv_heads, slots, _) = q.shape, k.shape
     case = {"queries": size, "slots": slots, "group": heads // kv_heads, "head_dim": dim}
     sizes = sizes or tuned("block_attention", case, SIZES)
@@ -67,16 +106,19 @@ def block_attention(
     bias = jnp.where(live, 0.0 if weight is None else jnp.log2(jnp.maximum(weight, 1.0)), MASKED)
     bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -slots % width)), constant_values=MASKED)
     bias = einops.rearrange(bias, "b k (t s) -> (b k) t s", s=width)
-    # What free slots hold would reach the sums as 0 x NaN, and the copy engine takes whole rows of 8.
+    # What free slots hold would reach the sums as 0 x NaN, and the copy engine takes whole rows of 8, and of a tile at least.
     k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)) for x in (k, v))
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))) for x in (k, v))
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, max(-slots % 8, width - slots)), (0, 0))) for x in (k, v))
     queries = jnp.pad(q, ((0, 0), (0, -size % (WARPGROUPS * sizes["rows"])), (0, 0), (0, 0)))
-    out = _attend(queries, k, v, bias, run.first, run.own, scale=scale, sizes=tuple(sizes.items()))
-    out = out[:, :size]
-    return jnp.where((q_pos >= 0)[..., None, None], out, jnp.zeros((), q.dtype))
+    part, dealing = (), None
+    if stripes is not None:
+        part, dealing = (stripes.part[None],), (stripes.width, stripes.parts)
+    given = queries, k, v, bias, run.first, run.own, *part
+    out, *others = _attend(*given, scale=scale, sizes=tuple(sizes.items()), dealing=dealing, sums=sums)
+    return [out[:, :size], *(x[:, :, :size] for x in others)]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sizes"))
+@functools.partial(jax.jit, static_argnames=("scale", "sizes", "dealing", "sums"))
 def _attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B K T H"],
@@ -84,11 +126,17 @@ def _attend(
     bias: Float[Array, "F U W"],
     first: Int[Array, "B K"],
     own: Int[Array, "B K"],
-    *,
+    *part: Int[Array, "1"],
     scale: float,
     sizes: tuple[tuple[str, int], ...],
-) -> Float[Array, "B S N H"]:
-    """The kernel, for whole tiles of queries, traced and lowered once for all layers."""
+    dealing: tuple[int, int] | None,
+    sums: bool,
+) -> list[Array]:
+    """The kernel, for whole tiles of queries, traced and lowered once for all layers.
+
+    Args:
+        part: as in `Stripes`, and `dealing` their `width` and `parts`, if slots are a part of all.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, size, heads, dim = q.shape
@@ -103,20 +151,30 @@ def _attend(
         bias_ref: Any,
         first_ref: Any,
         own_ref: Any,
-        out_ref: Any,
-        *scratch: Any,
+        *refs: Any,
     ) -> None:
-        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, turn = scratch
+        part_refs, refs = refs[: len(part)], refs[len(part) :]
+        (out_ref, *sums_refs), scratch = refs[: len(results)], refs[len(results) :]
+        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, turn, *sums_smems = scratch
+        stripes = [Stripes(*dealing, part_ref[0]) for part_ref in part_refs] if dealing else []
         row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         warpgroup = jax.lax.axis_index("warpgroup")
         kv_head = jax.lax.div(head, jnp.asarray(group, head.dtype))
         fold = row * kv_heads + kv_head
         before = own_ref[fold]
-        begin = jnp.minimum(jax.lax.div(first_ref[fold], jnp.asarray(width, jnp.int32)), tiles - 1)
+
+        def below(slot: Any) -> Any:
+            """How many of the slots that are given stand before one of all."""
+            for each in stripes:
+                slot = each.below(slot)
+            return slot
+
+        begin = jnp.minimum(jax.lax.div(below(first_ref[fold]), jnp.asarray(width, jnp.int32)), tiles - 1)
 
         def end(queries: Any) -> Any:
-            """Of the tiles that so many of the first queries see."""
-            return jnp.minimum(pl.cdiv(before + queries, jnp.asarray(width, jnp.int32)), tiles)
+            """Of the tiles that so many of the first queries see; of a part one at least, for those that see none."""
+            last = jnp.minimum(pl.cdiv(below(before + queries), jnp.asarray(width, jnp.int32)), tiles)
+            return jnp.maximum(last, begin + 1) if stripes else last
 
         last = end((block + 1) * both)
 
@@ -163,13 +221,13 @@ def _attend(
             plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, rows), head], mine, q_ready.at[warpgroup])
             plgpu.barrier_wait(q_ready.at[warpgroup])
             stop = end(base + rows)
-            whole = jax.lax.div(before + base + 1, jnp.asarray(width, jnp.int32))
+            whole = jax.lax.div(below(before + base + 1), jnp.asarray(width, jnp.int32))
             whole = jnp.minimum(jnp.maximum(whole, begin), stop)  # tiles that all of its queries see wholly
             plgpu.barrier_wait(k_ready.at[0])
             pl.when(warpgroup == 1)(take_turns)
 
-            def fold_in(tile: Any, sums: Any, *, masked: bool) -> Any:
-                acc, top, total = sums
+            def fold_in(tile: Any, found: Any, *, masked: bool) -> Any:
+                acc, top, total = found
                 stage = stage_of(tile)
 
                 def multiply(logits_ref: Any) -> Array:
@@ -187,7 +245,10 @@ def _attend(
                         plgpu.broadcasted_iota(jnp.int32, (rows, width), axis, layout=plgpu.Layout.WGMMA)
                         for axis in (0, 1)
                     )
-                    logits = jnp.where(slot + tile * width <= query + (before + base), logits, MASKED)
+                    slot += tile * width
+                    for each in stripes:
+                        slot = each.among_all(slot)
+                    logits = jnp.where(slot <= query + (before + base), logits, MASKED)
                 higher = jnp.maximum(top, jnp.max(logits, axis=1))
                 shrink = jnp.exp2(top - higher)
                 share = jnp.exp2(logits - jax.lax.broadcast_in_dim(higher, logits.shape, [0]))
@@ -219,20 +280,29 @@ def _attend(
                 take_turns()
 
             acc = plgpu.layout_cast(jnp.zeros((rows, dim), jnp.float32), plgpu.Layout.WGMMA)
-            sums = acc, along_rows(plgpu, rows, MASKED), along_rows(plgpu, rows, 0.0)
-            sums = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), sums)
-            acc, _, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), sums)
+            found = acc, along_rows(plgpu, rows, MASKED), along_rows(plgpu, rows, 0.0)
+            found = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), found)
+            acc, top, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), found)
             jax.lax.fori_loop(stop, last, let_pass, None)
             pl.when(warpgroup == 0)(take_turns)
             acc /= jax.lax.broadcast_in_dim(total, acc.shape, [0])
             mine[...] = acc.astype(q.dtype)
+            lines = [each.at[warpgroup] for each in sums_smems]
+            for line in lines:
+                line[...] = top * (1 / LOG2_E) + jnp.log(total)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mine, span)
+            for line, sums_ref in zip(lines, sums_refs, strict=True):
+                plgpu.copy_smem_to_gmem(line, sums_ref.at[row, head, pl.ds(base, rows)])
             plgpu.wait_smem_to_gmem(0)
 
+    results, room = [jax.ShapeDtypeStruct(q.shape, q.dtype)], []
+    if sums:
+        results.append(jax.ShapeDtypeStruct((batch, heads, size), jnp.float32))
+        room.append(plgpu.SMEM((WARPGROUPS, rows), jnp.float32))
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=results,
         grid=(heads, size // both, batch),
         grid_names=("head", "block", "row"),
         num_threads=WARPGROUPS + 1,
@@ -248,6 +318,7 @@ def _attend(
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
+            *room,
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, bias, first.reshape(-1), own.reshape(-1))
+    )(q, k, v, bias, first.reshape(-1), own.reshape(-1), *part)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from ..interpreter import interpreter
 from ..masking import MASKED
 from ..products import dot
-from .types import Run
+from .types import Run, Stripes
 
 ROWS, SLOTS = 512, 512
 """Queries and slots of a tile."""
@@ -55,6 +55,43 @@ def block_attention(
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
     """Softmax attention of a block of tokens over slots; see the public function."""
+    return _over_slots(q, k, v, q_pos, pos, weight, scale=scale, window=window, interpret=interpret)[0]
+
+
+def partial_block_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    run: Run | None = None,
+    stripes: Stripes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
+    """The same with the logarithms of the sums; see the public function."""
+    out, sums = _over_slots(q, k, v, q_pos, pos, weight, scale=scale, window=window, interpret=interpret, sums=True)
+    group = q.shape[2] // k.shape[1]
+    return out, einops.rearrange(sums[:, :, 0, : q.shape[1] * group], "b k (s g) -> b s (k g)", g=group)
+
+
+def _over_slots(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    q_pos: Int[Array, "B S"],
+    pos: Int[Array, "B K T"],
+    weight: Float[Array, "B K T"] | None,
+    *,
+    scale: float,
+    window: int | None,
+    interpret: bool,
+    sums: bool = False,
+) -> list[Array]:
+    """The attended values and, if asked for, the logarithm of each query's sum of exponentials: [B, K, 1, queries of a group]."""
     batch, size, heads, dim = q.shape
     kv_heads, slots = k.shape[1:3]
     group = heads // kv_heads
@@ -94,20 +131,25 @@ def block_attention(
     if weight is not None:
         inputs.append(jnp.log(jnp.maximum(weight, 1.0))[:, :, None])
         specs.append(line)
-    out = pl.pallas_call(
-        functools.partial(_body, scale=scale, slots=slots, window=window),
+    results, places = [jax.ShapeDtypeStruct(queries.shape, q.dtype)], [mine]
+    if sums:
+        # Along lanes, of which a column of numbers would fill one in 128.
+        results.append(jax.ShapeDtypeStruct((batch, kv_heads, 1, row_tiles * rows), jnp.float32))
+        places.append(pl.BlockSpec((None, None, 1, rows), lambda b, h, i, j, *_: (b, h, 0, i)))
+    out, *others = pl.pallas_call(
+        functools.partial(_body, scale=scale, slots=slots, window=window, results=len(results)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, kv_heads, row_tiles, slot_tiles),
             in_specs=specs,
-            out_specs=mine,
+            out_specs=places,
             scratch_shapes=[
                 pltpu.VMEM((rows, dim), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
         ),
@@ -119,7 +161,7 @@ def block_attention(
         interpret=interpreter(interpret),
         name="block_attention",
     )(first, last, *inputs)
-    return einops.rearrange(out[:, :, : size * group], "b k (s g) h -> b s (k g) h", g=group)
+    return [einops.rearrange(out[:, :, : size * group], "b k (s g) h -> b s (k g) h", g=group), *others]
 
 
 def _body(
@@ -134,8 +176,10 @@ def _body(
     scale: float,
     slots: int,
     window: int | None,
+    results: int,
 ) -> None:
-    *bias_refs, out_ref, acc_ref, top_ref, total_ref = refs
+    *bias_refs, acc_ref, top_ref, total_ref = refs
+    bias_refs, (out_ref, *sums_refs) = bias_refs[:-results], bias_refs[-results:]
     row, head, i, j = (pl.program_id(axis) for axis in range(4))
 
     @pl.when(j == 0)
@@ -171,3 +215,6 @@ def _body(
     def _finish() -> None:
         total = total_ref[...]
         out_ref[...] = (acc_ref[...] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
+        for sums_ref in sums_refs:
+            sums = jnp.where(total > 0, top_ref[...] + jnp.log(total), -jnp.inf)
+            sums_ref[...] = jnp.broadcast_to(sums, (sums.shape[0], 128)).T[:1]

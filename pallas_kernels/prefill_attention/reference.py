@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
-from .types import Run
+from .types import Run, Stripes
 
 BLOCK = 256
 """Tokens in a query or key block: the fastest on 2 CPU cores (`benchmarks/results/prefill-attention.json`)."""
@@ -114,6 +114,8 @@ def partial_block_attention(
     *,
     scale: float,
     window: int | None,
+    run: Run | None = None,
+    stripes: Stripes | None = None,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
     """The same with the logarithms of the sums; see the public function.
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
@@ -17,3 +19,29 @@ class Run(NamedTuple):
 
     first: Int[Array, "B K"]
     own: Int[Array, "B K"]
+
+
+class Stripes(NamedTuple):
+    """Which part of all slots is given: every `parts`-th of their stripes, from stripe `part` on.
+
+    Attributes:
+        width: slots of a stripe.
+        parts: among which stripes are dealt in turn.
+        part: which of them this is, from 0.
+    """
+
+    width: int
+    parts: int
+    part: Int[Array, ""]
+
+    def below(self, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
+        """How many of this part stand before a slot, counted among all."""
+        width, round_ = (jnp.asarray(n, jnp.int32) for n in (self.width, self.width * self.parts))
+        of_last = jax.lax.rem(slot, round_) - self.part * width
+        return jax.lax.div(slot, round_) * width + jnp.minimum(jnp.maximum(of_last, 0), width)
+
+    def among_all(self, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
+        """Where a slot of this part stands among all."""
+        width = jnp.asarray(self.width, jnp.int32)
+        stripe = jax.lax.div(slot, width) * self.parts + self.part
+        return stripe * width + jax.lax.rem(slot, width)

@@ -18,6 +18,7 @@ from kvjax.pallas_kernels import (
     gather_attention,
     kmeans,
     nearest,
+    partial_block_attention,
     prefill_attention,
     top_k,
     window_scores,
@@ -125,12 +126,12 @@ def prefilling(batch: int, tokens: int, heads: int, kv_heads: int, dim: int, win
 
 
 def reading(
-    batch: int, tokens: int, slots: int, heads: int, kv_heads: int, dim: int, dtype: str, weighted: bool
+    batch: int, tokens: int, slots: int, heads: int, kv_heads: int, dim: int, dtype: str, weighted: bool, attend: Any
 ) -> Compiled:
     """Block attention, which needs room for queries, positions and output in another order, not for tokens × slots."""
 
     def function(*inputs: Any) -> Any:
-        return block_attention(*inputs, scale=0.1)
+        return attend(*inputs, scale=0.1)
 
     q, cache = shape(dtype, batch, tokens, heads, dim), shape(dtype, batch, kv_heads, slots, dim)
     per_slot = batch, kv_heads, slots
@@ -144,9 +145,17 @@ def reading(
 KERNELS = {
     "prefill attention, 32k": prefilling(1, 32768, 32, 8, 128, None),
     "prefill attention, sliding window, heads of 64": prefilling(2, 4096, 9, 3, 64, 1024),
-    "block attention, 4096 tokens over 20k slots": reading(1, 4096, 20480, 32, 8, 128, "bfloat16", False),
-    "block attention, weights, uneven, a batch": reading(4, 700, 5000, 32, 8, 128, "bfloat16", True),
-    "block attention, heads of 64, float32": reading(2, 512, 4096, 9, 3, 64, "float32", True),
+    "block attention, 4096 tokens over 20k slots": reading(
+        1, 4096, 20480, 32, 8, 128, "bfloat16", False, block_attention
+    ),
+    "block attention, weights, uneven, a batch": reading(4, 700, 5000, 32, 8, 128, "bfloat16", True, block_attention),
+    "block attention, heads of 64, float32": reading(2, 512, 4096, 9, 3, 64, "float32", True, block_attention),
+    "partial block attention, 4096 tokens over 20k slots": reading(
+        1, 4096, 20480, 32, 8, 128, "bfloat16", True, partial_block_attention
+    ),
+    "partial block attention, few tokens, heads of 64, float32": reading(
+        2, 7, 1000, 9, 3, 64, "float32", False, partial_block_attention
+    ),
     "decode attention, Llama 3.1 8B, 32k": decode(1, 8, 4, 32768, 128, "bfloat16", False),
     "decode attention, rotated, batch of 8": decode(8, 8, 4, 8192, 128, "bfloat16", True),
     "decode attention, heads of 64, uneven": decode(2, 3, 3, 4000, 64, "bfloat16", True),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import block_attention, prefill_attention
+from kvjax.pallas_kernels import Stripes, block_attention, partial_block_attention, prefill_attention
 from kvjax.pallas_kernels.op import Unsupported
 from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_tpu, reference
 
@@ -136,3 +136,55 @@ def test_block_attention_of_tpus(dtype, window, dim, monkeypatch):
         told = np.ones(pos.shape) if weights is None else np.asarray(weights)
         expected = over_slots(numbers, q_pos, pos, told, 0.125, window)
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "window"),
+    [("xla", "float32", 200), ("tpu", "float32", None), pytest.param("tpu", "bfloat16", 200, marks=pytest.mark.slow)],
+)
+def test_partial_block_attention(implementation, dtype, window, monkeypatch):
+    """Sums of exponentials of each part, by which the parts' values add up to those over all slots."""
+    monkeypatch.setattr(block_attention_pallas_mosaic_tpu, "ROWS", 32)
+    monkeypatch.setattr(block_attention_pallas_mosaic_tpu, "SLOTS", 128)
+    (q, k, v, q_pos, pos, weight), numbers = block_case(2, dtype, 2, 20, 300, 4, 2, 64)
+    told = np.asarray(q_pos), np.asarray(pos), np.asarray(weight)
+    total, joined, empty = 0.0, 0.0, 0
+    for part in (slice(0, 7), slice(7, 140), slice(140, 300)):
+        given = k[:, :, part], v[:, :, part], q_pos, pos[:, :, part], weight[:, :, part]
+        options = {"implementation": implementation, "interpret": implementation == "tpu"}
+        out, sums = partial_block_attention(q, *given, scale=0.125, window=window, **options)
+        assert (out.dtype, sums.dtype) == (q.dtype, jnp.float32)
+        sums = np.asarray(sums, np.float64)
+        expected = sums_over_slots(numbers, *told[:1], *(x[:, :, part] for x in told[1:]), part, 0.125, window)
+        np.testing.assert_allclose(sums, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert not np.asarray(out, np.float64)[np.isneginf(expected)].any()
+        total, joined = total + np.exp(sums), joined + np.exp(sums)[..., None] * np.asarray(out, np.float64)
+        empty += np.isneginf(expected).sum()
+    assert empty, "some part has nothing for some query"
+    joined /= np.where(total > 0, total, 1)[..., None]
+    expected = over_slots(numbers, *told, 0.125, window)
+    np.testing.assert_allclose(joined, expected, atol=2 * TOLERANCE[dtype])
+
+
+def sums_over_slots(numbers, q_pos, pos, weight, part, scale, window):
+    """The logarithm of each query's sum of weighted exponentials over the slots of a part, in float64."""
+    q, k, _ = numbers
+    out = np.full(q.shape[:3], -np.inf)
+    for b, s, n in np.ndindex(*out.shape):
+        head = n // (q.shape[2] // k.shape[1])
+        distance = q_pos[b, s] - pos[b, head]
+        seen = (pos[b, head] >= 0) & (distance >= 0) & (distance < (10**9 if window is None else window))
+        logits = k[b, head, part][seen] @ q[b, s, n] * scale
+        out[b, s, n] = np.logaddexp.reduce(logits + np.log(weight[b, head, seen]), initial=-np.inf)
+    return out
+
+
+@pytest.mark.parametrize(("width", "parts"), [(16, 3), (4, 2), (1, 5)])
+def test_stripes(width, parts):
+    """Against a count of all slots, dealt one by one."""
+    slot = jnp.arange(200, dtype=jnp.int32)
+    for part in range(parts):
+        stripes = Stripes(width, parts, jnp.asarray(part, jnp.int32))
+        mine = [i for i in range(200) if i // width % parts == part]
+        np.testing.assert_array_equal(stripes.among_all(slot[: len(mine)]), mine)
+        np.testing.assert_array_equal(stripes.below(slot), [sum(m < i for m in mine) for i in range(200)])

@@ -85,7 +85,7 @@ def test_memory_is_that_of_equal_heads(tiny):
     state = jax.eval_shape(
         lambda: AdaKV(budget=1000).layer(dataclasses.replace(SPEC, prompt_len=30_000, new_tokens=24)).init()
     )
-    assert state.k.shape == (1, 2 * 1024, 8)
+    assert state.k.shape == (1, 1, 2 * 1024, 8)
 
 
 SPEC = make_case(0, [1], 1).spec
@@ -121,7 +121,7 @@ def test_without_a_prompt_heads_have_room_for_new_tokens():
     spec = dataclasses.replace(SPEC, prompt_len=0, new_tokens=40)
     state = AdaKV(budget=64).layer(spec).init()
     assert state.start.tolist() == state.next.tolist() == [[0, 40]]
-    assert state.k.shape[1] >= 80
+    assert state.k.shape[2] >= 80
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5])

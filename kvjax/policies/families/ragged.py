@@ -1,7 +1,7 @@
 """Heads of unequal sizes: one store per layer, in which each head has a segment as long as it needs."""
 
 import dataclasses
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
-from kvjax.pallas_kernels import ragged_attention
+from kvjax.pallas_kernels import partial_ragged_attention, ragged_attention
 
 from ..base import Carry, Traits
 from .scoring import PromptScorer, PromptScorerLayer
@@ -21,7 +21,7 @@ P = TypeVar("P", bound=PromptScorer)
 class Ragged:
     """One store of all heads of a layer, each with a segment of its own size. B rows, K KV heads, S slots, H head dim.
 
-    A segment has the head's kept tokens and, after them, room for the new ones.
+    A segment has the head's kept tokens and, after them, room for the new ones. The store is as that of a single head.
 
     Attributes:
         k, v: rotated keys, and values.
@@ -29,26 +29,38 @@ class Ragged:
         start: where each head's segment begins.
         next: the slot that the head's next token goes to; its tokens are in the slots from `start` up to it.
         seen: tokens that have passed through this cache, kept or not.
+        dealt: among how many devices keys and values are dealt by slots, as in `LayerCache`.
     """
 
-    k: Float[Array, "B S H"]
-    v: Float[Array, "B S H"]
-    pos: Int[Array, "B S"]
+    k: Float[Array, "B 1 _ H"]
+    v: Float[Array, "B 1 _ H"]
+    pos: Int[Array, "B 1 S"]
     start: Int[Array, "B K"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
+    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
-    def live(self) -> Bool[Array, "B S"]:
+    def live(self) -> Bool[Array, "B 1 S"]:
         """Which slots hold something."""
         return self.pos >= 0
+
+    @property
+    def cache(self) -> Self:
+        """Itself, as of a `LayerCache`."""
+        return self
+
+    @property
+    def slot_axes(self) -> tuple[int, int]:
+        """Along which axis keys and values have their slots."""
+        return 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedLayer(PromptScorerLayer[P]):
     """One layer of a `PromptScorer` whose heads keep unequal numbers of a prompt's tokens, `max_kept` on average."""
 
-    traits: Traits = Traits(has_own_store=True, reading="blocks")
+    traits: Traits = Traits(has_own_store=True, deals_store=True, reading="blocks")
 
     @property
     def capacity(self) -> int:
@@ -60,9 +72,9 @@ class RaggedLayer(PromptScorerLayer[P]):
         start = jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
         start = jnp.broadcast_to(start, (spec.batch, spec.num_kv_heads))
         return Ragged(
-            k=jnp.zeros((spec.batch, size, spec.head_dim), spec.dtype),
-            v=jnp.zeros((spec.batch, size, spec.head_dim), spec.dtype),
-            pos=jnp.full((spec.batch, size), -1, jnp.int32),
+            k=jnp.zeros((spec.batch, 1, size, spec.head_dim), spec.dtype),
+            v=jnp.zeros((spec.batch, 1, size, spec.head_dim), spec.dtype),
+            pos=jnp.full((spec.batch, 1, size), -1, jnp.int32),
             start=start,
             next=start,
             seen=jnp.zeros((spec.batch,), jnp.int32),
@@ -73,31 +85,32 @@ class RaggedLayer(PromptScorerLayer[P]):
         return _stored(self.spec, self.capacity, prompt, keep), carry
 
     def append(self, state: Ragged, token: Token) -> Ragged:
-        at = (jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None], state.next)
+        rows = jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None]
+        at = rows, 0, state.next if state.dealt == 1 else cache.own_slot(state, state.next)
         return dataclasses.replace(
             state,
-            k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype)),
-            v=state.v.at[at].set(token.v.astype(state.v.dtype)),
-            pos=state.pos.at[at].set(token.position[:, None]),
+            k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype), mode="drop"),
+            v=state.v.at[at].set(token.v.astype(state.v.dtype), mode="drop"),
+            pos=state.pos.at[rows, 0, state.next].set(token.position[:, None]),
             next=state.next + 1,
             seen=state.seen + 1,
         )
 
     def attend(self, state: Ragged, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Ragged, Carry]:
-        window = self.spec.window
-        out = ragged_attention(
-            token.q_rotated,
-            state.k,
-            state.v,
-            state.start,
-            state.next,
-            scale=self.spec.scale,
-            visible=None if window is None else state.pos > token.position[:, None] - window,
-        )
-        return out, state, carry
+        window, (k, v) = self.spec.window, (x[:, 0] for x in (state.k, state.v))
+        visible = None if window is None else state.pos > token.position[:, None, None] - window
+        if state.dealt == 1:
+            seen = None if visible is None else visible[:, 0]
+            segments = state.start, state.next
+            return ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen), state, carry
+        seen = None if visible is None else cache.own(visible, state.dealt)[:, 0]
+        segments = map(cache.stripes(state.dealt).below, (state.start, state.next))
+        part = partial_ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen)
+        return cache.merged(*part, state.dealt), state, carry
 
     def as_cache(self, state: Ragged) -> LayerCache:
-        width = min(self.spec.max_tokens, state.pos.shape[-1])
+        k, v, positions = (x[:, 0] for x in (state.k, state.v, state.pos))
+        width = min(self.spec.max_tokens, positions.shape[-1])
         index = state.start[..., None] + jnp.arange(width, dtype=jnp.int32)
         live = index < state.next[..., None]
         flat = jnp.where(live, index, 0).reshape(self.spec.batch, -1)
@@ -106,10 +119,8 @@ class RaggedLayer(PromptScorerLayer[P]):
             rows = jnp.take_along_axis(x, flat[..., None], axis=1)
             return jnp.where(live[..., None], rows.reshape(*live.shape, -1), jnp.zeros((), x.dtype))
 
-        pos = jnp.where(live, jnp.take_along_axis(state.pos, flat, axis=1).reshape(live.shape), -1)
-        return LayerCache(
-            segments(state.k), segments(state.v), pos, live.astype(jnp.float32), state.next - state.start, state.seen
-        )
+        pos = jnp.where(live, jnp.take_along_axis(positions, flat, axis=1).reshape(live.shape), -1)
+        return LayerCache(segments(k), segments(v), pos, live.astype(jnp.float32), state.next - state.start, state.seen)
 
 
 def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T"]) -> Ragged:
@@ -127,14 +138,14 @@ def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T
     token = jnp.take_along_axis(source, jnp.where(live, which, 0), axis=1) % keep.shape[-1]
     rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None]
 
-    def gathered(x: Float[Array, "B T K H"]) -> Float[Array, "B S H"]:
-        return jnp.where(live[..., None], x[rows, token, head], jnp.zeros((), x.dtype)).astype(spec.dtype)
+    def gathered(x: Float[Array, "B T K H"]) -> Float[Array, "B 1 S H"]:
+        return jnp.where(live[..., None], x[rows, token, head], jnp.zeros((), x.dtype)).astype(spec.dtype)[:, None]
 
     pos = token if prompt.places is None else prompt.places[rows, head, token]
     return Ragged(
         k=gathered(prompt.k_rotated),
         v=gathered(prompt.v),
-        pos=jnp.where(live, pos, -1),
+        pos=jnp.where(live, pos, -1)[:, None],
         start=start,
         next=start + kept,
         seen=prompt.seen.astype(jnp.int32),

@@ -173,7 +173,7 @@ class SurrogateScorer(PromptScorer):
             return DenseLayer(self, spec)
         if self.scope == "head":
             return SurrogateLayer(self, spec, Traits(plain=True, surroundings=True))
-        return SharedSurrogateLayer(self, spec, Traits(has_own_store=True, surroundings=True))
+        return SharedSurrogateLayer(self, spec, Traits(has_own_store=True, deals_store=True, surroundings=True))
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0

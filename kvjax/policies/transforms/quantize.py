@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import einops
 import flax.struct
@@ -35,7 +35,7 @@ class PackedCache:
         k: rotated keys; those up to the last multiple of R before the newest token count.
         v: values; those but for the newest one and the R before it count.
         k_recent, v_recent: exact keys and values of the latest slots.
-        pos, next, seen: as in `LayerCache`.
+        pos, next, seen, dealt: as in `LayerCache`. What is exact is on every device.
     """
 
     k: Packed
@@ -45,6 +45,17 @@ class PackedCache:
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
+    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+
+    @property
+    def cache(self) -> Self:
+        """Itself, as of a `LayerCache`."""
+        return self
+
+    @property
+    def slot_axes(self) -> tuple[Any, Any]:
+        """Along which axis each array of keys and values has slots, or what several of them have together."""
+        return self.k.slot_axes, self.v.slot_axes
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
@@ -137,6 +148,7 @@ class Quantized(Wrapper):
             reading="whole" if moves else "blocks",
             replays=traits.replays,
             surroundings=traits.surroundings,
+            deals_store=self.scheme == "turboquant" or cache.RUN % math.lcm(self.group, 8 // self.bits) == 0,
         )
         if self.scheme == "kivi":
             return QuantizedLayer(self, spec, traits)
@@ -180,6 +192,7 @@ class QuantizedLayer(Layer[Quantized]):
 
         # Past the last, hence dropped, where there is none.
         where = jnp.where(slot > residual, slot - residual - 1, size)
+        where = where if state.dealt == 1 else cache.own_slot(state, where)
         old = state.v_recent[*at, v_place]
         values = packing.put(state.v, old, where, bits, self._channels, dtype)
 
@@ -190,12 +203,14 @@ class QuantizedLayer(Layer[Quantized]):
         v_recent = state.v_recent.at[*at, v_place].set(token.v.astype(dtype))
 
         def filled(x: Array, new: Array) -> Array:
-            count = new.shape[2]
-            where = ((slot // residual - 1) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
-            where = jnp.where(is_complete, where, x.shape[2])
-            return x.at[rows[:, None, None], heads[:, None], where].set(new, mode="drop")
+            each = residual // new.shape[2]  # slots
+            where = ((slot // residual - 1) * residual)[..., None] + jnp.arange(0, residual, each, dtype=jnp.int32)
+            where = jnp.where(is_complete, where, size)
+            where = where if state.dealt == 1 else cache.own_slot(state, where)
+            return x.at[rows[:, None, None], heads[:, None], where // each].set(new, mode="drop")
 
-        return PackedCache(
+        return dataclasses.replace(
+            state,
             k=jax.tree.map(filled, state.k, new),
             v=values,
             k_recent=k_recent,
@@ -211,8 +226,8 @@ class QuantizedLayer(Layer[Quantized]):
         visible = state.live
         if self.spec.window is not None:
             visible &= state.pos > token.position[:, None, None] - self.spec.window
-        out = packed_attention(token.q_rotated, state, visible, bits=self.policy.bits, scale=self.spec.scale)
-        return out, state, carry
+        part = packed_attention(token.q_rotated, state, visible, bits=self.policy.bits, scale=self.spec.scale)
+        return part[0] if state.dealt == 1 else cache.merged(*part, state.dealt), state, carry
 
     def read_block(
         self, state: PackedCache, block: TokenBlock, carry: Carry
@@ -368,8 +383,10 @@ def quantized(
 
 def packed_attention(
     q: Float[Array, "B N H"], state: PackedCache, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
-) -> Float[Array, "B N H"]:
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Softmax attention over a packed cache, of which a block of slots at a time is unpacked; exact where keys and values are.
+
+    Of a cache that is dealt, over this device's slots.
 
     A kernel that reads packed keys and values would take the place of this function.
 
@@ -377,8 +394,11 @@ def packed_attention(
         q: rotated queries.
         visible: slots that count.
         scale: factor on the logits.
+
+    Returns:
+        The attended values, and the logarithms of the sums of exponentials, -inf where nothing counts.
     """
-    _, kv_heads, size = visible.shape
+    kv_heads, size = visible.shape[1], state.k.codes.shape[2] * (8 // bits)
     recent = state.v_recent.shape[2]
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
     blocks, block = packing.blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
@@ -396,19 +416,24 @@ def packed_attention(
     start = jnp.maximum(state.next - recent, 0)[..., None]
     latest = start + jnp.arange(recent, dtype=jnp.int32)
 
-    def among_latest(x: Array) -> Array:
+    def among_latest(x: Array, slot: Int[Array, "B K E"]) -> Array:
         """Of a [B, K, X, C], the latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
         rows, heads, others = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in x.shape[:3]))
-        return x.at[rows[..., None], heads[..., None], others[..., None], latest[:, :, None]].get(mode="clip")
+        return x.at[rows[..., None], heads[..., None], others[..., None], slot[:, :, None]].get(mode="clip")
 
     def at_places(recent: Float[Array, "B K P H"]) -> Float[Array, "B K E H"]:
         return jnp.take_along_axis(recent, latest[..., None] % recent.shape[2], axis=2)
 
     exact = (latest >= state.k_packed[..., None])[:, :, None]
-    late_logits = jnp.where(exact, products(at_places(state.k_recent)), among_latest(logits))
-    late_visible = among_latest(visible[:, :, None]) & (latest < state.next[..., None])[:, :, None]
+    own = latest if state.dealt == 1 else cache.own_slot(state, latest)
+    late_logits = jnp.where(exact, products(at_places(state.k_recent)), among_latest(logits, own))
+    late_visible = among_latest(visible[:, :, None], latest) & (latest < state.next[..., None])[:, :, None]
+    packed = visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < start)
+    if state.dealt > 1:
+        late_visible &= (own < size)[:, :, None]
+        packed = cache.own(packed, state.dealt)
     late_logits = jnp.where(late_visible, late_logits, MASKED)
-    packed = (visible & (jnp.arange(size, dtype=jnp.int32) < start))[:, :, None]
+    packed = packed[:, :, None]
     logits = jnp.where(packed, logits, MASKED)
 
     highest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.max(late_logits, axis=-1, keepdims=True))
@@ -425,4 +450,8 @@ def packed_attention(
     late_values = jnp.where(jnp.swapaxes(late_visible, 2, 3), at_places(state.v_recent).astype(jnp.float32), 0.0)
     out = jax.lax.fori_loop(0, blocks, add, jnp.einsum("bkgr,bkrh->bkgh", late_share, late_values))
     out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype)
+    logsumexp = jnp.where(total > 0, highest + jnp.log(total), -jnp.inf)
+    return (
+        einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype),
+        einops.rearrange(logsumexp, "b k g 1 -> b (k g)"),
+    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import einops
 import flax.struct
@@ -30,7 +30,7 @@ class RotatedCache:
     Attributes:
         k: keys, rotated to their positions and then by the matrix that makes their coordinates alike.
         v: values, likewise (`Coded`) or in groups of channels (`packing.Packed`).
-        pos, next, seen: as in `LayerCache`; slots below `next` are filled.
+        pos, next, seen, dealt: as in `LayerCache`; slots below `next` are filled.
     """
 
     k: Coded
@@ -38,6 +38,17 @@ class RotatedCache:
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
+    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+
+    @property
+    def cache(self) -> Self:
+        """Itself, as of a `LayerCache`."""
+        return self
+
+    @property
+    def slot_axes(self) -> tuple[Any, Any]:
+        """Along which axis each array of keys and values has slots, or what several of them have together."""
+        return self.k.slot_axes, self.v.slot_axes
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
@@ -79,12 +90,14 @@ class RotatedLayer(Layer[Any]):
 
     def append(self, state: RotatedCache, token: Token) -> RotatedCache:
         slot, v = state.next, token.v.astype(self.spec.dtype)
+        own = slot if state.dealt == 1 else cache.own_slot(state, slot)
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
-        return RotatedCache(
-            k=codebook.put(state.k, token.k_rotated.astype(self.spec.dtype), slot, self.bits, self._matrix),
-            v=codebook.put(state.v, v, slot, self.bits, self._matrix)
+        return dataclasses.replace(
+            state,
+            k=codebook.put(state.k, token.k_rotated.astype(self.spec.dtype), own, self.bits, self._matrix),
+            v=codebook.put(state.v, v, own, self.bits, self._matrix)
             if self._rotated
-            else packing.put(state.v, v, slot, self.bits, self._channels, self.spec.dtype),
+            else packing.put(state.v, v, own, self.bits, self._channels, self.spec.dtype),
             pos=state.pos.at[rows[:, None], heads[None, :], slot].set(token.position[:, None], mode="drop"),
             next=slot + 1,
             seen=state.seen + 1,
@@ -99,8 +112,12 @@ class RotatedLayer(Layer[Any]):
             visible &= state.pos > token.position[:, None, None] - spec.window
         own = token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype)
         options: dict[str, Any] = {"bits": self.bits, "scale": spec.scale, "rotated": self._rotated}
-        out = coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options)
-        return out, state, carry
+        if state.dealt == 1:
+            return coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options)[0], state, carry
+        visible, newest = cache.own(visible, state.dealt), cache.own_slot(state, state.next - 1)
+        mine = newest < state.k.factor.shape[2]
+        part = coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options, counts=mine)
+        return cache.merged(*part, state.dealt), state, carry
 
     def read_block(
         self, state: RotatedCache, block: TokenBlock, carry: Carry
@@ -196,7 +213,8 @@ def coded_attention(
     bits: Bits,
     scale: float,
     rotated: bool,
-) -> Float[Array, "B N H"]:
+    counts: Bool[Array, "B K"] | None = None,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Softmax attention over a coded cache, of which a block of slots at a time is decoded, and a token's own key and value.
 
     The query is rotated once, and of rotated values the sum; no key is rotated back.
@@ -207,6 +225,10 @@ def coded_attention(
         matrix: Π.
         scale: factor on the logits.
         rotated: whether values are.
+        counts: where the token's own count; None for everywhere.
+
+    Returns:
+        The attended values, and the logarithms of the sums of exponentials, -inf where nothing counts.
     """
     _, kv_heads, size = visible.shape
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
@@ -223,8 +245,11 @@ def coded_attention(
     seen = visible[:, :, None]
     logits = jnp.where(seen, logits, MASKED)
     own = jnp.einsum("bkgh,bkh->bkg", grouped, k.astype(jnp.float32))[..., None] * scale
+    own = own if counts is None else jnp.where(counts[..., None, None], own, MASKED)
     highest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), own)
     share, own = jnp.where(seen, jnp.exp(logits - highest), 0.0), jnp.exp(own - highest)
+    own = own if counts is None else jnp.where(counts[..., None, None], own, 0.0)
+    total = jnp.sum(share, axis=-1, keepdims=True) + own
 
     def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
         part = state.v.part(i * block, block, bits)
@@ -236,5 +261,9 @@ def coded_attention(
     out = jax.lax.fori_loop(0, blocks, add, jnp.zeros_like(grouped))
     out = codebook.rotate_back(out, matrix) if rotated else out
     out += own * v.astype(jnp.float32)[:, :, None]
-    out /= jnp.sum(share, axis=-1, keepdims=True) + own
-    return einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype)
+    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    logsumexp = jnp.where(total > 0, highest + jnp.log(total), -jnp.inf)
+    return (
+        einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype),
+        einops.rearrange(logsumexp, "b k g 1 -> b (k g)"),
+    )
