@@ -9,17 +9,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import (
     CacheShard,
+    PackedSlots,
     Rotation,
     Run,
     block_attention,
     decode_attention,
     gather_attention,
+    packed_decode_attention,
     partial_block_attention,
     sharded_decode_attention,
 )
 from kvjax.pallas_kernels.head_shards import query_heads
 
 from .dealt import merged, own, own_pages
+from .packing import Bits, PackedCache
 from .spec import LayerSpec
 from .state import LayerCache
 from .tokens import Prompt, Token, TokenBlock
@@ -104,6 +107,15 @@ def attend_selected(
     index, live, page = own_pages(cache, index, live, page)
     part = gather_attention(query, k, v, index, live, scale=spec.scale, page=page)
     return merged(part.out, part.logsumexp, cache.dealt)
+
+
+def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bits) -> Float[Array, "B N H"]:
+    """`attend` over a cache in a few bits, which is not unpacked first."""
+    visible = cache.live
+    if spec.window is not None:
+        visible &= cache.pos > token.position[:, None, None] - spec.window
+    slots = PackedSlots(cache.k, cache.v, cache.k_recent, cache.v_recent, cache.k_packed, cache.next)
+    return packed_decode_attention(token.q_rotated, slots, visible, bits=bits, scale=spec.scale)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
