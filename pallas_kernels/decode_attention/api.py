@@ -105,8 +105,8 @@ def packed_decode_attention(
 ) -> Float[Array, "B N H"]:
     """Softmax attention over slots in a few bits, which become floats on the way (KIVI, Liu et al. 2024, section 3.2).
 
-    Query head n reads KV head n // (N / K). XLA unpacks block by block and computes in float32; the GPU kernel makes numbers of the
-    queries' type in registers, where the matrix units multiply them, and adds up in float32.
+    Query head n reads KV head n // (N / K). XLA unpacks block by block and computes in float32; the GPU kernel multiplies queries by
+    scales and codes in the queries' type, and adds up in float32.
 
     Args:
         q: queries, rotated.

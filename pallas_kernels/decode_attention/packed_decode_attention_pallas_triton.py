@@ -2,8 +2,9 @@
 
 Slots are divided among programs as in `decode_attention_pallas_triton`, whose second body joins the parts. A program reads the bytes of a
 block of slots, n of which share a byte, and walks the block in n turns: the slots in the lowest bits, those in the next, and so on, so that
-nothing is put in order. Scales and zeros are read once a group and spread over its numbers in registers. The latest slots, whose numbers are
-exact, have a program of their own.
+nothing is put in order. The matrix units multiply by the codes alone: a key's scales, which its group of tokens shares, go to the queries, one
+set of queries for each group of the block; a value's go to its share of the softmax, one share for each group of channels. Sums with zeros are
+added. The latest slots, whose numbers are exact, have a program of their own.
 """
 
 import functools
@@ -145,9 +146,9 @@ def _attend(
 def _sizes(fold: int, size: int, dim: int, bits: int, dtype: Any) -> dict[str, int]:
     """Block sizes for `fold` rows × KV heads: some 512 programs of at least one block, of as many slots as registers take.
 
-    They were compiled for an H200, where 128 slots of 128 channels in 2 bits no longer fit its registers, and have not been timed.
+    Compiled for an H200, a turn of 32 slots of 128 channels in 16 bits takes the fewest instructions per number that do not spill. Not timed.
     """
-    block = max(LEAST * (8 // bits), min(64, 8192 // dim))
+    block = max(LEAST, min(32, 8192 // (dim * jnp.dtype(dtype).itemsize))) * (8 // bits)
     splits = max(1, min(512 // fold, size // block))
     case = {"heads": fold, "slots": size, "head_dim": dim, "bits": bits, "dtype": jnp.dtype(dtype).name}
     return tuned("packed_decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 3})
@@ -186,7 +187,9 @@ def _attend_part(
     q, (group, dim) = q_ref[...], q_ref.shape
     count, mask, size = 8 // bits, 2**bits - 1, visible_ref.shape[0]
     tokens, groups = size // k_scale.shape[0], v_scale.shape[0]
-    channel, which = jnp.arange(dim, dtype=jnp.int32)[None], jnp.arange(groups, dtype=jnp.int32)[None]
+    together = min(tokens, block)  # tokens of one group in a block
+    sharing, rows = block // together, block // count
+    channel = jnp.arange(dim, dtype=jnp.int32)[None]
     k_packed, filled = k_packed_ref[0], next_ref[0]
     late = jnp.maximum(filled - v_recent.shape[0], 0)
     even = size % block == 0
@@ -195,46 +198,53 @@ def _attend_part(
         """Places of a block that may reach beyond the last slot."""
         return at if even else jnp.minimum(at, end - 1)
 
-    def add(carry: tuple[Array, Array, Array], keys: Array, values: Array, live: Array) -> tuple[Array, Array, Array]:
-        acc, top, total = carry
-        logits = jnp.where(live, dot(q, keys, 1) * scale, MASKED)
+    def softmax(logits: Array, live: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
+        """What shares of new slots are, what those before shrink by, and the running maximum and sum."""
+        logits = jnp.where(live, logits * scale, MASKED)
         peak = jnp.maximum(top, jnp.max(logits, axis=1))
         shrink = jnp.exp(top - peak)
         share = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
-        acc = acc * shrink[:, None] + dot(share.astype(values.dtype), values, 0)
-        return acc, peak, total * shrink + jnp.sum(share, axis=1)
+        return share, shrink, peak, total * shrink + jnp.sum(share, axis=1)
 
-    begin, rows = number * part, block // count
+    begin = number * part
     stop = jnp.where(number < splits, jnp.minimum(begin + part, late), begin)
+    wide = q.astype(jnp.float32)
+    of_row = jnp.arange(rows, dtype=jnp.int32) // (together // count)
+    mine = (of_row[None] == jnp.arange(sharing, dtype=jnp.int32)[:, None])[:, None]
+    which = jnp.arange(groups, dtype=jnp.int32)[:, None]
 
-    def packed(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def packed(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc, zeros, top, total = carry
         first = begin + i * block
         row = within(first // count + jnp.arange(rows, dtype=jnp.int32), size // count)[:, None]
-        bytes_of_keys, bytes_of_values = (
-            backend.load(x.at[row, channel]).astype(jnp.int32) for x in (k_codes, v_codes)
-        )
-        together = min(tokens, block)  # tokens of a group in this block
-        of_keys = within(first // tokens + jnp.arange(block // together, dtype=jnp.int32), size // tokens)[:, None]
+        keys, values = (backend.load(x.at[row, channel]).astype(jnp.int32) for x in (k_codes, v_codes))
+        of_keys = within(first // tokens + jnp.arange(sharing, dtype=jnp.int32), size // tokens)[:, None]
         key_scale, key_zero = (
-            _spread(backend.load(x.at[of_keys, channel]), 1, together // count) for x in (k_scale, k_zero)
+            backend.load(x.at[of_keys, channel]).astype(jnp.float32)[:, None] for x in (k_scale, k_zero)
         )
+        asking = (wide[None] * key_scale).reshape(sharing * group, dim).astype(q.dtype)
+        added = jnp.sum(wide[None] * key_zero, axis=2)
         for turn in range(count):
             slot = first + turn + count * jnp.arange(rows, dtype=jnp.int32)
             at = within(slot, size)
             live = (slot < stop) & (backend.load(visible_ref.at[at]) > 0)
-            keys = _codes(bytes_of_keys, turn * bits, mask) * key_scale + key_zero
+            logits = dot(asking, _codes(keys, turn * bits, mask, q.dtype), 1).reshape(sharing, group, rows)
+            logits = jnp.sum(jnp.where(mine, logits + added[:, :, None], 0.0), axis=0)
+            share, shrink, top, total = softmax(logits, live, top, total)
             # What the scales of a slot that does not count are, NaN included, is not even read.
-            there = jnp.broadcast_to(live[:, None], (rows, groups))
+            there = jnp.broadcast_to(live[None], (groups, rows))
             value_scale, value_zero = (
-                backend.load(x.at[which, at[:, None]], mask=there, other=jnp.zeros((), x.dtype))
+                backend.load(x.at[which, at[None]], mask=there, other=jnp.zeros((), x.dtype)).astype(jnp.float32)
                 for x in (v_scale, v_zero)
             )
-            values = _codes(bytes_of_values, turn * bits, mask) * _spread(value_scale, 2, dim // groups)
-            values += _spread(value_zero, 2, dim // groups)
-            carry = add(carry, keys.astype(q.dtype), values.astype(q.dtype), live)
-        return carry
+            weights = (value_scale[:, None] * share[None]).reshape(groups * group, rows).astype(q.dtype)
+            sums = dot(weights, _codes(values, turn * bits, mask, q.dtype), 0).reshape(groups, group, dim)
+            acc = acc * shrink[None, :, None] + sums
+            zeros = zeros * shrink[None] + jnp.sum(value_zero[:, None] * share[None], axis=2)
+        return acc, zeros, top, total
 
-    def exact(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def exact(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc, top, total = carry
         slot = late + i * LATE + jnp.arange(LATE, dtype=jnp.int32)
         at = jnp.minimum(slot, size - 1)
         live = (slot < filled) & (backend.load(visible_ref.at[at]) > 0)
@@ -247,26 +257,24 @@ def _attend_part(
         key_scale, key_zero = (
             backend.load(x.at[(at // tokens)[:, None], channel]).astype(jnp.float32) for x in (k_scale, k_zero)
         )
-        unpacked = _codes(codes, (at % count * bits)[:, None], mask) * key_scale + key_zero
-        return add(carry, jnp.where(own, keys, unpacked.astype(q.dtype)), values, live)
+        unpacked = _codes(codes, (at % count * bits)[:, None], mask, jnp.float32) * key_scale + key_zero
+        logits = dot(q, jnp.where(own, keys, unpacked.astype(q.dtype)), 1)
+        share, shrink, top, total = softmax(logits, live, top, total)
+        return acc * shrink[:, None] + dot(share.astype(values.dtype), values, 0), top, total
 
     nothing = (
-        jnp.zeros((group, dim), jnp.float32),
+        jnp.zeros((groups, group, dim), jnp.float32),
+        jnp.zeros((groups, group), jnp.float32),
         jnp.full((group,), MASKED, jnp.float32),
         jnp.zeros((group,), jnp.float32),
     )
-    carry = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - begin, 0), block), packed, nothing)
+    acc, zeros, top, total = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - begin, 0), block), packed, nothing)
+    own_group = channel // (dim // groups) == which
+    acc = jnp.sum(jnp.where(own_group[:, None], acc + zeros[:, :, None], 0.0), axis=0)
     latest = jnp.where(number < splits, 0, filled - late)
-    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(latest, LATE), exact, carry)
+    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(latest, LATE), exact, (acc, top, total))
 
 
-def _codes(joined: Array, shift: Any, mask: int) -> Float[Array, "R H"]:
-    """One code of each byte."""
-    return ((joined >> shift) & mask).astype(jnp.float32)
-
-
-def _spread(x: Array, axis: int, times: int) -> Float[Array, "R H"]:
-    """A scale or zero of each group for all its numbers: `times` neighbouring rows (axis 1) or columns (axis 2)."""
-    shape = (*x.shape[:axis], times, *x.shape[axis:])
-    wide = jnp.broadcast_to(jnp.expand_dims(x.astype(jnp.float32), axis), shape)
-    return wide.reshape((x.shape[0] * times, x.shape[1]) if axis == 1 else (x.shape[0], x.shape[1] * times))
+def _codes(joined: Array, shift: Any, mask: int, dtype: Any) -> Float[Array, "R H"]:
+    """One code of each byte, exact in any type of floats."""
+    return ((joined >> shift) & mask).astype(dtype)
