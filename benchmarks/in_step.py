@@ -24,6 +24,7 @@ WHERE: tuple[tuple[str, str, str], ...] = (
     ("treekv:0.2", DECODE, "tree_eviction,decode_attention"),
     ("chelsea:0.2", DECODE, "chunk_similarity,merge_clusters,copy_clusters"),
     ("catekv:share_adaptive=0.4", DECODE, "sharded_decode_attention"),
+    ("kivi:bits=4", DECODE, "packed_decode_attention"),
     ("clusterkv:1024", DECODE, "gather_attention,centroid_scores,cluster_tokens"),
     ("quest:1024", DECODE, "gather_attention,page_scores,widen_bounds,top_k_indices"),
     ("snapkv:0.2", PREFILL, "window_scores,top_k"),

@@ -366,6 +366,25 @@ def weights() -> str:
     return "\n".join(lines)
 
 
+def quantized_products() -> str:
+    """What a v5e's compiler makes of products with weights in few bits, one row per matrix and kind."""
+    measured = rows("quantized-products-v5e.json")
+    counts = sorted({row["rows"] for row in measured})
+    lines = [
+        f"| matrix | weights | rows: {' | '.join(map(str, counts))} |",
+        f"| --- | --- | {' | '.join('---:' for _ in counts)} |",
+    ]
+    found = {(row["matrix"], row["kind"], row["rows"]): row for row in measured}
+    for matrix, kind in dict.fromkeys((row["matrix"], row["kind"]) for row in measured if row["kind"] != "bfloat16"):
+        cells = []
+        for count in counts:
+            row, plain = found[matrix, kind, count], found[matrix, "bfloat16", count]
+            cells.append(f"{row['counted_bytes'] / plain['counted_bytes']:.2f}, {row['temporary_bytes'] / 1e6:.0f} MB")
+            cells[-1] += ", floats first" if row["floats_first"] else ""
+        lines.append(f"| {matrix} | {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def peers() -> str:
     """TPOT in ms and TTFT in seconds of PyTorch's programs beside kvjax, one row per length and batch."""
     theirs = [row for row in rows("decode-h200.json") if row["program"] != "kvjax" and "tpot_ms" in row]
@@ -443,6 +462,7 @@ if __name__ == "__main__":
         *map(reading_in_blocks, BLOCK_SIZE_MODELS),
         fits(),
         weights(),
+        quantized_products(),
         peers(),
         kernels(),
         sep="\n\n",

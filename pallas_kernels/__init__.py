@@ -15,8 +15,13 @@ from .cluster_merging import copy_clusters as copy_clusters
 from .cluster_merging import merge_clusters as merge_clusters
 from .decode_attention import Attended as Attended
 from .decode_attention import CacheShard as CacheShard
+from .decode_attention import Packed as Packed
+from .decode_attention import PackedSlots as PackedSlots
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
+from .decode_attention import latest_places as latest_places
+from .decode_attention import packed_decode_attention as packed_decode_attention
+from .decode_attention import partial_packed_attention as partial_packed_attention
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention

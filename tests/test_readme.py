@@ -107,6 +107,7 @@ def test_tables_are_those_of_the_result_files():
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
         assert table in SPEED
     assert tables.kernels() in KERNELS
+    assert tables.quantized_products() in KERNELS
     assert tables.fits() in WEIGHTS
     assert tables.weights() in WEIGHTS
 

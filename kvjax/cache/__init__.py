@@ -7,6 +7,7 @@ values never move while decoding.
 
 from .attention import attend as attend
 from .attention import attend_block as attend_block
+from .attention import attend_packed as attend_packed
 from .attention import attend_prompt as attend_prompt
 from .attention import attend_selected as attend_selected
 from .attention import attend_split as attend_split

@@ -1,6 +1,7 @@
 """Attention of new tokens over what a cache keeps."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import (
     CacheShard,
+    PackedSlots,
     Rotation,
     Run,
     block_attention,
     decode_attention,
     gather_attention,
+    latest_places,
+    packed_decode_attention,
     partial_block_attention,
+    partial_packed_attention,
     sharded_decode_attention,
 )
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .dealt import merged, own, own_pages, stripes
+from .dealt import merged, own, own_pages, own_slot, stripes
+from .packing import Bits, PackedCache
 from .spec import LayerSpec
 from .state import LayerCache
 from .tokens import Prompt, Token, TokenBlock
@@ -104,6 +110,22 @@ def attend_selected(
     index, live, page = own_pages(cache, index, live, page)
     part = gather_attention(query, k, v, index, live, scale=spec.scale, page=page)
     return merged(part.out, part.logsumexp, cache.dealt)
+
+
+def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bits) -> Float[Array, "B N H"]:
+    """`attend` over a cache in a few bits, which is not unpacked first."""
+    visible = cache.live
+    if spec.window is not None:
+        visible &= cache.pos > token.position[:, None, None] - spec.window
+    slots = PackedSlots(cache.k, cache.v, cache.k_recent, cache.v_recent, cache.k_packed, cache.next)
+    options: Any = {"bits": bits, "scale": spec.scale}
+    if cache.dealt == 1:
+        return packed_decode_attention(token.q_rotated, slots, visible, **options)
+    latest = latest_places(slots)
+    late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
+    packed = own(visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < latest[..., :1]), cache.dealt)
+    found = partial_packed_attention(token.q_rotated, slots, packed, own_slot(cache, latest), late, **options)
+    return merged(*found, cache.dealt)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:

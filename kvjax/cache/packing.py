@@ -4,59 +4,76 @@ This is KIVI's scheme (Liu et al. 2024, section 3.1): code = round((x - zero) / 
 (greatest - least) / (2^bits - 1), so that no number is off by more than scale / 2 (but for the rounding of scale and zero).
 """
 
-from typing import Any, Literal
+from typing import Any, Self
 
 import einops
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-Bits = Literal[2, 4, 8]
-"""Sizes of a code."""
-
-BLOCK = 512
-"""Slots of a head that are unpacked at a time."""
-
-Along = Literal["slots", "channels"]
-"""What a group of numbers runs along: slots of one channel, as keys have it, or channels of one slot, as values do."""
+from kvjax.pallas_kernels.decode_attention.packed import Along as Along
+from kvjax.pallas_kernels.decode_attention.packed import Bits as Bits
+from kvjax.pallas_kernels.decode_attention.packed import Packed as Packed
+from kvjax.pallas_kernels.decode_attention.packed import blocks as blocks
+from kvjax.pallas_kernels.decode_attention.packed import split_codes as split_codes
+from kvjax.pallas_kernels.decode_attention.packed import unpack as unpack
 
 
 @flax.struct.dataclass
-class Packed:
-    """Keys or values in a few bits. B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
+class PackedCache:
+    """A cache in a few bits, but for its latest tokens. B rows, K KV heads, C slots, R residual tokens, E = R + 1, H head dim.
 
-    No array's rows are narrower than a head or the cache: a TPU would pad shorter ones to its 128 lanes, and copy them.
+    It is as the latest query reads it, which has its own token and the R before it exact: what is to be packed then is packed when
+    the next token comes. The token in slot s has its key exact at place s mod R, and its value at s mod (R + 1), as long as they are
+    residual; slots below `next` are filled.
 
     Attributes:
-        codes: levels of n neighbouring slots in one byte for each channel, the first slot's in the lowest bits.
-        scale, zero: of each group of g numbers: [B, K, C / g, H] along slots, [B, K, H / g, C] along channels.
-        along: what groups run along.
+        k: rotated keys; those up to the last multiple of R before the newest token count.
+        v: values; those but for the newest one and the R before it count.
+        k_recent, v_recent: exact keys and values of the latest slots.
+        pos, next, seen, dealt: as in `LayerCache`. What is exact is on every device.
     """
 
-    codes: UInt8[Array, "B K CN H"]
-    scale: Float[Array, "B K X Y"]
-    zero: Float[Array, "B K X Y"]
-    along: Along = flax.struct.field(pytree_node=False)
+    k: Packed
+    v: Packed
+    k_recent: Float[Array, "B K R H"]
+    v_recent: Float[Array, "B K E H"]
+    pos: Int[Array, "B K C"]
+    next: Int[Array, "B K"]
+    seen: Int[Array, " B"]
+    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
-    def slot_axes(self) -> Any:
-        """Along which axis each array has slots, or what several of them have together."""
-        others = 2 if self.along == "slots" else 3
-        leaves, structure = [2, others, others], jax.tree.structure(self)
-        return jax.tree.unflatten(structure, leaves)
+    def cache(self) -> Self:
+        """Itself, as of a `LayerCache`."""
+        return self
 
-    def part(self, start: Any, size: int, bits: Bits) -> "Packed":
-        """`size` slots from `start` on; both multiples of the slots in a group and of those in a byte."""
-        count = 8 // bits
-        codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
-        axis, group = 3, 1
-        if self.along == "slots":
-            axis, group = 2, self.codes.shape[2] * count // self.scale.shape[2]
-        scale, zero = (
-            jax.lax.dynamic_slice_in_dim(x, start // group, size // group, axis=axis) for x in (self.scale, self.zero)
-        )
-        return Packed(codes, scale, zero, self.along)
+    @property
+    def slot_axes(self) -> tuple[Any, Any]:
+        """Along which axis each array of keys and values has slots, or what several of them have together."""
+        return self.k.slot_axes, self.v.slot_axes
+
+    @property
+    def live(self) -> Bool[Array, "B K C"]:
+        """Which slots hold something."""
+        return jnp.arange(self.pos.shape[-1], dtype=jnp.int32) < self.next[..., None]
+
+    @property
+    def k_packed(self) -> Int[Array, "B K"]:
+        """How many slots have their keys packed."""
+        residual = self.k_recent.shape[2]
+        return jnp.maximum(self.next - 1, 0) // residual * residual
+
+    @property
+    def v_recent_slots(self) -> Int[Array, "B K E"]:
+        """Slots of the values at each place of `v_recent`, negative where there is none."""
+        return latest_slots(self.next, self.v_recent.shape[2])
+
+
+def latest_slots(following: Int[Array, "B K"], places: int) -> Int[Array, "B K E"]:
+    """The latest slot that takes each of so many places in turn; negative where there is none."""
+    last = following[..., None] - 1
+    return last - (last - jnp.arange(places, dtype=jnp.int32)) % places
 
 
 def quantise(
@@ -97,34 +114,6 @@ def join_codes(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K 
     for i in range(1, count):
         joined |= apart[:, :, :, i] << jnp.uint8(bits * i)
     return joined
-
-
-def split_codes(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
-    """The inverse of `join_codes`."""
-    mask = jnp.uint8(2**bits - 1)
-    apart = jnp.stack([(codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
-    return einops.rearrange(apart, "b k c n h -> b k (c n) h")
-
-
-def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
-    """The numbers again, in float32."""
-    codes = split_codes(packed.codes, bits).astype(jnp.float32)
-    scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
-    if packed.along == "slots":
-        groups = einops.rearrange(codes, "b k (x g) h -> b k x g h", x=scale.shape[2])
-        scale, zero = (einops.rearrange(y, "b k x h -> b k x 1 h") for y in (scale, zero))
-        return einops.rearrange(groups * scale + zero, "b k x g h -> b k (x g) h")
-    groups = einops.rearrange(codes, "b k c (x g) -> b k c x g", x=scale.shape[2])
-    scale, zero = (einops.rearrange(y, "b k x c -> b k c x 1") for y in (scale, zero))
-    return einops.rearrange(groups * scale + zero, "b k c x g -> b k c (x g)")
-
-
-def blocks(size: int, group: int) -> tuple[int, int]:
-    """How many blocks of how many slots: whole groups, up to `BLOCK` slots, that divide a cache of `size`."""
-    groups = size // group
-    most = max(BLOCK // group, 1)
-    count = next(n for n in range(min(most, groups), 0, -1) if groups % n == 0)
-    return groups // count, count * group
 
 
 def set_codes(

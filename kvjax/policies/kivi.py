@@ -23,7 +23,7 @@ class KIVI(Policy):
     channel share a scale and a zero. Values are quantised by the token: `group` channels share them. The latest tokens stay
     exact: of values the last `residual`; of keys those since the last multiple of it, where so many are packed together. As in the
     published code, a query attends before its step packs: to its own token, and to what it pushes out of the residual, exactly. The
-    prompt is read exactly. What attention reads is unpacked block by block.
+    prompt is read exactly. Attention reads the bits where they lie, by a kernel on GPUs; XLA unpacks them block by block.
 
     For another policy's cache in few bits see `quantized`.
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ..head_shards import query_heads
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
-from .types import Attended, CacheShard, Rotation
+from .packed import Bits
+from .types import Attended, CacheShard, PackedSlots, Rotation
 
 _DECODE = Op(
     "decode_attention",
@@ -19,6 +20,7 @@ _DECODE = Op(
     forward_only=True,
 )
 _SHARDED = Op("sharded_decode_attention", __name__, gpu=("sharded_decode_attention_pallas_triton",))
+_PACKED = Op("packed_decode_attention", __name__, gpu=("packed_decode_attention_pallas_triton",), forward_only=True)
 
 
 def decode_attention(
@@ -89,3 +91,37 @@ def sharded_decode_attention(
         attended = decode_attention(queries, held.k, held.v, held.weight, scale=scale, implementation=by)
         outs.append(attended.out)
     return jnp.concatenate(outs, axis=1)[:, np.argsort(np.concatenate(order))]
+
+
+def packed_decode_attention(
+    q: Float[Array, "B N H"],
+    slots: PackedSlots,
+    visible: Bool[Array, "B K C"],
+    *,
+    bits: Bits,
+    scale: float,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B N H"]:
+    """Softmax attention over slots in a few bits, which become floats on the way (KIVI, Liu et al. 2024, section 3.2).
+
+    Query head n reads KV head n // (N / K). XLA unpacks block by block and computes in float32; the GPU kernel multiplies queries by
+    scales and codes in the queries' type, and adds up in float32.
+
+    Args:
+        q: queries, rotated.
+        slots: keys and values. What is in slots that do not count, NaN included, cannot reach the output.
+        visible: slots that count, among those that are filled.
+        bits: of a packed number.
+        scale: factor on the logits, usually H ** -0.5.
+        implementation: "auto" takes the device's Pallas kernel where it serves.
+        interpret: run a Pallas kernel in its interpreter, on any device.
+
+    Returns:
+        The attended values in the dtype of `q`; zeros for a head that has nothing to attend to.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+    options = {"bits": bits, "scale": scale}
+    return _PACKED(q, slots, visible, **options, implementation=implementation, interpret=interpret)

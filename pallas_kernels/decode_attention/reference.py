@@ -1,12 +1,16 @@
 """Decode attention in plain XLA."""
 
+import math
+
+import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
 from ..rotary import DeferredRope, heads_of, parts_of, rotate_halves
-from .types import Attended, Rotation
+from .packed import Bits, blocks, unpack
+from .types import Attended, PackedSlots, Rotation
 
 
 def decode_attention(
@@ -113,3 +117,92 @@ def partial_ragged_attention(
     out = jnp.einsum("bkgs,bsh->bkgh", probs.astype(v.dtype), values, preferred_element_type=jnp.float32)
     logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
     return out.reshape(batch, heads, dim).astype(q.dtype), logsumexp.reshape(batch, heads)
+
+
+def packed_decode_attention(
+    q: Float[Array, "B N H"], slots: PackedSlots, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
+) -> Float[Array, "B N H"]:
+    """Softmax attention over packed slots, of which a block at a time is unpacked; see the public function."""
+    latest = latest_places(slots)
+    late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
+    packed = visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < latest[..., :1])
+    return partial_packed_attention(q, slots, packed, latest, late, bits=bits, scale=scale)[0]
+
+
+def latest_places(slots: PackedSlots) -> Int[Array, "B K E"]:
+    """Slots from the first on whose value is exact, as many as there are exact values."""
+    recent = slots.v_recent.shape[2]
+    return jnp.maximum(slots.next - recent, 0)[..., None] + jnp.arange(recent, dtype=jnp.int32)
+
+
+def partial_packed_attention(
+    q: Float[Array, "B N H"],
+    slots: PackedSlots,
+    visible: Bool[Array, "B K C"],
+    places: Int[Array, "B K E"],
+    late: Bool[Array, "B K E"],
+    *,
+    bits: Bits,
+    scale: float,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+    """Softmax attention over a part of the packed slots, such as a device has.
+
+    Args:
+        slots: of keys and values in few bits, the part's.
+        visible: packed slots of the part that count, those before `latest_places`.
+        places: where the latest slots are in the part; beyond its end those that are elsewhere.
+        late: which of the latest count, wherever they are.
+
+    Returns:
+        The attended values, and the logarithms of the sums of exponentials, -inf where nothing counts.
+    """
+    _, kv_heads, size = visible.shape
+    grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
+    count, block = blocks(size, math.lcm(size // slots.k.scale.shape[2], 8 // bits))
+
+    def products(keys: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
+        return jnp.einsum("bkgh,bkch->bkgc", grouped, keys.astype(jnp.float32)) * scale
+
+    def write(i: Int[Array, ""], logits: Float[Array, "B K G C"]) -> Float[Array, "B K G C"]:
+        new = products(unpack(slots.k.part(i * block, block, bits), bits))
+        return jax.lax.dynamic_update_slice_in_dim(logits, new, i * block, axis=3)
+
+    logits = jax.lax.fori_loop(0, count, write, jnp.zeros((*grouped.shape[:3], size), jnp.float32))
+
+    # The latest R + 1 slots apart: their values are exact, and the keys of those that are not packed yet.
+    latest = latest_places(slots)
+
+    def among_latest(x: Float[Array, "B K G C"]) -> Float[Array, "B K G E"]:
+        """The latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
+        rows, heads, others = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in x.shape[:3]))
+        return x.at[rows[..., None], heads[..., None], others[..., None], places[:, :, None]].get(mode="clip")
+
+    def at_places(recent: Float[Array, "B K P H"]) -> Float[Array, "B K E H"]:
+        return jnp.take_along_axis(recent, latest[..., None] % recent.shape[2], axis=2)
+
+    exact = (latest >= slots.k_packed[..., None])[:, :, None]
+    late_visible = (late & (latest < slots.next[..., None]) & (places < size))[:, :, None]
+    late_logits = jnp.where(exact, products(at_places(slots.k_recent)), among_latest(logits))
+    late_logits = jnp.where(late_visible, late_logits, MASKED)
+    packed = visible[:, :, None]
+    logits = jnp.where(packed, logits, MASKED)
+
+    highest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.max(late_logits, axis=-1, keepdims=True))
+    share = jnp.where(packed, jnp.exp(logits - highest), 0.0)
+    late_share = jnp.where(late_visible, jnp.exp(late_logits - highest), 0.0)
+    total = jnp.sum(share, axis=-1, keepdims=True) + jnp.sum(late_share, axis=-1, keepdims=True)
+
+    def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
+        values = unpack(slots.v.part(i * block, block, bits), bits)
+        weights, valid = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=3) for x in (share, packed))
+        values = jnp.where(jnp.swapaxes(valid, 2, 3), values, 0.0)
+        return out + jnp.einsum("bkgc,bkch->bkgh", weights, values)
+
+    late_values = jnp.where(jnp.swapaxes(late_visible, 2, 3), at_places(slots.v_recent).astype(jnp.float32), 0.0)
+    out = jax.lax.fori_loop(0, count, add, jnp.einsum("bkgr,bkrh->bkgh", late_share, late_values))
+    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    logsumexp = jnp.where(total > 0, highest + jnp.log(total), -jnp.inf)
+    return (
+        einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype),
+        einops.rearrange(logsumexp, "b k g 1 -> b (k g)"),
+    )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..rotary import rotate_halves
+from .packed import Packed
 
 
 class Rotation(NamedTuple):
@@ -65,3 +66,25 @@ class CacheShard(NamedTuple):
     v: Float[Array, "B K C H"]
     weight: Float[Array, "B K C"]
     heads: tuple[int, ...]
+
+
+class PackedSlots(NamedTuple):
+    """Keys and values in a few bits, but for the latest, which are exact. Slots are filled from the left.
+
+    The exact key of slot s is at place s mod R, and its exact value at s mod E.
+
+    Attributes:
+        k: rotated keys, in groups along slots; those of the first `k_packed` slots count.
+        v: values, in groups along channels; those but for the latest E count.
+        k_recent: exact keys of the slots from `k_packed` on, at most R.
+        v_recent: exact values of the latest E slots, of no fewer than have exact keys.
+        k_packed: slots whose keys are packed.
+        next: slots that are filled.
+    """
+
+    k: Packed
+    v: Packed
+    k_recent: Float[Array, "B K R H"]
+    v_recent: Float[Array, "B K E H"]
+    k_packed: Int[Array, "B K"]
+    next: Int[Array, "B K"]

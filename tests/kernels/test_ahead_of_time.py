@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from kernels.ahead_of_time import compile_for, temporaries
+from kernels.ahead_of_time import chip, compile_for, temporaries
 
+from benchmarks.quantized_products import KINDS, makes_floats, measure
 from kvjax.pallas_kernels import (
     Rotation,
     block_attention,
@@ -200,6 +201,24 @@ def test_a_kernel_too_big_for_vmem_does_not_compile():
     cache = shape("bfloat16", 1, 1, 2**20, 128)
     with pytest.raises(Exception, match=r"(?i)vmem"):
         compile_for("v5e", function, shape("bfloat16", 1, 4, 128), cache, cache, shape("float32", 1, 1, 2**20))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_weights_in_8_bits_are_half_the_bytes_and_never_floats(rows):
+    chip("v5e")
+    plain, packed = (measure("v5e", "k and v", kind, rows) for kind in KINDS[:2])
+    assert packed["counted_bytes"] < 0.52 * plain["counted_bytes"]
+    assert packed["temporary_bytes"] == 0
+    assert not packed["floats_first"]
+
+
+def test_floats_of_a_whole_matrix_are_found():
+    """Two halves of what one dequantises count, shapes of what is given do not."""
+    multiplied = "  ROOT %out = bf16[8,64]{1,0} fusion(bf16[64,32]{1,0} %w)"
+    lines = "HloModule m", "ENTRY %main {", "  %w = bf16[64,32]{1,0} parameter(0)", multiplied
+    assert not makes_floats("\n".join(lines), 64 * 32)
+    halves = "  %both = (bf16[64,8,2]{2,1,0:T(8,128)(2,1)S(1)}, bf16[64,8,2]{2,1,0:T(8,128)(2,1)S(1)}) fusion(%w), kind=kLoop"
+    assert makes_floats("\n".join([*lines, halves]), 64 * 32)
 
 
 def test_an_unknown_chip_is_named():

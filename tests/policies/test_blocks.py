@@ -16,6 +16,7 @@ from policies.driver import ROPE, TINY, Case, compiled, compositions, every_poli
 from policies.oracle_quest import QuestHead
 
 from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
+from kvjax.cache.packing import PackedCache
 from kvjax.pallas_kernels import block_attention
 from kvjax.policies import (
     H2O,
@@ -60,7 +61,6 @@ from kvjax.policies.capabilities import as_cache, read_block
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.clusterkv import ClusteredCache
 from kvjax.policies.families.noise import uniform
-from kvjax.policies.transforms.quantize import PackedCache
 from kvjax.policies.transforms.rotated import RotatedCache
 
 ROWS = 104

@@ -11,6 +11,7 @@ from policies.oracle_kivi import KiviHead, rounded
 
 import kvjax
 from kvjax.cache import Prompt, Token, TokenBlock, in_rows, layer_specs, packing
+from kvjax.cache.packing import PackedCache
 from kvjax.policies import (
     KIVI,
     AdaKV,
@@ -30,7 +31,6 @@ from kvjax.policies import (
     quantized,
 )
 from kvjax.policies.capabilities import as_cache
-from kvjax.policies.transforms.quantize import PackedCache
 
 STEPS = 7
 CONFIGURATIONS = {

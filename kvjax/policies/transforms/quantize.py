@@ -2,82 +2,22 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-import einops
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, packing
-from kvjax.cache.packing import Bits, Packed
+from kvjax.cache.packing import Bits, PackedCache
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels.masking import MASKED
 
 from ..base import Carry, Layer, Policy, Traits
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
 from .rotated import RotatedLayer, Values
 from .wrapper import Wrapper
-
-
-@flax.struct.dataclass
-class PackedCache:
-    """A cache in a few bits, but for its latest tokens. B rows, K KV heads, C slots, R residual tokens, E = R + 1, H head dim.
-
-    It is as the latest query reads it, which has its own token and the R before it exact: what is to be packed then is packed when
-    the next token comes. The token in slot s has its key exact at place s mod R, and its value at s mod (R + 1), as long as they are
-    residual; slots below `next` are filled.
-
-    Attributes:
-        k: rotated keys; those up to the last multiple of R before the newest token count.
-        v: values; those but for the newest one and the R before it count.
-        k_recent, v_recent: exact keys and values of the latest slots.
-        pos, next, seen, dealt: as in `LayerCache`. What is exact is on every device.
-    """
-
-    k: Packed
-    v: Packed
-    k_recent: Float[Array, "B K R H"]
-    v_recent: Float[Array, "B K E H"]
-    pos: Int[Array, "B K C"]
-    next: Int[Array, "B K"]
-    seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
-
-    @property
-    def cache(self) -> Self:
-        """Itself, as of a `LayerCache`."""
-        return self
-
-    @property
-    def slot_axes(self) -> tuple[Any, Any]:
-        """Along which axis each array of keys and values has slots, or what several of them have together."""
-        return self.k.slot_axes, self.v.slot_axes
-
-    @property
-    def live(self) -> Bool[Array, "B K C"]:
-        """Which slots hold something."""
-        return jnp.arange(self.pos.shape[-1], dtype=jnp.int32) < self.next[..., None]
-
-    @property
-    def k_packed(self) -> Int[Array, "B K"]:
-        """How many slots have their keys packed."""
-        residual = self.k_recent.shape[2]
-        return jnp.maximum(self.next - 1, 0) // residual * residual
-
-    @property
-    def v_recent_slots(self) -> Int[Array, "B K E"]:
-        """Slots of the values at each place of `v_recent`, negative where there is none."""
-        return _latest(self.next, self.v_recent.shape[2])
-
-
-def _latest(following: Int[Array, "B K"], places: int) -> Int[Array, "B K E"]:
-    """The latest slot that takes each of so many places in turn; negative where there is none."""
-    last = following[..., None] - 1
-    return last - (last - jnp.arange(places, dtype=jnp.int32)) % places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,11 +163,7 @@ class QuantizedLayer(Layer[Quantized]):
     def attend(
         self, state: PackedCache, token: Token, carry: Carry
     ) -> tuple[Float[Array, "B N H"], PackedCache, Carry]:
-        visible = state.live
-        if self.spec.window is not None:
-            visible &= state.pos > token.position[:, None, None] - self.spec.window
-        part = packed_attention(token.q_rotated, state, visible, bits=self.policy.bits, scale=self.spec.scale)
-        return part[0] if state.dealt == 1 else cache.merged(*part, state.dealt), state, carry
+        return cache.attend_packed(self.spec, state, token, bits=self.policy.bits), state, carry
 
     def read_block(
         self, state: PackedCache, block: TokenBlock, carry: Carry
@@ -268,8 +204,8 @@ class QuantizedLayer(Layer[Quantized]):
             after,
             k=packing.put_run(state.k, keys, state.k_packed, after.k_packed, bits, self.policy.group, dtype),
             v=packing.put_run(state.v, values, start, stop, bits, self._channels, dtype),
-            k_recent=exact(state.k_recent, k, _latest(after.next, residual)),
-            v_recent=exact(state.v_recent, v, _latest(after.next, residual + 1)),
+            k_recent=exact(state.k_recent, k, packing.latest_slots(after.next, residual)),
+            v_recent=exact(state.v_recent, v, packing.latest_slots(after.next, residual + 1)),
         )
 
     def as_cache(self, state: PackedCache) -> LayerCache:
@@ -379,79 +315,3 @@ def quantized(
         PolicyError: a number is out of range, or (once a model is known) the policy is none of these.
     """
     return Quantized(policy, bits, group, residual, scheme, values, signs, exact_layers)
-
-
-def packed_attention(
-    q: Float[Array, "B N H"], state: PackedCache, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """Softmax attention over a packed cache, of which a block of slots at a time is unpacked; exact where keys and values are.
-
-    Of a cache that is dealt, over this device's slots.
-
-    A kernel that reads packed keys and values would take the place of this function.
-
-    Args:
-        q: rotated queries.
-        visible: slots that count.
-        scale: factor on the logits.
-
-    Returns:
-        The attended values, and the logarithms of the sums of exponentials, -inf where nothing counts.
-    """
-    kv_heads, size = visible.shape[1], state.k.codes.shape[2] * (8 // bits)
-    recent = state.v_recent.shape[2]
-    grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
-    blocks, block = packing.blocks(size, math.lcm(size // state.k.scale.shape[2], 8 // bits))
-
-    def products(keys: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
-        return jnp.einsum("bkgh,bkch->bkgc", grouped, keys.astype(jnp.float32)) * scale
-
-    def write(i: Int[Array, ""], logits: Float[Array, "B K G C"]) -> Float[Array, "B K G C"]:
-        new = products(packing.unpack(state.k.part(i * block, block, bits), bits))
-        return jax.lax.dynamic_update_slice_in_dim(logits, new, i * block, axis=3)
-
-    logits = jax.lax.fori_loop(0, blocks, write, jnp.zeros((*grouped.shape[:3], size), jnp.float32))
-
-    # The latest R + 1 slots apart: their values are exact, and the keys of those that are not packed yet.
-    start = jnp.maximum(state.next - recent, 0)[..., None]
-    latest = start + jnp.arange(recent, dtype=jnp.int32)
-
-    def among_latest(x: Array, slot: Int[Array, "B K E"]) -> Array:
-        """Of a [B, K, X, C], the latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
-        rows, heads, others = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in x.shape[:3]))
-        return x.at[rows[..., None], heads[..., None], others[..., None], slot[:, :, None]].get(mode="clip")
-
-    def at_places(recent: Float[Array, "B K P H"]) -> Float[Array, "B K E H"]:
-        return jnp.take_along_axis(recent, latest[..., None] % recent.shape[2], axis=2)
-
-    exact = (latest >= state.k_packed[..., None])[:, :, None]
-    own = latest if state.dealt == 1 else cache.own_slot(state, latest)
-    late_logits = jnp.where(exact, products(at_places(state.k_recent)), among_latest(logits, own))
-    late_visible = among_latest(visible[:, :, None], latest) & (latest < state.next[..., None])[:, :, None]
-    packed = visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < start)
-    if state.dealt > 1:
-        late_visible &= (own < size)[:, :, None]
-        packed = cache.own(packed, state.dealt)
-    late_logits = jnp.where(late_visible, late_logits, MASKED)
-    packed = packed[:, :, None]
-    logits = jnp.where(packed, logits, MASKED)
-
-    highest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.max(late_logits, axis=-1, keepdims=True))
-    share = jnp.where(packed, jnp.exp(logits - highest), 0.0)
-    late_share = jnp.where(late_visible, jnp.exp(late_logits - highest), 0.0)
-    total = jnp.sum(share, axis=-1, keepdims=True) + jnp.sum(late_share, axis=-1, keepdims=True)
-
-    def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
-        values = packing.unpack(state.v.part(i * block, block, bits), bits)
-        weights, valid = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=3) for x in (share, packed))
-        values = jnp.where(jnp.swapaxes(valid, 2, 3), values, 0.0)
-        return out + jnp.einsum("bkgc,bkch->bkgh", weights, values)
-
-    late_values = jnp.where(jnp.swapaxes(late_visible, 2, 3), at_places(state.v_recent).astype(jnp.float32), 0.0)
-    out = jax.lax.fori_loop(0, blocks, add, jnp.einsum("bkgr,bkrh->bkgh", late_share, late_values))
-    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    logsumexp = jnp.where(total > 0, highest + jnp.log(total), -jnp.inf)
-    return (
-        einops.rearrange(out, "b k g h -> b (k g) h").astype(q.dtype),
-        einops.rearrange(logsumexp, "b k g 1 -> b (k g)"),
-    )

@@ -1,0 +1,85 @@
+"""Keys and values in a few bits, as attention reads them: codes of several slots in a byte, a scale and a zero per group of numbers.
+
+How numbers become codes is in `kvjax.cache.packing`.
+"""
+
+from typing import Any, Literal
+
+import einops
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+Bits = Literal[2, 4, 8]
+"""Sizes of a code."""
+
+BLOCK = 512
+"""Slots of a head that are unpacked at a time."""
+
+Along = Literal["slots", "channels"]
+"""What a group of numbers runs along: slots of one channel, as keys have it, or channels of one slot, as values do."""
+
+
+@flax.struct.dataclass
+class Packed:
+    """Keys or values in a few bits. B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
+
+    No array's rows are narrower than a head or the cache: a TPU would pad shorter ones to its 128 lanes, and copy them.
+
+    Attributes:
+        codes: levels of n neighbouring slots in one byte for each channel, the first slot's in the lowest bits.
+        scale, zero: of each group of g numbers: [B, K, C / g, H] along slots, [B, K, H / g, C] along channels.
+        along: what groups run along.
+    """
+
+    codes: UInt8[Array, "B K CN H"]
+    scale: Float[Array, "B K X Y"]
+    zero: Float[Array, "B K X Y"]
+    along: Along = flax.struct.field(pytree_node=False)
+
+    @property
+    def slot_axes(self) -> Any:
+        """Along which axis each array has slots, or what several of them have together."""
+        others = 2 if self.along == "slots" else 3
+        return jax.tree.unflatten(jax.tree.structure(self), [2, others, others])
+
+    def part(self, start: Any, size: int, bits: Bits) -> "Packed":
+        """`size` slots from `start` on; both multiples of the slots in a group and of those in a byte."""
+        count = 8 // bits
+        codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
+        axis, group = 3, 1
+        if self.along == "slots":
+            axis, group = 2, self.codes.shape[2] * count // self.scale.shape[2]
+        scale, zero = (
+            jax.lax.dynamic_slice_in_dim(x, start // group, size // group, axis=axis) for x in (self.scale, self.zero)
+        )
+        return Packed(codes, scale, zero, self.along)
+
+
+def split_codes(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
+    """Codes of neighbouring slots, a byte each."""
+    mask = jnp.uint8(2**bits - 1)
+    apart = jnp.stack([(codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
+    return einops.rearrange(apart, "b k c n h -> b k (c n) h")
+
+
+def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
+    """The numbers again, in float32."""
+    codes = split_codes(packed.codes, bits).astype(jnp.float32)
+    scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
+    if packed.along == "slots":
+        groups = einops.rearrange(codes, "b k (x g) h -> b k x g h", x=scale.shape[2])
+        scale, zero = (einops.rearrange(y, "b k x h -> b k x 1 h") for y in (scale, zero))
+        return einops.rearrange(groups * scale + zero, "b k x g h -> b k (x g) h")
+    groups = einops.rearrange(codes, "b k c (x g) -> b k c x g", x=scale.shape[2])
+    scale, zero = (einops.rearrange(y, "b k x c -> b k c x 1") for y in (scale, zero))
+    return einops.rearrange(groups * scale + zero, "b k c x g -> b k c (x g)")
+
+
+def blocks(size: int, group: int) -> tuple[int, int]:
+    """How many blocks of how many slots: whole groups, up to `BLOCK` slots, that divide a cache of `size`."""
+    groups = size // group
+    most = max(BLOCK // group, 1)
+    count = next(n for n in range(min(most, groups), 0, -1) if groups % n == 0)
+    return groups // count, count * group

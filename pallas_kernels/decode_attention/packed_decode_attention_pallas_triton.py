@@ -1,0 +1,280 @@
+"""Decode attention over keys and values in a few bits for GPUs, as a Triton kernel: what is read of them is their bits.
+
+Slots are divided among programs as in `decode_attention_pallas_triton`, whose second body joins the parts. A program reads the bytes of a
+block of slots, n of which share a byte, and walks the block in n turns: the slots in the lowest bits, those in the next, and so on, so that
+nothing is put in order. The matrix units multiply by the codes alone: a key's scales, which its group of tokens shares, go to the queries, one
+set of queries for each group of the block; a value's go to its share of the softmax, one share for each group of channels. Sums with zeros are
+added. The latest slots, whose numbers are exact, have a program of their own.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float
+
+from ..masking import MASKED
+from ..products import dot
+from ..triton import backend, entry, triton_call, triton_unsupported
+from ..tuning import tuned
+from .decode_attention_pallas_triton import join_parts
+from .packed import Bits
+from .types import PackedSlots
+
+LEAST = 16
+"""Slots that the matrix units take at a time, at least."""
+
+LATE = 32
+"""Exact slots that are read at a time."""
+
+
+def unsupported_reason(q: Array, slots: PackedSlots, visible: Array, *, bits: Bits, **_: Any) -> str | None:
+    """Why this kernel does not serve a case, or None if it does."""
+    dim, kv_heads, size = q.shape[-1], *visible.shape[1:]
+    if reason := triton_unsupported(dim=dim, group=q.shape[1] // kv_heads):
+        return reason
+    types = {x.dtype for x in (q, slots.k_recent, slots.v_recent)}
+    if len(types) > 1 or types.isdisjoint(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")):
+        return (
+            f"queries and exact keys and values are {', '.join(sorted(str(x) for x in types))}, not one type of floats"
+        )
+    tokens, channels = size // slots.k.scale.shape[2], dim // slots.v.scale.shape[2]
+    if tokens & (tokens - 1) or tokens < 8 // bits:
+        return (
+            f"groups of {tokens} tokens are not a power of two of at least the {8 // bits} whose numbers share a byte"
+        )
+    if channels & (channels - 1):
+        return f"groups of {channels} channels are not a power of two"
+    return None
+
+
+def packed_decode_attention(
+    q: Float[Array, "B N H"],
+    slots: PackedSlots,
+    visible: Bool[Array, "B K C"],
+    *,
+    bits: Bits,
+    scale: float,
+    interpret: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> Float[Array, "B N H"]:
+    """Softmax attention over packed slots; see the public function.
+
+    Args:
+        sizes: `block` slots read at a time, `splits` programs per head besides the one of the latest slots, `warps` and `stages` of each,
+            instead of the tuned ones.
+    """
+    batch, kv_heads, size = visible.shape
+    sizes = sizes or _sizes(batch * kv_heads, size, q.shape[-1], bits, q.dtype)
+    return _attend(q, slots, visible, bits=bits, scale=scale, interpret=interpret, **sizes)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "scale", "interpret", "block", "splits", "warps", "stages"))
+def _attend(
+    q: Float[Array, "B N H"],
+    slots: PackedSlots,
+    visible: Bool[Array, "B K C"],
+    *,
+    bits: Bits,
+    scale: float,
+    interpret: bool,
+    block: int,
+    splits: int,
+    warps: int,
+    stages: int,
+) -> Float[Array, "B N H"]:
+    """The kernels, traced and lowered once for all layers of one shape."""
+    batch, heads, dim = q.shape
+    kv_heads, size = visible.shape[1:]
+    fold, group = batch * kv_heads, heads // kv_heads
+    part = -(-size // (splits * block)) * block
+    splits = -(-size // part)
+
+    inputs = [
+        q.reshape(fold, group, dim),
+        *(
+            x.reshape(fold, *x.shape[2:])
+            for packed in (slots.k, slots.v)
+            for x in (packed.codes, packed.scale, packed.zero)
+        ),
+        *(x.reshape(fold, *x.shape[2:]) for x in (slots.k_recent, slots.v_recent)),
+        *(x.reshape(fold, 1) for x in (slots.k_packed, slots.next)),
+        visible.reshape(fold, size).astype(jnp.int8),
+    ]
+    shapes = [jax.ShapeDtypeStruct((fold, splits + 1, group, *rest), jnp.float32) for rest in ((dim,), (), ())]
+
+    def body(*refs: Any) -> None:
+        _attend_part(*refs, number=pl.program_id(1), bits=bits, scale=scale, block=block, part=part, splits=splits)
+
+    parts = triton_call(
+        body,
+        grid=(fold, splits + 1),
+        in_specs=[entry(x) for x in inputs],
+        out_specs=[
+            pl.BlockSpec((None, None, group, dim), lambda h, s: (h, s, 0, 0)),
+            *[pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0))] * 2,
+        ],
+        out_shape=shapes,
+        warps=warps,
+        stages=stages,
+        interpret=interpret,
+        name="packed_decode_attention",
+    )(*inputs)
+    of_head = pl.BlockSpec((None, splits + 1, None), lambda h, g: (h, 0, g))
+    out, _ = triton_call(
+        join_parts,
+        grid=(fold, group),
+        in_specs=[pl.BlockSpec((None, splits + 1, None, dim), lambda h, g: (h, 0, g, 0)), of_head, of_head],
+        out_specs=[
+            pl.BlockSpec((None, None, dim), lambda h, g: (h, g, 0)),
+            pl.BlockSpec((None, 1), lambda h, g: (h, g)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((fold, group, dim), q.dtype),
+            jax.ShapeDtypeStruct((fold, group), jnp.float32),
+        ],
+        warps=4,
+        stages=1,
+        interpret=interpret,
+        name="packed_decode_attention_join",
+    )(*parts)
+    return out.reshape(q.shape)
+
+
+def _sizes(fold: int, size: int, dim: int, bits: int, dtype: Any) -> dict[str, int]:
+    """Block sizes for `fold` rows × KV heads: some 512 programs of at least one block, of as many slots as registers take.
+
+    Compiled for an H200, a turn of 32 slots of 128 channels in 16 bits takes the fewest instructions per number that do not spill. Not timed.
+    """
+    block = max(LEAST, min(32, 8192 // (dim * jnp.dtype(dtype).itemsize))) * (8 // bits)
+    splits = max(1, min(512 // fold, size // block))
+    case = {"heads": fold, "slots": size, "head_dim": dim, "bits": bits, "dtype": jnp.dtype(dtype).name}
+    return tuned("packed_decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 3})
+
+
+def _attend_part(
+    q_ref: Any,
+    k_codes: Any,
+    k_scale: Any,
+    k_zero: Any,
+    v_codes: Any,
+    v_scale: Any,
+    v_zero: Any,
+    k_recent: Any,
+    v_recent: Any,
+    k_packed_ref: Any,
+    next_ref: Any,
+    visible_ref: Any,
+    out_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    *,
+    number: Array,
+    bits: int,
+    scale: float,
+    block: int,
+    part: int,
+    splits: int,
+) -> None:
+    """One part of one head, the last of which is that of the latest slots: unnormalised values, the largest logit, and the sum of exponentials.
+
+    Args:
+        number: which part it is.
+        part: slots of all parts but the last.
+    """
+    q, (group, dim) = q_ref[...], q_ref.shape
+    count, mask, size = 8 // bits, 2**bits - 1, visible_ref.shape[0]
+    tokens, groups = size // k_scale.shape[0], v_scale.shape[0]
+    together = min(tokens, block)  # tokens of one group in a block
+    sharing, rows = block // together, block // count
+    channel = jnp.arange(dim, dtype=jnp.int32)[None]
+    k_packed, filled = k_packed_ref[0], next_ref[0]
+    late = jnp.maximum(filled - v_recent.shape[0], 0)
+    even = size % block == 0
+
+    def within(at: Array, end: int) -> Array:
+        """Places of a block that may reach beyond the last slot."""
+        return at if even else jnp.minimum(at, end - 1)
+
+    def softmax(logits: Array, live: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
+        """What shares of new slots are, what those before shrink by, and the running maximum and sum."""
+        logits = jnp.where(live, logits * scale, MASKED)
+        peak = jnp.maximum(top, jnp.max(logits, axis=1))
+        shrink = jnp.exp(top - peak)
+        share = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
+        return share, shrink, peak, total * shrink + jnp.sum(share, axis=1)
+
+    begin = number * part
+    stop = jnp.where(number < splits, jnp.minimum(begin + part, late), begin)
+    wide = q.astype(jnp.float32)
+    of_row = jnp.arange(rows, dtype=jnp.int32) // (together // count)
+    mine = (of_row[None] == jnp.arange(sharing, dtype=jnp.int32)[:, None])[:, None]
+    which = jnp.arange(groups, dtype=jnp.int32)[:, None]
+
+    def packed(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc, zeros, top, total = carry
+        first = begin + i * block
+        row = within(first // count + jnp.arange(rows, dtype=jnp.int32), size // count)[:, None]
+        keys, values = (backend.load(x.at[row, channel]).astype(jnp.int32) for x in (k_codes, v_codes))
+        of_keys = within(first // tokens + jnp.arange(sharing, dtype=jnp.int32), size // tokens)[:, None]
+        key_scale, key_zero = (
+            backend.load(x.at[of_keys, channel]).astype(jnp.float32)[:, None] for x in (k_scale, k_zero)
+        )
+        asking = (wide[None] * key_scale).reshape(sharing * group, dim).astype(q.dtype)
+        added = jnp.sum(wide[None] * key_zero, axis=2)
+        for turn in range(count):
+            slot = first + turn + count * jnp.arange(rows, dtype=jnp.int32)
+            at = within(slot, size)
+            live = (slot < stop) & (backend.load(visible_ref.at[at]) > 0)
+            logits = dot(asking, _codes(keys, turn * bits, mask, q.dtype), 1).reshape(sharing, group, rows)
+            logits = jnp.sum(jnp.where(mine, logits + added[:, :, None], 0.0), axis=0)
+            share, shrink, top, total = softmax(logits, live, top, total)
+            # What the scales of a slot that does not count are, NaN included, is not even read.
+            there = jnp.broadcast_to(live[None], (groups, rows))
+            value_scale, value_zero = (
+                backend.load(x.at[which, at[None]], mask=there, other=jnp.zeros((), x.dtype)).astype(jnp.float32)
+                for x in (v_scale, v_zero)
+            )
+            weights = (value_scale[:, None] * share[None]).reshape(groups * group, rows).astype(q.dtype)
+            sums = dot(weights, _codes(values, turn * bits, mask, q.dtype), 0).reshape(groups, group, dim)
+            acc = acc * shrink[None, :, None] + sums
+            zeros = zeros * shrink[None] + jnp.sum(value_zero[:, None] * share[None], axis=2)
+        return acc, zeros, top, total
+
+    def exact(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        acc, top, total = carry
+        slot = late + i * LATE + jnp.arange(LATE, dtype=jnp.int32)
+        at = jnp.minimum(slot, size - 1)
+        live = (slot < filled) & (backend.load(visible_ref.at[at]) > 0)
+        there, own = (jnp.broadcast_to(x[:, None], (LATE, dim)) for x in (live, live & (slot >= k_packed)))
+        place = jax.lax.rem(at, k_recent.shape[0])[:, None], jax.lax.rem(at, v_recent.shape[0])[:, None]
+        keys = backend.load(k_recent.at[place[0], channel], mask=own, other=jnp.zeros((), k_recent.dtype))
+        values = backend.load(v_recent.at[place[1], channel], mask=there, other=jnp.zeros((), v_recent.dtype))
+        # Some whose values are exact have their keys packed.
+        codes = backend.load(k_codes.at[(at // count)[:, None], channel]).astype(jnp.int32)
+        key_scale, key_zero = (
+            backend.load(x.at[(at // tokens)[:, None], channel]).astype(jnp.float32) for x in (k_scale, k_zero)
+        )
+        unpacked = _codes(codes, (at % count * bits)[:, None], mask, jnp.float32) * key_scale + key_zero
+        logits = dot(q, jnp.where(own, keys, unpacked.astype(q.dtype)), 1)
+        share, shrink, top, total = softmax(logits, live, top, total)
+        return acc * shrink[:, None] + dot(share.astype(values.dtype), values, 0), top, total
+
+    nothing = (
+        jnp.zeros((groups, group, dim), jnp.float32),
+        jnp.zeros((groups, group), jnp.float32),
+        jnp.full((group,), MASKED, jnp.float32),
+        jnp.zeros((group,), jnp.float32),
+    )
+    acc, zeros, top, total = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - begin, 0), block), packed, nothing)
+    own_group = channel // (dim // groups) == which
+    acc = jnp.sum(jnp.where(own_group[:, None], acc + zeros[:, :, None], 0.0), axis=0)
+    latest = jnp.where(number < splits, 0, filled - late)
+    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(latest, LATE), exact, (acc, top, total))
+
+
+def _codes(joined: Array, shift: Any, mask: int, dtype: Any) -> Float[Array, "R H"]:
+    """One code of each byte, exact in any type of floats."""
+    return ((joined >> shift) & mask).astype(dtype)
