@@ -1,0 +1,43 @@
+"""Two processes of two devices each that run a command together on one machine."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run_both(arguments: Sequence[str], *outs: Path, timeout: int = 120) -> list[str]:
+    """What each prints of `kvjax ARGUMENTS --distributed`, of which each gets its own `--out`; both have to end well."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "kvjax", *arguments, "--distributed", "--no-compilation-cache", "--out", str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(i)},
+        )
+        for i, out in enumerate(outs)
+    ]
+    try:
+        ended = [(process, *process.communicate(timeout=timeout)) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    for process, _, error in ended:
+        assert process.returncode == 0, error[-3000:]
+    # The library by which they talk prints lines of its own.
+    return ["".join(x for x in out.splitlines(keepends=True) if not x.startswith("[Gloo]")) for _, out, _ in ended]
