@@ -1,4 +1,4 @@
-"""Two processes of two devices each that run a command together on one machine."""
+"""Two processes of two devices each that run together on one machine."""
 
 import os
 import socket
@@ -8,28 +8,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def run_both(arguments: Sequence[str], *outs: Path, timeout: int = 120) -> list[str]:
-    """What each prints of `kvjax ARGUMENTS --distributed`, of which each gets its own `--out`; both have to end well."""
+def kvjax(arguments: Sequence[str], *outs: Path) -> list[str]:
+    """What each prints of `kvjax ARGUMENTS --distributed`, of which each gets its own `--out`."""
+    command = ["-m", "kvjax", *arguments, "--distributed", "--no-compilation-cache", "--out"]
+    return run_both(*([*command, str(out)] for out in outs))
+
+
+def run_both(*arguments: Sequence[str], timeout: int = 120) -> list[str]:
+    """What each prints, by the arguments of its Python; both have to end well."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
+    root = Path(__file__).parents[2]
     common = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": "2",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "kvjax", *arguments, "--distributed", "--no-compilation-cache", "--out", str(out)],
+            [sys.executable, *own],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | common | {"JAX_PROCESS_ID": str(i)},
         )
-        for i, out in enumerate(outs)
+        for i, own in enumerate(arguments)
     ]
     try:
         ended = [(process, *process.communicate(timeout=timeout)) for process in started]

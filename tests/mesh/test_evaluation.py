@@ -18,7 +18,7 @@ from kvjax.evals.report import read_rows
 from kvjax.evals.tasks import Inputs
 from kvjax.models.sharding import get_shard, place_all
 
-from .processes import run_both
+from . import processes
 
 TIMES = "prefill_seconds", "decode_seconds"
 
@@ -149,7 +149,7 @@ def test_the_first_of_two_processes_prints_and_writes(folder, params, tmp_path, 
     asked = ["eval", "perplexity", "--model", str(folder / "small"), "--json", "--policy", "streaming_llm:32"]
     asked += ["--length", "600", "--text", str(given.text), "--mesh", "data=2,model=2"]
     for _ in range(2):
-        first, second = run_both(asked, out, tmp_path / "other.jsonl")
+        first, second = processes.kvjax(asked, out, tmp_path / "other.jsonl")
         assert json.loads(first)["value"] == pytest.approx(expected.value, abs=1e-4)
         assert second == ""
         assert [path.name for path in tmp_path.iterdir()] == [out.name]
@@ -166,7 +166,7 @@ def test_two_processes_compare(folder, params, tmp_path):
     asked = ["compare", "--model", str(folder / "small"), "--json", "--policies", "snapkv", "--budgets", "0.5"]
     asked += ["--tasks", ",".join(tasks), "--text", str(text), "--data", str(data), "--length", "260"]
     asked += ["--max-new-tokens", "6", "--mesh", "data=2,model=2"]
-    first, second = run_both(asked, tmp_path / "table", tmp_path / "other")
+    first, second = processes.kvjax(asked, tmp_path / "table", tmp_path / "other")
     inputs = Inputs(lengths=(260,), text=text, data=data, max_new_tokens=6)
     expected = compare(params, [kvjax.get_policy("snapkv")], [0.5], tasks, inputs, tmp_path / "one")
     for row, cell in zip(json.loads(first), expected, strict=True):
