@@ -196,3 +196,12 @@ def test_the_harness(params):
     scores = [[score for score, _ in model._loglikelihood_tokens(pairs)] for model in (one, many)]
     np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
     assert many.generate_until(asked) == one.generate_until(asked)
+
+
+def test_a_file_of_another_run_ends_both(folder, tmp_path):
+    """The second process, which does not see the file, says what the first found."""
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    asked = ["eval", "perplexity", "--model", str(folder / "small"), "--text", str(folder / "text.txt")]
+    asked += ["--length", "64", "--mesh", "data=2,model=2"]
+    for error in processes.kvjax(asked, tmp_path / "out.jsonl", tmp_path / "other.jsonl", failing=True):
+        assert "out.jsonl is there, but is not a result file" in error
