@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ FLOATS: Mapping[str, Any] = {
 }
 """Floating-point types that parameters may have."""
 
-Put = Callable[[str, Any], Any]
-"""Puts the parameter of a name where it belongs."""
+Put = Callable[[str, Any, Callable[..., Any]], Any]
+"""Puts a parameter where it belongs, by its name, its shapes, and what reads it: `read()` all of it, `read(rows, columns)` a part as
+`Checkpoint.read` does."""
 
 _SCANNED = 1 << 16
 """Numbers looked at together: they stay in a core's cache."""
@@ -74,18 +75,20 @@ class StoredTensor:
         dtype: name of the stored type: one of `FLOATS`, or a quantisation such as "Q4_1" or "int8".
         nbytes: bytes in the file.
         file: where it is.
-        read: `read(start, out)` fills a host array with as many rows as it has, from row `start`, converting to its type.
+        read: `read(start, out, column=0)` fills a host array with as many rows as it has, from row `start`, converting to its type; of a
+            matrix with as many columns as it has, from `column`.
         kept: shapes of the matrix in 8 or 4 bits that this is, or can become without loss; None for floats.
-        keep: `keep(start, stop)` gives the matrix of these rows, of host arrays.
+        keep: `keep(start, stop, columns=None)` gives the matrix of these rows, of host arrays; of a slice of its levels' last axis alone, if that
+            can be read by itself, else of all.
     """
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     file: Path
-    read: Callable[[int, np.ndarray], None]
+    read: Callable[..., None]
     kept: Any = None
-    keep: Callable[[int, int], QuantizedMatrix] | None = None
+    keep: Callable[..., QuantizedMatrix] | None = None
 
     def held_as(self, kind: str) -> bool:
         """Whether it is kept where this kind is asked for."""
@@ -170,46 +173,42 @@ class Checkpoint:
         """Names of all parameters, in the order of the layout."""
         return self._places
 
-    def read(self, parameter: str, dtype: np.dtype, kind: str = "float") -> np.ndarray | QuantizedMatrix:
-        """One parameter as a new host array, the caller's own, or as a matrix of such."""
+    def read(
+        self,
+        parameter: str,
+        dtype: np.dtype,
+        kind: str = "float",
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> np.ndarray | QuantizedMatrix:
+        """One parameter as a new host array, the caller's own, or as a matrix of such.
+
+        Args:
+            parameter: its name.
+            dtype: type of floats.
+            kind: how a matrix is held, of `KINDS`.
+            rows: some rows alone, of which there is one at least.
+            columns: of a matrix some columns of its last axis alone, that of the levels where it is in 8 or 4 bits. Where it is to be made of floats, or
+                the file does not have these by themselves, there are all.
+        """
         tensor, start, stop = self._places[parameter]
         stored = self.tensors[tensor]
+        if rows is not None:
+            start, stop = start + rows.start, start + rows.stop
         try:
-            with np.errstate(all="ignore"):  # what is not finite is told by `read_all`, for the whole model at once
+            with np.errstate(all="ignore"):  # what is not finite is told by `assemble`, for the whole model at once
                 if stored.keep is not None and stored.held_as(kind):
-                    return stored.keep(start, stop)
+                    return stored.keep(start, stop, columns)
                 if kind in FROM_FLOATS:
                     return _quantised(stored, start, stop, kind)
-                out = _aligned((stop - start, *stored.shape[1:]), dtype)
-                stored.read(start, out)
+                inner = stored.shape[1:] if columns is None else (columns.stop - columns.start,)
+                out = _aligned((stop - start, *inner), dtype)
+                stored.read(start, out, 0 if columns is None else columns.start)
         except CheckpointError:
             raise
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{stored.file}: tensor {tensor} cannot be read ({told(error)})") from error
         return out
-
-    def read_all(
-        self, dtype: np.dtype, kinds: Kinds | None = None
-    ) -> Iterator[tuple[str, np.ndarray | QuantizedMatrix]]:
-        """Every parameter with its name, one at a time.
-
-        Warns at the end of weights that are NaN or infinite: such a model computes nothing but NaN, yet a few of them may be
-        worth a look.
-        """
-        lost, first = 0, ""
-        for name in self._places:
-            array = self.read(name, dtype, (kinds or Kinds()).of(name))
-            floats = [leaf for leaf in jax.tree.leaves(array) if leaf.dtype.name in FLOATS]
-            if count := sum(map(count_not_finite, floats)):
-                lost, first = lost + count, first or name
-            yield name, array
-            del array  # before the next one is read
-        if lost:
-            warnings.warn(
-                f"{self.source}: {lost} weights are NaN or infinite in {dtype}, the first of them in {first}; "
-                "what the model computes will be NaN. The file is damaged, or its numbers exceed this type",
-                stacklevel=2,
-            )
 
     def check(self) -> None:
         """Compare what is there with what should be.
@@ -291,25 +290,32 @@ def _joined(name: str, arrays: Mapping[str, StoredTensor], file: Path) -> Stored
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: tensor {name}: {told(error)}") from error
 
-    def keep(start: int, stop: int) -> QuantizedMatrix:
-        held = {field: _aligned((stop - start, *array.shape[1:]), types[field]) for field, array in arrays.items()}
+    def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:
+        of, held = kept.levels.shape[-1], {}
+        wide = {field: array.shape[-1] for field, array in arrays.items() if len(array.shape) > 1}
+        if columns is None or any(end * size % of for size in wide.values() for end in (columns.start, columns.stop)):
+            columns = slice(0, of)
         for field, array in arrays.items():
-            array.read(start, held[field])
+            first, last = (end * wide.get(field, 0) // of for end in (columns.start, columns.stop))
+            inner = (*array.shape[1:-1], last - first) if field in wide else ()
+            held[field] = _aligned((stop - start, *inner), types[field])
+            array.read(start, held[field], first)
         return assembled(held)
 
-    def read(start: int, out: np.ndarray) -> None:
-        _dequantise(keep, start, out)
+    def read(start: int, out: np.ndarray, column: int = 0) -> None:
+        _dequantise(keep, start, out, column)
 
     return StoredTensor(
         kept.shape, kept.kind, sum(array.nbytes for array in arrays.values()), arrays["levels"].file, read, kept, keep
     )
 
 
-def _dequantise(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray) -> None:
+def _dequantise(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray, column: int) -> None:
     step = max(1, _QUANTISED // out.shape[1])
     for begin in range(0, len(out), step):
         end = min(begin + step, len(out))
-        out[begin:end] = dequantised(keep(start + begin, start + end), out.dtype)
+        rows = dequantised(keep(start + begin, start + end), out.dtype)
+        out[begin:end] = rows[:, column : column + out.shape[1]]
 
 
 def _quantised(stored: StoredTensor, start: int, stop: int, kind: str) -> QuantizedMatrix:
@@ -342,24 +348,42 @@ def assemble(
     Args:
         checkpoint: headers read by one of the formats.
         dtype: type of the parameters, one of `FLOATS`.
-        put: what puts a parameter of a name on its device; by default on JAX's own.
+        put: what puts a parameter on its device; by default on JAX's own.
         progress: see `kvjax.conversion.load`.
         kinds: how matrices are held; floats by default.
+
+    Warns at the end of weights that are NaN or infinite: such a model computes nothing but NaN, yet a few of them may be worth a
+    look.
 
     Raises:
         CheckpointError: as `Checkpoint.check`, or a file that ends early or does not decode.
     """
     checkpoint.check()
-    wanted = FLOATS[dtype]
+    wanted, kinds = FLOATS[dtype], kinds or Kinds()
     tokenizer = checkpoint.tokenizer()
     arrays: dict[str, Any] = {}
-    total = nbytes_of(checkpoint.shapes(wanted, kinds or Kinds()))
-    with Meter(f"Loading {checkpoint.source.name}", total, progress) as meter:
-        for name, array in checkpoint.read_all(wanted, kinds):
+    shapes = checkpoint.shapes(wanted, kinds)
+    lost: dict[str, int] = {}
+
+    def read(name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray | QuantizedMatrix:
+        array = checkpoint.read(name, wanted, kinds.of(name), rows, columns)
+        floats = [leaf for leaf in jax.tree.leaves(array) if leaf.dtype.name in FLOATS]
+        if count := sum(map(count_not_finite, floats)):
+            lost[name] = lost.get(name, 0) + count
+        return array
+
+    with Meter(f"Loading {checkpoint.source.name}", nbytes_of(shapes), progress) as meter:
+        for name, shape in shapes.items():
+            whole = functools.partial(read, name)
             # Waiting keeps one tensor in flight.
-            arrays[name] = jax.block_until_ready(jax.device_put(array) if put is None else put(name, array))
-            meter.advance(array.nbytes)
-            del array
+            arrays[name] = jax.block_until_ready(jax.device_put(whole()) if put is None else put(name, shape, whole))
+            meter.advance(nbytes_of(shape))
+    if lost:
+        warnings.warn(
+            f"{checkpoint.source}: {sum(lost.values())} weights are NaN or infinite in {wanted}, the first of them in {next(iter(lost))}; "
+            "what the model computes will be NaN. The file is damaged, or its numbers exceed this type",
+            stacklevel=2,
+        )
     return unflatten(checkpoint.config, arrays, tokenizer)
 
 

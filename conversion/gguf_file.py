@@ -22,6 +22,7 @@ from .errors import CheckpointError, shortened, told
 from .gguf_tokenizer import read_tokenizer
 from .hf_config import FAMILIES
 from .layout import Layout, hf_layout
+from .mapped import mapped
 from .quantised import BLOCKS, blocks_shape, from_blocks
 from .schema import Id, Layers, Positive, Size, Strict, checked_under
 from .text_files import present
@@ -296,7 +297,8 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
     if not shape or 0 in shape:
         raise CheckpointError(f"{path}: tensor {tensor.name} has shape {list(shape)}, which holds nothing")
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
-    row = nbytes // shape[0]
+    held = shape[0], nbytes // shape[0]
+    numbers, block = (1, _PLAIN[kind.name].itemsize) if kind.name in _PLAIN else gguf.GGML_QUANT_SIZES[kind]
 
     def decode(rows: np.ndarray) -> np.ndarray:
         if kind.name in _PLAIN:
@@ -304,24 +306,32 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         # What `gguf.quants.dequantize` calls for every 16 rows, here for all: a third of the time.
         return getattr(gguf.quants, kind.name).dequantize_rows(rows)
 
-    def read(start: int, out: np.ndarray) -> None:
+    def read(start: int, out: np.ndarray, column: int = 0) -> None:
         order = _row_order(tensor.name, config) if permuted else None
-        # A map for this tensor alone: its pages leave memory with it.
-        stored = np.memmap(path, np.uint8, mode="r", offset=offset, shape=(shape[0], row))
         step = max(1, _BLOCK // math.prod(shape[1:]))
+        width = math.prod(out.shape[1:])
+        first = column // numbers  # whole blocks, from which the columns are taken
+        part, own = slice(first * block, -(-(column + width) // numbers) * block), slice(column - first * numbers, None)
         for begin in range(0, len(out), step):
             end = min(begin + step, len(out))
             rows = slice(start + begin, start + end) if order is None else order[start + begin : start + end]
-            out[begin:end] = decode(np.asarray(stored[rows])).reshape(end - begin, *shape[1:])
+            decoded = decode(np.ascontiguousarray(mapped(path, np.uint8, offset, held, rows, part)))
+            out[begin:end] = decoded.reshape(end - begin, -1)[:, own][:, :width].reshape(out[begin:end].shape)
 
-    def keep(start: int, stop: int) -> QuantizedMatrix:
+    def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:
+        per = blocks_shape(kind.name, *shape).levels.shape[-1] * numbers // shape[1]  # groups of a block
+        part = slice(None)
+        if columns is not None and not (columns.start % per or columns.stop % per):
+            part = slice(columns.start // per * block, columns.stop // per * block)
         order = _row_order(tensor.name, config) if permuted else None
-        stored = np.memmap(path, np.uint8, mode="r", offset=offset, shape=(shape[0], row))
         step = max(1, _BLOCK // math.prod(shape[1:]))
         pieces = []
         for begin in range(start, stop, step):
             rows = slice(begin, min(begin + step, stop))
-            pieces.append(from_blocks(kind.name, np.asarray(stored[rows if order is None else order[rows]])))
+            rows = rows if order is None else order[rows]
+            pieces.append(
+                from_blocks(kind.name, np.ascontiguousarray(mapped(path, np.uint8, offset, held, rows, part)))
+            )
         return jax.tree.map(lambda *each: np.concatenate(each), *pieces)
 
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

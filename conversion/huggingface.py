@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told
 from .hf_config import from_hf
 from .layout import hf_layout
+from .mapped import mapped
 from .packed import unpacked
 from .schema import Strict, checked
 from .text_files import present, read_json, unique
@@ -158,15 +158,15 @@ def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
     type_name = {**FLOAT_OF, **INT_OF}.get(dtype, dtype)
     stored = FLOATS.get(type_name)
 
-    def read(start: int, out: np.ndarray) -> None:
-        if dtype in INT_OF and out.dtype.name == type_name:
-            row = math.prod(shape[1:]) * out.itemsize
-            out[...] = np.memmap(file, out.dtype, mode="r", offset=base + begin + start * row, shape=out.shape)
-            return
-        if stored is None:
+    def read(start: int, out: np.ndarray, column: int = 0) -> None:
+        integers = dtype in INT_OF and out.dtype.name == type_name
+        if stored is None and not integers:
             raise CheckpointError(f"{file}: tensor {name} is {dtype}; supported are {', '.join(FLOAT_OF)}")
-        # A map for these rows alone: its pages leave memory with it.
-        row = math.prod(shape[1:]) * stored.itemsize
-        out[...] = np.memmap(file, stored, mode="r", offset=base + begin + start * row, shape=out.shape)
+        held = out.dtype if integers else np.dtype(stored)
+        if not shape:
+            out[...] = mapped(file, held, base + begin, (1,), slice(None))[0]
+            return
+        rows = slice(start, start + len(out))
+        out[...] = mapped(file, held, base + begin, shape, rows, slice(column, column + out.shape[-1]))
 
     return StoredTensor(shape, type_name, end - begin, file, read)

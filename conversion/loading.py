@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from kvjax import files
 from kvjax.models.params import Params
-from kvjax.models.sharding import get_mesh, get_shard, place
+from kvjax.models.sharding import get_mesh, get_shard, place, place_from
 
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of
@@ -49,7 +49,8 @@ def load(
         token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
             False none.
         progress: draw progress bars; None draws them if the error stream is a terminal.
-        mesh: devices to share the parameters, as for `kvjax.Engine`, in place of `device`; whatever they are given to runs there.
+        mesh: devices to share the parameters, as for `kvjax.Engine`, in place of `device`; whatever they are given to runs there. Each process reads
+            only what its own devices are to have.
 
     Warns of weights that are NaN or infinite, and of tokens that the model does not know.
 
@@ -68,12 +69,12 @@ def load(
         wanted = "float32" if _platform(where) == "cpu" else checkpoint.own_dtype
     kinds = kinds_of(checkpoint, weights, embedding)
     if mesh is None:
-        return assemble(checkpoint, wanted, lambda _, array: jax.device_put(array, device), progress, kinds)
-    put = partial(place, get_shard(mesh, checkpoint.config))
+        return assemble(checkpoint, wanted, lambda _, __, read: jax.device_put(read(), device), progress, kinds)
+    shard = get_shard(mesh, checkpoint.config)
     checkpoint.check()
     for name, shape in checkpoint.shapes(FLOATS[wanted], kinds).items():
-        put(name, shape)  # says what cannot be dealt, before anything is read
-    return assemble(checkpoint, wanted, put, progress, kinds)
+        place(shard, name, shape)  # says what cannot be dealt, before anything is read
+    return assemble(checkpoint, wanted, partial(place_from, shard), progress, kinds)
 
 
 def open_checkpoint(

@@ -142,11 +142,14 @@ def _stored(directory: Path, name: str, header: Any) -> StoredTensor:
     if len(held.chunks) != len(shape) or any(map(operator.gt, held.chunks, shape)):
         raise CheckpointError(f"{directory}: tensor {name} of shape {list(shape)} is in pieces of {held.chunks}")
 
-    def read(start: int, out: np.ndarray) -> None:
+    def read(start: int, out: np.ndarray, column: int = 0) -> None:
+        part = [slice(start, start + len(out)), *map(slice, out.shape[1:])]
+        if out.ndim > 1:
+            part[-1] = slice(column, column + out.shape[-1])
         spec = {"driver": "zarr", "kvstore": _store(directory, f"{name}/")}
         try:
             array = tensorstore.open(spec, open=True, read=True).result()
-            rows = tensorstore.cast(array, tensorstore.dtype(out.dtype))[start : start + len(out)]
+            rows = tensorstore.cast(array, tensorstore.dtype(out.dtype))[tuple(part)]
             # Straight into place, chunk by chunk.
             tensorstore.array(out).write(rows).result()
         except (ValueError, OSError, KeyError, RuntimeError) as error:

@@ -139,7 +139,7 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
         _fit(stored, (groups, outputs // each))
 
         def codes(start: int, stop: int) -> np.ndarray:
-            split = _split(_whole(words)[:, start:stop], held.bits)  # [I / each, rows, each]
+            split = _split(_columns(words, start, stop), held.bits)  # [I / each, rows, each]
             return split.swapaxes(0, 1).reshape(stop - start, inputs)
 
         def zeros(start: int, stop: int) -> np.ndarray:
@@ -161,7 +161,7 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
                 raise CheckpointError(
                     f"{stored.file}: {source.name} says that codes are symmetric (sym), zeros are not"
                 )
-            return _whole(scales)[:, start:stop].T
+            return _columns(scales, start, stop).T
 
         if order is None and held.desc_act:
             raise CheckpointError(f"{words.file}: desc_act without the order of inputs (g_idx)")
@@ -185,7 +185,7 @@ def _awq(quantization: Mapping[str, Any], source: Path) -> _Layout:
 
         def along_outputs(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
             first = start // 8
-            split = _split(_whole(tensor)[:, first : -(-stop // 8)], 4)[..., _AWQ_ORDER]
+            split = _split(_columns(tensor, first, -(-stop // 8)), 4)[..., _AWQ_ORDER]
             return split.reshape(len(split), -1)[:, start - 8 * first : stop - 8 * first].T
 
         return _Codes(
@@ -193,7 +193,7 @@ def _awq(quantization: Mapping[str, Any], source: Path) -> _Layout:
             groups,
             lambda start, stop: along_outputs(words, start, stop),
             lambda start, stop: along_outputs(stored, start, stop),
-            lambda start, stop: _whole(scales)[:, start:stop].T,
+            lambda start, stop: _columns(scales, start, stop).T,
         )
 
     return 4, layout
@@ -285,11 +285,16 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
             f"{file}: {name} has groups of {inputs // held.groups} inputs; in 4 bits two are in a byte"
         )
 
-    def keep(start: int, stop: int) -> QuantizedMatrix:
+    def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:
         zeros = None if held.zeros is None else held.zeros(start, stop)
         return from_codes(bits, held.codes(start, stop), held.scales(start, stop), zeros)
 
-    def read(start: int, out: np.ndarray) -> None:
+    def read(start: int, out: np.ndarray, column: int = 0) -> None:
+        if out.shape[1] < inputs:
+            rows = np.empty((len(out), inputs), out.dtype)
+            read(start, rows)
+            out[...] = rows[:, column : column + out.shape[1]]
+            return
         stop = start + len(out)
         if held.order is None:
             matrix = keep(start, stop)
@@ -354,6 +359,13 @@ def _rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
     """Rows of a tensor in its own type."""
     array = np.empty((stop - start, *tensor.shape[1:]), FLOATS.get(tensor.dtype, tensor.dtype))
     tensor.read(start, array)
+    return array
+
+
+def _columns(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+    """Columns of a matrix in its own type."""
+    array = np.empty((tensor.shape[0], stop - start), FLOATS.get(tensor.dtype, tensor.dtype))
+    tensor.read(0, array, start)
     return array
 
 

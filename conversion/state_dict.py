@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,10 @@ def quantize_weights(params: Params, weights: str = "int8", embedding: str | Non
     check_kinds(weights, embedding)
     checkpoint = checkpoint_of(params)
     mesh = mesh_of(params)
-    put = None if mesh is None else partial(place, get_shard(mesh, params.config))
+    put = None
+    if mesh is not None:
+        shard = get_shard(mesh, params.config)
+        put = lambda name, _, read: place(shard, name, read())  # noqa: E731
     return assemble(checkpoint, params.dtype.name, put, False, kinds_of(checkpoint, weights, embedding))
 
 
@@ -104,8 +106,9 @@ def _held(array: np.ndarray | jax.Array, shape: tuple[int, ...] | None = None) -
     """An array in memory, without what a mesh may have padded it with."""
     shape = array.shape if shape is None else shape
 
-    def read(start: int, out: np.ndarray) -> None:
+    def read(start: int, out: np.ndarray, column: int = 0) -> None:
+        inner = [*map(slice, shape[1:-1]), slice(column, column + out.shape[-1])] if len(shape) > 1 else []
         # A part of its own: an array keeps the copy that the host was given of the whole of it.
-        out[...] = np.asarray(array[start : start + len(out)])[(slice(None), *map(slice, shape[1:]))]
+        out[...] = np.asarray(array[start : start + len(out)])[(slice(None), *inner)]
 
     return StoredTensor(shape, array.dtype.name, math.prod(shape) * array.dtype.itemsize, Path("state dict"), read)

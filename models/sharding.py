@@ -8,7 +8,7 @@ with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the voc
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -145,6 +145,80 @@ def place(shard: Shard, name: str, weight: Any) -> Any:
     paths, tree = jax.tree_util.tree_flatten_with_path(weight)
     names = [".".join(filter(None, (name, name_of(path)))) for path, _ in paths]
     return tree.unflatten([_placed(shard, each, array) for each, (_, array) in zip(names, paths, strict=True)])
+
+
+def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slice | None], Any]) -> Any:
+    """One parameter where it belongs, of which a process reads no more than its own devices are to have, and that once.
+
+    The process holds that much on the host besides.
+
+    Args:
+        shapes: of the parameter, or of the arrays of a matrix in 8 or 4 bits.
+        read: `read(rows, columns)` gives one row or more on the host, and of a matrix columns of its last axis, that of the levels where it is in
+            8 or 4 bits; or all columns, where they cannot be read apart.
+
+    Raises:
+        ValueError: as `place`.
+    """
+    wanted, tree = jax.tree.flatten(place(shard, name, shapes))
+    own = jax.tree.leaves(shapes)
+    indices = [array.sharding.addressable_devices_indices_map(array.shape) for array in wanted]
+    parts: dict[Any, list[Any]] = {}
+    for device in indices[0]:
+        part = tuple(
+            tuple(each.indices(size)[:2] for each, size in zip(index[device], array.shape, strict=True))
+            for index, array in zip(indices, wanted, strict=True)
+        )
+        parts.setdefault(part, []).append(device)
+    together: dict[Any, list[Any]] = {}  # parts that lie side by side are read at once
+    by_rows, by_columns = (_runs({part[0][axis] for part in parts}) for axis in (0, -1))
+    for part in parts:
+        together.setdefault((by_rows[part[0][0]], by_columns[part[0][-1]]), []).append(part)
+    held: list[list[jax.Array]] = [[] for _ in wanted]
+    for (rows, columns), group in together.items():
+        rows = _within(rows, own[0].shape[0])
+        columns = _within(columns, own[0].shape[-1]) if own[0].ndim > 1 else None
+        if any(each.start == each.stop for each in (rows, columns) if each is not None):
+            found, cut = [np.zeros((0,) * shape.ndim, shape.dtype) for shape in own], True  # padding alone
+        else:
+            found = jax.tree.leaves(read(rows, columns))
+            cut = columns is not None and found[0].shape[-1] == columns.stop - columns.start
+        for i, (array, arrays) in enumerate(zip(found, held, strict=True)):
+            first = [min(part[i][axis][0] for part in group) if cut or not axis else 0 for axis in range(array.ndim)]
+            for part in group:
+                ranges = [(start - at, stop - at) for (start, stop), at in zip(part[i], first, strict=True)]
+                mine = _filled(array[tuple(slice(*each) for each in ranges)], [stop - start for start, stop in ranges])
+                arrays += [jax.device_put(mine, device) for device in parts[part]]
+    placed = [
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, arrays)
+        for array, arrays in zip(wanted, held, strict=True)
+    ]
+    return tree.unflatten(placed)
+
+
+def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each range the one that it makes with all that are next to it."""
+    found: list[list[tuple[int, int]]] = []
+    for each in sorted(ranges):
+        if found and found[-1][-1][1] == each[0]:
+            found[-1].append(each)
+        else:
+            found.append([each])
+    return {each: (run[0][0], run[-1][1]) for run in found for each in run}
+
+
+def _within(part: tuple[int, int], size: int) -> slice:
+    """A range without what is padding."""
+    return slice(*(min(end, size) for end in part))
+
+
+def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The array, with zeros behind it where the shape is larger."""
+    if array.shape == tuple(shape):
+        return array
+    whole = np.zeros(shape, array.dtype)
+    whole[tuple(map(slice, array.shape))] = array
+    return whole
 
 
 def place_all(shard: Shard, params: Params) -> Params:

@@ -9,7 +9,15 @@ from kvjax import strict_json
 
 from . import checks, console
 from .hyperparameters import read_policies
-from .options import CompilationCacheOption, DTypeOption, JsonOption, ModelOption, read_model
+from .options import (
+    CompilationCacheOption,
+    DistributedOption,
+    DTypeOption,
+    JsonOption,
+    MeshOption,
+    ModelOption,
+    read_model,
+)
 from .progress import bar
 from .task_options import (
     BatchOption,
@@ -55,6 +63,8 @@ def compare(
         ),
     ] = None,
     batch: BatchOption = 4,
+    mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
@@ -73,6 +83,8 @@ def compare(
     from kvjax.evals.compare import compare as compare_all
     from kvjax.evals.measure import check
     from kvjax.evals.tasks import task_name
+    from kvjax.models.sharding import mesh_of
+    from kvjax.runtime.processes import is_first
 
     names = [task_name(name) for name in names]
     checks.once(names, "--tasks")
@@ -80,7 +92,7 @@ def compare(
         check(name, inputs)
     checks.destination(out, folder=True)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, mesh=mesh, distributed=distributed)
     with bar() as begin:
         begin("Making tasks")
         cells = compare_all(
@@ -95,7 +107,7 @@ def compare(
             batch=batch,
             report=begin,
         )
-    if plot is not None:
+    if plot is not None and is_first(mesh_of(params)):
         from kvjax.plots import save, tradeoff
 
         save(tradeoff(strict_json.loads((out / "table.json").read_bytes())["rows"]), plot)

@@ -11,6 +11,7 @@ from . import checks, console
 from .hyperparameters import read_policies
 from .options import (
     CompilationCacheOption,
+    DistributedOption,
     DTypeOption,
     EmbeddingOption,
     JsonOption,
@@ -119,6 +120,7 @@ def evaluate(
     batch: BatchOption = 4,
     prefill_block: PrefillBlockOption = None,
     mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     chat: ChatOption = None,
     dtype: DTypeOption = None,
     weights: WeightsOption = None,
@@ -142,6 +144,8 @@ def evaluate(
 
     from kvjax.evals.measure import check, measure
     from kvjax.evals.tasks import task_name
+    from kvjax.models.sharding import mesh_of
+    from kvjax.runtime.processes import is_first
 
     task = task_name(task)
     if plot is not None and (out is None or several or not task.startswith("needle-")):
@@ -151,7 +155,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh)
+    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed)
     outcomes = []
     with bar() as begin:
         for each in chosen:
@@ -169,7 +173,7 @@ def evaluate(
                 progress=begin(f"{task} · {budgeted}"),
             )
             outcomes.append(outcome)
-    if plot is not None and out is not None:
+    if plot is not None and out is not None and is_first(mesh_of(params)):
         _draw(out, plot, task)
     if as_json:
         found = [dataclasses.asdict(outcome) for outcome in outcomes]

@@ -129,6 +129,11 @@ def read_model(
     from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
 
     if distributed:
+        if mesh is None:
+            raise typer.BadParameter(
+                "processes share a mesh; give one of all their devices, such as --mesh data=2",
+                param_hint="--distributed",
+            )
         join_processes()
     start_jax(devices=True)
     os.environ[VARIABLE] = str(int(compilation_cache))

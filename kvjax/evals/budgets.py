@@ -5,12 +5,27 @@ from typing import Any
 
 from kvjax.models.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
+from kvjax.runtime.engine import Engine
 
 
 def bytes_held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any) -> int:
     """Bytes that one row holds, on device and host together."""
     shape = config, 1, prompt, new, dtype
     return policy.nbytes(*shape) + policy.host_nbytes(*shape)
+
+
+def row_bytes(
+    policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any, block: int | None = None
+) -> dict[str, int]:
+    """Bytes that one row holds as one device has it, whatever mesh it is on, by the names that result files have for them.
+
+    Args:
+        prompt, new: tokens of the longest prompt of the batch, and room for new ones.
+        block: tokens of a block, where prompts are read in blocks.
+    """
+    engine = Engine(config, policy, prompt_len=prompt, max_new_tokens=new, block=block, dtype=dtype)
+    names = "cache_bytes", "host_cache_bytes", "full_cache_bytes"
+    return {name: getattr(engine, name) for name in names}
 
 
 def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: int, dtype: Any) -> Policy:

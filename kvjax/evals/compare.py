@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kvjax import strict_json
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
+from kvjax.runtime.mesh import on_mesh
+from kvjax.runtime.processes import is_first
 
 from .budgets import bytes_held, matched
 from .measure import Outcome, measure, sizes
@@ -58,6 +62,7 @@ def compare(
     chat: bool | None = None,
     batch: int = 4,
     report: Callable[[str], Callable[[int, int], None] | None] | None = None,
+    mesh: Mesh | str | None = None,
 ) -> list[Cell]:
     """Measure every policy on every task, at budgets for which all hold the same bytes.
 
@@ -71,6 +76,7 @@ def compare(
         out: a folder: results of every cell in a file of their own (an interrupted run goes on with them), and the table as
             `table.md`, `table.csv` and `table.json`.
         report: called before each cell with a line that says which; what it returns is called with the progress.
+        mesh: devices to run over, as for `measure`. Of several processes that share it only the first writes.
 
     Raises:
         ValueError: a task is unknown or lacks something, a target is out of range, or the folder holds another comparison.
@@ -82,6 +88,7 @@ def compare(
         )
     if Full() not in policies:
         policies = [Full(), *policies]
+    params, over = on_mesh(params, mesh)
     cells: list[Cell] = []
     for task in tasks:
         given = inputs[task] if isinstance(inputs, Mapping) else inputs
@@ -104,9 +111,10 @@ def compare(
                     batch=batch,
                     out=out / f"{name}.jsonl",
                     progress=progress,
+                    mesh=over,
                 )
                 cells.append(Cell(target, outcome))
-                _write(out, params, cells)
+                _write(out, params, cells, over)
     return cells
 
 
@@ -150,10 +158,15 @@ def comma_separated(cells: Sequence[Cell]) -> str:
     return text.getvalue()
 
 
-def _write(out: Path, params: Params, cells: Sequence[Cell]) -> None:
+def _write(out: Path, params: Params, cells: Sequence[Cell], mesh: Mesh | None) -> None:
     """The table so far, in all forms."""
     rows = [{"target": cell.target, **dataclasses.asdict(cell.outcome)} for cell in cells]
-    content = {"header": header(model=model_fingerprint(params)), "rows": rows}
+    content = {
+        "header": header(mesh, model=model_fingerprint(params)),
+        "rows": rows,
+    }  # of which all processes have a part
+    if not is_first(mesh):
+        return
     write(out / "table.json", strict_json.dumps(content, indent=1) + "\n")
     write(out / "table.md", markdown(cells))
     write(out / "table.csv", comma_separated(cells))

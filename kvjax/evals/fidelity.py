@@ -3,6 +3,8 @@
 A text is read once by the plain model. Every layer's own queries, keys and values are then given to a policy: a prompt, and the
 tokens after it one by one. What attention reads of each token is found by giving it values that name their tokens: it is exact for
 policies that evict, merge, select or move tokens alike, as long as they choose by queries and keys, not by values.
+
+Over a mesh the model's devices read the text together; the policy is then given what they found by one device of each process.
 """
 
 import dataclasses
@@ -13,14 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from kvjax.analysis.layers import jaccard
 from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
+from kvjax.models.sharding import get_shard, partitions
 from kvjax.policies import Policy, get_policy
 from kvjax.policies.base import Carry, Layer
 from kvjax.policies.capabilities import prefill
+from kvjax.runtime.mesh import ALL, on_host, on_mesh
+from kvjax.runtime.program import Partition, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +67,24 @@ class Reading(NamedTuple):
     v: tuple[Float[Array, "T K H"], ...]
 
 
-def read(params: Params, tokens: Sequence[int]) -> Reading:
+def read(params: Params, tokens: Sequence[int], mesh: Mesh | str | None = None) -> Reading:
     """Read a text once, for any number of policies.
+
+    Args:
+        mesh: devices to read it with, as for `kvjax.Engine`. There is one text, so those along "data" all do the same.
 
     Raises:
         ValueError: the text is empty.
     """
     if not len(tokens):
         raise ValueError("the text is empty; give a prompt and at least one token more")
-    specs = layer_specs(params.config, 1, len(tokens), 0, params.dtype)
-    return Reading(*zip(*_read(specs, params, jnp.asarray([tokens], jnp.int32)), strict=True))
+    params, mesh = on_mesh(params, mesh)
+    shard = get_shard(mesh, params.config)
+    specs = tuple(spec.on(shard) for spec in layer_specs(params.config, shard.data, len(tokens), 0, params.dtype))
+    found = read_text(specs, params, jnp.asarray([tokens], jnp.int32))
+    if mesh is not None:
+        found = jax.tree.map(lambda x: jnp.asarray(on_host(x)), found)
+    return Reading(*zip(*found, strict=True))
 
 
 def fidelity(
@@ -134,10 +149,19 @@ class _ReaderLayer(Layer[Policy]):
         return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
 
 
-@partial(jax.jit, static_argnums=0)
 def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[Any, ...]:
     lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
     return transformer.prefill(params, tokens, lengths, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
+
+
+def _dealt(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
+    """How `read_text` is dealt to the devices of a mesh."""
+    shard, by_heads = specs[0].shard, PartitionSpec(None, HEADS)
+    return None if shard.mesh is None else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(specs))
+
+
+read_text = Program(_read, static=1, partition=_dealt)
+"""`read_text(specs, params, tokens)`: queries, keys and values of a text [1, T], by layer, compiled; of devices' own heads on a mesh."""
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -212,13 +236,15 @@ def sweep(
     policies: Sequence[Policy],
     top: int = 64,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | str | None = None,
 ) -> list[Fidelity]:
     """`fidelity` of several policies on one text.
 
     Args:
         progress: called with policies done and in all.
+        mesh: as for `read`.
     """
-    reading, found = read(params, tokens), []
+    reading, found = read(params, tokens, mesh), []
     for i, policy in enumerate(policies, 1):
         found.append(fidelity(params, reading, prompt, policy, top=top))
         if progress is not None:

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache import bucket
 from kvjax.models import Params
-from kvjax.models.sharding import get_shard, mesh_of
+from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
+from kvjax.runtime.mesh import on_mesh
 
 from .perplexity import read
 
@@ -34,6 +36,7 @@ def following(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch: int = 4,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | str | None = None,
 ) -> list[Following]:
     """Score continuations of contexts, both as token ids.
 
@@ -44,6 +47,7 @@ def following(
         pairs: contexts and continuations, none of them empty; each gets what it would get alone.
         batch: pairs that run together.
         progress: called with pairs done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`; of pairs that run together, those along "data" have as many each.
 
     Raises:
         ValueError: a context or continuation is empty.
@@ -57,23 +61,26 @@ def following(
         policy.validate(len(context) + bucket(len(continuation)))
         groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
     found: dict[int, Following] = {}
-    data = get_shard(mesh_of(params), params.config).data
+    params, mesh = on_mesh(params, mesh, policy)
+    data = get_shard(mesh, params.config).data
     for (_, new_tokens), group in groups.items():
         rows = -(-min(batch, len(group)) // data) * data
         for at in range(0, len(group), rows):
             chosen = group[at : at + rows]
             # Filled up, so that all batches of a group share one compiled program.
             padded = [pairs[i] for i in [*chosen, *chosen[-1:] * (rows - len(chosen))]]
-            found |= dict(zip(chosen, _score(params, policy, padded, new_tokens), strict=False))
+            found |= dict(zip(chosen, _score(params, policy, padded, new_tokens, mesh), strict=False))
             if progress is not None:
                 progress(len(found), len(pairs))
     return [found[i] for i in range(len(pairs))]
 
 
-def _score(params: Params, policy: Policy, pairs: Sequence[Any], new_tokens: int) -> list[Following]:
+def _score(params: Params, policy: Policy, pairs: Sequence[Any], new_tokens: int, mesh: Mesh | None) -> list[Following]:
     """One batch, whose continuations have up to `new_tokens` tokens."""
     before = np.asarray([len(context) - 1 for context, _ in pairs])
-    engine = Engine(params, policy, batch=len(pairs), prompt_len=int(before.max()), max_new_tokens=new_tokens)
+    engine = Engine(
+        params, policy, batch=len(pairs), prompt_len=int(before.max()), max_new_tokens=new_tokens, mesh=mesh
+    )
     state = engine.prefill([context[:-1] for context, _ in pairs])[0] if before.max() else engine.begin()
     texts = [[context[-1], *continuation] for context, continuation in pairs]
     tokens = np.zeros((len(pairs), max(map(len, texts))), np.int32)

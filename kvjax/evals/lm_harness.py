@@ -12,13 +12,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache import bucket
 from kvjax.conversion import load
 from kvjax.extras import optional
 from kvjax.models import Params
+from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.runtime.generation import generate
+from kvjax.runtime.mesh import on_mesh
 
 from .following import following
 from .perplexity import token_logprobs
@@ -52,6 +55,7 @@ def register() -> type[Any]:
             batch_size: requests that run together.
             max_length: tokens of context and continuation; by default the model's window.
             max_gen_toks: most tokens to write where a task does not say.
+            mesh: devices to run over, of one process, as for `kvjax.Engine`; in `--model_args` as JSON, '{"mesh": "data=2,model=4"}', as commas part arguments there.
         """
 
         def __init__(
@@ -63,6 +67,7 @@ def register() -> type[Any]:
             batch_size: int | str = 4,
             max_length: int | None = None,
             max_gen_toks: int = 256,
+            mesh: Mesh | str | None = None,
             device: str | None = None,
             max_batch_size: int | None = None,
             **settings: Any,
@@ -74,7 +79,9 @@ def register() -> type[Any]:
                 if value is not None and (not isinstance(value, int) or value < least):
                     raise ValueError(f"{name}={value!r}; give a whole number, {least} or more")
             self.policy = get_policy(policy, budget=budget, **settings)
-            self.params = pretrained if isinstance(pretrained, Params) else load(pretrained, dtype=dtype)
+            given = pretrained if isinstance(pretrained, Params) else load(pretrained, dtype=dtype, mesh=mesh)
+            self.params, over = on_mesh(given, mesh, self.policy)
+            self._together = get_shard(over, given.config).data  # rows are dealt to so many devices
             if self.params.tokenizer is None:
                 raise ValueError(
                     "this model has no tokenizer, so it cannot be given the harness's tasks; load one that has"
@@ -131,6 +138,7 @@ def register() -> type[Any]:
             for i, request in enumerate(requests):
                 groups.setdefault((repr(request.args[1]), bucket(len(prompts[i]))), []).append(i)
             answers: dict[int, str] = {}
+            size = -(-self.batch_size // self._together) * self._together
             for group in groups.values():
                 options = self._options(requests[group[0]].args[1])
                 most = self.max_length - options["max_new_tokens"]
@@ -138,8 +146,8 @@ def register() -> type[Any]:
                     raise ValueError(
                         f"max_gen_toks={options['max_new_tokens']} leaves no room in {self.max_length} tokens"
                     )
-                for at in range(0, len(group), self.batch_size):
-                    chosen = group[at : at + self.batch_size]
+                for at in range(0, len(group), size):
+                    chosen = group[at : at + size]
                     batch = [prompts[i][-most:] for i in chosen]
                     results = generate(self.params, batch, policy=self.policy, **options)
                     answers |= {i: result.text or "" for i, result in zip(chosen, results, strict=True)}

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from jax.sharding import Mesh
 from pydantic import BeforeValidator, TypeAdapter
 
 from kvjax.cache import bucket
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
+from kvjax.runtime.mesh import on_mesh
+from kvjax.runtime.processes import from_first
 
 from . import fidelity, sessions
 from .perplexity import Perplexity, stream, streaming, windowed
@@ -69,6 +72,7 @@ def measure(
     prefill_block: int | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Outcome:
     """Run a task by name under a policy.
 
@@ -77,6 +81,8 @@ def measure(
         out: a file of JSON lines that holds the results, and that an interrupted run goes on with.
         query_aware, chat, batch, prefill_block: as for `evaluate`.
         progress: called with what is done and in all: examples or tokens.
+        mesh: devices to run over, as for `evaluate`; windows of a text are dealt along "data", too, and of one that is streamed, or whose attention is
+            looked at, those devices all do the same.
 
     Raises:
         ValueError: the task is unknown or lacks something, has no prompt to read in blocks, or `out` is of another run.
@@ -87,7 +93,7 @@ def measure(
     name = task_name(name)
     if name in MEASURES:
         _check_no_blocks(name, prefill_block)
-        return _on_text(params, name, inputs, policy, out, progress)
+        return _on_text(params, name, inputs, policy, out, progress, mesh)
     task = make_task(name, inputs, params.config.max_position)
     found = evaluate(
         params,
@@ -99,6 +105,7 @@ def measure(
         prefill_block=prefill_block,
         out=out,
         progress=progress,
+        mesh=mesh,
     )
     labels = {label for row in found.rows for label in row["labels"]}
     return Outcome(
@@ -206,7 +213,13 @@ def _tokens(params: Params, inputs: Inputs, default: int | None) -> list[int]:
 
 
 def _on_text(
-    params: Params, name: str, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None
+    params: Params,
+    name: str,
+    inputs: Inputs,
+    policy: Policy,
+    out: Path | None,
+    progress: Progress | None,
+    mesh: Mesh | str | None,
 ) -> Outcome:
     """Perplexity or fidelity: one row in the result file, once it is known."""
     settings = {
@@ -222,25 +235,28 @@ def _on_text(
         other = [f"{field} {row[field]!r}, not {value!r}" for field, value in asked.items() if row[field] != value]
         return other[0] if other else "the result is there twice" if len(existing) > 1 else None
 
-    results = ResultFile(out, header(**settings), Outcome, wrong)
+    params, over = on_mesh(params, mesh)
+    results = ResultFile(out, header(over, **settings), Outcome, wrong, over)
     if not results.rows:
         find = _perplexity if name == "perplexity" else _fidelity
-        results.append([dataclasses.asdict(find(params, inputs, policy, out, progress))])
+        results.append([dataclasses.asdict(find(params, inputs, policy, out, progress, over))])
     return TypeAdapter(Outcome).validate_python(results.rows[0])
 
 
-def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None) -> Outcome:
+def _perplexity(
+    params: Params, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None, mesh: Mesh | None
+) -> Outcome:
     tokens, start = _tokens(params, inputs, None), time.perf_counter() - stream.compile_seconds
     if inputs.window is not None:
         _check_windows(policy)
-        found = windowed(params, tokens, inputs.window, progress=progress, stride=inputs.stride)
+        found = windowed(params, tokens, inputs.window, progress=progress, stride=inputs.stride, mesh=mesh)
         full_bytes = policy.nbytes(params.config, 1, 0, inputs.window, params.dtype)
         found, seconds = Perplexity(found.logprobs, full_bytes), None
     else:
         checkpoint = None if out is None else out.with_suffix(".state.npz")
-        resumed = checkpoint is not None and checkpoint.exists()
+        resumed = checkpoint is not None and from_first(mesh, checkpoint.exists)
         full_bytes = Full().nbytes(params.config, 1, 0, len(tokens), params.dtype)
-        found = streaming(params, tokens, policy, progress=progress, checkpoint=checkpoint)
+        found = streaming(params, tokens, policy, progress=progress, checkpoint=checkpoint, mesh=mesh)
         seconds = None if resumed else time.perf_counter() - stream.compile_seconds - start
     return Outcome(
         task="perplexity",
@@ -259,10 +275,12 @@ def _perplexity(params: Params, inputs: Inputs, policy: Policy, out: Path | None
     )
 
 
-def _fidelity(params: Params, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None) -> Outcome:
+def _fidelity(
+    params: Params, inputs: Inputs, policy: Policy, out: Path | None, progress: Progress | None, mesh: Mesh | None
+) -> Outcome:
     tokens = _tokens(params, inputs, 1024)
     prompt = len(tokens) - inputs.queries
-    (found,) = fidelity.sweep(params, tokens, prompt, [policy], progress=progress)
+    (found,) = fidelity.sweep(params, tokens, prompt, [policy], progress=progress, mesh=mesh)
     tables = {
         name: np.asarray(getattr(found, name)).tolist() for name in ("recall", "output_error", "cosine", "jaccard")
     }

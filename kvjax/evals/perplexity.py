@@ -10,15 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Shard
 from kvjax.models import Params, transformer
-from kvjax.models.sharding import bytes_per_device, get_shard, mesh_of, partitions
-from kvjax.policies import Policy
+from kvjax.models.sharding import get_shard, mesh_of, partitions
+from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
-from kvjax.runtime.mesh import ALL, ROWS, state_partitions
+from kvjax.runtime.mesh import ALL, ROWS, first_row, on_host, on_mesh, repeated_row, state_partitions
+from kvjax.runtime.processes import broadcast, from_first, is_first
 from kvjax.runtime.program import Partition, Program
 
 from .checkpoint import Checkpoint
@@ -34,7 +36,7 @@ class Perplexity:
 
     Attributes:
         logprobs: natural logarithms, one for every predicted token.
-        cache_bytes: bytes of the cache that it was predicted from; 0 where no cache was used.
+        cache_bytes: bytes of the cache that it was predicted from, as one device has it; 0 where no cache was used.
     """
 
     logprobs: np.ndarray
@@ -62,6 +64,7 @@ def windowed(
     windows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     stride: int | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Perplexity:
     """Full-cache perplexity over windows of a text, from its start.
 
@@ -73,6 +76,7 @@ def windowed(
         stride: tokens from the start of one window to that of the next; by default windows do not overlap. Of a window that
             overlaps the one before, only the tokens that that one did not have are scored, each from a longer context.
         progress: called with windows done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`: as many windows at once as it has devices along "data".
 
     Raises:
         ValueError: the text has fewer tokens than are asked for, or the stride is not between 1 and the window.
@@ -84,13 +88,17 @@ def windowed(
     count = available if windows is None else windows
     if count < 1 or count > available:
         raise ValueError(f"{count} windows of {window} tokens asked of a text of {len(tokens)}, which has {available}")
-    scores = []
-    for i in range(count):
-        row = np.asarray(tokens[i * step : i * step + window], np.int32)[None]
-        new = step if i and step < window else window - 1
-        scores.append(np.asarray(token_logprobs(params, jnp.asarray(row)))[0, -new:])
+    params, mesh = on_mesh(params, mesh)
+    rows, scores = get_shard(mesh, params.config).data, []
+    for first in range(0, count, rows):
+        chosen = range(first, min(first + rows, count))
+        # Filled up with the last one, where devices would have none.
+        texts = [tokens[i * step : i * step + window] for i in [*chosen, *[chosen[-1]] * (rows - len(chosen))]]
+        found = on_host(token_logprobs(params, jnp.asarray(np.asarray(texts, np.int32))))
+        for i, row in zip(chosen, found, strict=False):
+            scores.append(row[-(step if i and step < window else window - 1) :])
         if progress is not None:
-            progress(i + 1, count)
+            progress(len(scores), count)
     return Perplexity(np.concatenate(scores))
 
 
@@ -101,6 +109,7 @@ def streaming(
     budget: int | float | None = None,
     progress: Callable[[int, int], None] | None = None,
     checkpoint: Path | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Perplexity:
     """Perplexity of one text of any length, read token by token into a cache that starts empty.
 
@@ -110,6 +119,8 @@ def streaming(
     Args:
         progress: called with tokens read and in all.
         checkpoint: a file that the state is saved to every minute, and gone on from if it is there, on whatever devices; removed at the end.
+            Of several processes only the first has the file.
+        mesh: devices to run over, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
 
     Raises:
         ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
@@ -117,26 +128,54 @@ def streaming(
     """
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
-    engine = Engine(params, policy, budget, prompt_len=0, max_new_tokens=len(tokens))
+    policy = get_policy(policy, budget=budget)
+    params, mesh = on_mesh(params, mesh, policy)
+    rows = get_shard(mesh, params.config).data
+    engine = Engine(params, policy, batch=rows, prompt_len=0, max_new_tokens=len(tokens), mesh=mesh)
     begun = engine.begin()
-    caches, cache_bytes = begun.caches, bytes_per_device(begun.caches)
-    text, first, before = np.asarray(tokens, np.int32)[None], 0, np.zeros((1, 0), np.float32)
+    text, first, before = np.asarray([tokens] * rows, np.int32), 0, np.zeros((1, 0), np.float32)
+    sizes = params.config, 1, 0, len(tokens), params.dtype
+    cache_bytes = policy.nbytes(*sizes) + policy.host_nbytes(*sizes)
     if checkpoint is None:
-        return Perplexity(read(engine, caches, text, first, progress)[0][0], cache_bytes)
-    digest = hashlib.sha256(text.tobytes()).hexdigest()
+        return Perplexity(read(engine, begun.caches, text, first, progress)[0][0], cache_bytes)
+    digest = hashlib.sha256(text[:1].tobytes()).hexdigest()
     saved = Checkpoint(checkpoint, {"model": model_fingerprint(params), "policy": repr(engine.policy), "text": digest})
-    if (found := saved.load(engine.save(begun).caches)) is not None:
+
+    def whole(caches: Any) -> tuple[Any, ...]:
+        return first_row(engine.policy, engine.specs, engine.save(dataclasses.replace(begun, caches=caches)).caches)
+
+    if (found := _resumed(saved, whole(begun.caches), mesh)) is not None:
         caches, first, before = found
-        caches = engine.resume(dataclasses.replace(begun, caches=caches)).caches
+        caches = repeated_row(engine.policy, engine.specs, caches)
+        begun = engine.resume(dataclasses.replace(begun, caches=caches))
 
     def save(caches: Any, position: int, scores: Sequence[np.ndarray]) -> None:
-        if saved.due:
-            whole = engine.save(dataclasses.replace(begun, caches=caches)).caches
-            saved.save(whole, position, np.concatenate([before, *scores], axis=1))
+        if broadcast(mesh, np.asarray(saved.due)):
+            kept = whole(caches)
+            if is_first(mesh):
+                saved.save(kept, position, np.concatenate([before, *(each[:1] for each in scores)], axis=1))
 
-    rest = read(engine, caches, text, first, progress, save)[0]
-    saved.remove()
-    return Perplexity(np.concatenate([before, rest], axis=1)[0], cache_bytes)
+    rest = read(engine, begun.caches, text, first, progress, save)[0]
+    if is_first(mesh):
+        saved.remove()
+    return Perplexity(np.concatenate([before[0], rest[0]]), cache_bytes)
+
+
+def _resumed(saved: Checkpoint, like: Any, mesh: Mesh | None) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
+    """`saved.load` of the first process that shares a mesh, in each."""
+    found: Any = None
+
+    def reached() -> int | None:
+        nonlocal found
+        found = saved.load(like)
+        return None if found is None else found[1]
+
+    position = from_first(mesh, reached)
+    if position is None:
+        return None
+    caches, _, scores = found or (like, position, np.zeros((1, position), np.float32))
+    caches, scores = broadcast(mesh, (caches, scores))
+    return caches, position, scores
 
 
 def read(
@@ -175,7 +214,7 @@ def read(
         run = engine.ready(stream, caches, *texts, jnp.asarray(pos, jnp.int32), jnp.asarray(count, jnp.int32))
         caches, *found = run()
         for kept, new in zip((scores, best), found, strict=True):
-            kept.append(np.asarray(new)[:, :count])
+            kept.append(on_host(new)[:, :count])
         if save is not None and start + count < last:
             save(caches, start + count, scores)
         if progress is not None:
@@ -235,7 +274,10 @@ stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt, canonic
 
 
 def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, compiled; on the mesh where the weights are, if that is so."""
+    """Log-probability of each token given those before it, compiled; on the mesh where the weights are, if that is so.
+
+    Rows are dealt along "data" if its devices divide them; else each of these does all.
+    """
     return _score(get_shard(mesh_of(params), params.config), params, tokens)
 
 
@@ -243,8 +285,9 @@ def _scored(shard: Shard, params: Params, tokens: Int[Array, "B T"]) -> Float[Ar
     return transformer.token_logprobs(params, tokens, shard)
 
 
-def _scoring(shard: Shard, params: Params, *_: Any) -> Partition | None:
-    return None if shard.mesh is None else (shard, (partitions(params), ALL), ALL)
+def _scoring(shard: Shard, params: Params, tokens: Any) -> Partition | None:
+    rows = ALL if tokens.shape[0] % shard.data else ROWS
+    return None if shard.mesh is None else (shard, (partitions(params), rows), rows)
 
 
 _score = Program(_scored, static=1, partition=_scoring)

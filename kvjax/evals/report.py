@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from kvjax import json_lines, strict_json
 from kvjax._version import __version__
@@ -18,15 +18,18 @@ from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.models.sharding import unpadded
 from kvjax.policies.profile import fingerprint
+from kvjax.runtime.mesh import on_host
+from kvjax.runtime.processes import from_first, is_first
 
 _SAMPLED = 1024
 """Values of each weight that a model's fingerprint is made of."""
 
 
-def header(**settings: Any) -> dict[str, Any]:
-    """Versions, device and date of a run, and the settings it was made with."""
+def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
+    """Versions, device and date of a run, the mesh it is over, if it is, and the settings it was made with."""
     device = jax.devices()[0]
-    return {
+    over = {} if mesh is None else {"mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())}
+    return over | {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
         "host": platform.processor() or platform.machine(),
@@ -41,7 +44,7 @@ def model_fingerprint(params: Params) -> str:
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(unpadded(params)):
         flat = leaf.reshape(-1)
-        values = np.asarray(flat[:: max(1, flat.size // _SAMPLED)])
+        values = on_host(flat[:: max(1, flat.size // _SAMPLED)])
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode() + values.tobytes())
     return f"{fingerprint(params.config)} {params.dtype.name} {digest.hexdigest()[:16]}"
 
@@ -57,6 +60,8 @@ class ResultFile:
         header: as `header` makes it. A file that is there must have been begun with the same settings and versions.
         kind: what a row is: a pydantic model, a dataclass, or anything that pydantic has an adapter for.
         check: given each row that is there, in order, says what is wrong with it, or None.
+        mesh: devices that the run is over. Where several processes share them, only the first reads and writes the file, and tells the others
+            which rows are there.
 
     Attributes:
         header: of the file, as it was begun.
@@ -73,14 +78,13 @@ class ResultFile:
         header: dict[str, Any],
         kind: Any = dict[str, Any],
         check: Callable[[dict[str, Any]], str | None] = lambda row: None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.path = path
+        self.path = path if is_first(mesh) else None
         self.header: dict[str, Any] = strict_json.loads(strict_json.dumps(header))
         self.rows: list[dict[str, Any]] = []
-        if path is not None and path.exists() and path.stat().st_size:
-            self._resume(path, kind, check)
-        elif path is not None:
-            write(path, strict_json.dumps({"header": self.header}) + "\n")
+        if path is not None:
+            self.header, self.rows = from_first(mesh, lambda: self._begin(path, kind, check))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Add rows, and have them on disk."""
@@ -89,7 +93,18 @@ class ResultFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(strict_json.dumps(row) + "\n" for row in rows)
 
-    def _resume(self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]) -> None:
+    def _begin(
+        self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Header and rows of the file; of a new one, which is made, ours and none."""
+        if path.exists() and path.stat().st_size:
+            return self._resume(path, kind, check)
+        write(path, strict_json.dumps({"header": self.header}) + "\n")
+        return self.header, []
+
+    def _resume(
+        self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = path.read_bytes()
         lines = json_lines.numbered(content)
         begun = _begun(path, lines[0][1] if lines else b"")
@@ -105,7 +120,7 @@ class ResultFile:
             number, _ = lines.pop()
             warnings.warn(
                 f"{path}, line {number}: cut short as it was written; it is left out, and its part run again",
-                stacklevel=4,
+                stacklevel=7,
             )
         rows = []
         for number, line in lines[1:]:
@@ -117,7 +132,7 @@ class ResultFile:
                 )
         if cut or not content.endswith(b"\n"):
             write(path, b"".join(line + b"\n" for _, line in lines))
-        self.header, self.rows = begun, rows
+        return begun, rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

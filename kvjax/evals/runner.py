@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
 from kvjax import strict_json
 from kvjax.cache import bucket
 from kvjax.models import Params
+from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime.generation import generate
+from kvjax.runtime.mesh import on_mesh
 
 from . import sessions
+from .budgets import row_bytes
 from .report import ResultFile, header, model_fingerprint
 from .task import Example, Format, Task
 
@@ -91,6 +95,7 @@ def evaluate(
     prefill_block: int | None = None,
     out: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Evaluation:
     """Have a model answer a task's examples with its cache kept by a policy.
 
@@ -104,6 +109,9 @@ def evaluate(
         prefill_block: as for `generate`.
         out: a file of JSON lines to write results to, example by example; those it has already are not run again.
         progress: called with examples done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`. Of examples that run together those along "data" have as many each, so that `batch` is
+            rounded up. Questions of one context are one row, which they all do. Bytes are those of one device whatever the mesh.
+            Where several processes share it, all make the same call, and only the first reads and writes `out`.
 
     Raises:
         ValueError: the model has no tokenizer, or `out` holds results of another run, or rows that are not of this task; or the
@@ -129,17 +137,19 @@ def evaluate(
         raise ValueError(
             f"query_aware=True, but {task.name} asks many questions of a context that is compressed once; leave it out"
         )
-    results = ResultFile(out, header(**settings), Row, _belongs(examples))
+    params, mesh = on_mesh(params, mesh, policy)
+    results = ResultFile(out, header(mesh, **settings), Row, _belongs(examples), mesh)
     done = {row["example"] for row in results.rows}
     if progress is not None:
         progress(len(done), len(examples))
-    for planned, rows in _batches(form, examples, batch):
+    data = get_shard(mesh, params.config).data
+    for planned, rows in _batches(form, examples, -(-batch // data) * data, data):
         left = [i for i in planned if i not in done]
         if left and examples[left[0]].session is not None:
-            found = _run_session(params, task, policy, form, examples, planned, prefill_block)
+            found = _run_session(params, task, policy, form, examples, planned, prefill_block, mesh)
             results.append([row for row in found if row["example"] in left])
         elif left:
-            results.append(_run(params, task, policy, form, query_aware, examples, left, rows, prefill_block))
+            results.append(_run(params, task, policy, form, query_aware, examples, left, rows, prefill_block, mesh))
         if left:
             done |= set(left)
             if progress is not None:
@@ -179,8 +189,11 @@ def _short(text: str) -> str:
     return f"{text[:60]}… ({len(text)} characters, SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _batches(form: Format, examples: Sequence[Example], size: int) -> list[tuple[list[int], int]]:
-    """Examples of like lengths that run together, and the rows of the compiled program that runs them; those of a session by themselves."""
+def _batches(form: Format, examples: Sequence[Example], size: int, data: int) -> list[tuple[list[int], int]]:
+    """Examples of like lengths that run together, and the rows of the compiled program that runs them; those of a session by themselves.
+
+    Rows are a multiple of `data`.
+    """
     groups: dict[Any, list[int]] = {}
     together: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
@@ -191,7 +204,9 @@ def _batches(form: Format, examples: Sequence[Example], size: int) -> list[tuple
         key = bucket(len(context)), bucket(len(question)), example.max_new_tokens, example.stop
         groups.setdefault(key, []).append(i)
     batches = [
-        (group[at : at + size], min(size, len(group))) for group in groups.values() for at in range(0, len(group), size)
+        (group[at : at + size], min(size, -(-len(group) // data) * data))
+        for group in groups.values()
+        for at in range(0, len(group), size)
     ]
     return batches + [(group, 1) for group in together.values()]
 
@@ -206,6 +221,7 @@ def _run(
     batch: Sequence[int],
     size: int,
     prefill_block: int | None,
+    mesh: Mesh | None,
 ) -> list[dict[str, Any]]:
     """Answers of one batch, filled up to `size` rows so that all batches of like lengths share one compiled program."""
     padded = [*batch, *[batch[-1]] * (size - len(batch))]
@@ -219,8 +235,12 @@ def _run(
         stop=first.stop,
         question=None if query_aware else [question for _, question in pairs],
         prefill_block=prefill_block,
+        mesh=mesh,
     )
-    rows = []
+    rows, on_one_device = [], {}
+    if mesh is not None:
+        sizes = _sizes(pairs, query_aware, first.max_new_tokens)
+        on_one_device = row_bytes(policy, params.config, *sizes, params.dtype, answers[0].stats.prefill_block)
     for i, (context, question), answer in zip(batch, pairs, answers, strict=False):
         example, stats = examples[i], answer.stats
         assert answer.text is not None  # tasks are asked of models with tokenizers
@@ -236,9 +256,18 @@ def _run(
                 "question_tokens": 0 if query_aware else len(question),
                 "new_tokens": len(answer.tokens),
                 **{name: getattr(stats, name) / stats.rows for name in shares},
+                **on_one_device,
             }
         )
     return rows
+
+
+def _sizes(pairs: Sequence[tuple[list[int], list[int]]], query_aware: bool, new_tokens: int) -> tuple[int, int]:
+    """Tokens of the longest prompt of a batch, and the most that follow one."""
+    contexts, questions = ([len(pair[i]) for pair in pairs] for i in range(2))
+    if query_aware:
+        return max(map(sum, zip(contexts, questions, strict=True))), new_tokens
+    return max(contexts), max(questions) + new_tokens
 
 
 def _run_session(
@@ -249,12 +278,12 @@ def _run_session(
     examples: Sequence[Example],
     group: Sequence[int],
     prefill_block: int | None,
+    mesh: Mesh | None,
 ) -> list[dict[str, Any]]:
     """Answers to the questions of one context."""
     rows = []
-    for i, asked in zip(
-        group, sessions.ask(params, policy, form, [examples[i] for i in group], prefill_block), strict=True
-    ):
+    replies = sessions.ask(params, policy, form, [examples[i] for i in group], prefill_block, mesh)
+    for i, asked in zip(group, replies, strict=True):
         example, reply = examples[i], asked.reply
         assert reply.text is not None
         took = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "reply"}

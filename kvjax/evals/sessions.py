@@ -3,12 +3,16 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh
 
 from kvjax.models import Params
-from kvjax.policies import Full, Policy
+from kvjax.policies import Policy
 from kvjax.runtime.generation import Reply
 from kvjax.runtime.session import Session
 
+from .budgets import row_bytes
 from .task import Example, Format
 
 
@@ -19,7 +23,7 @@ class Asked:
     Attributes:
         reply: the answer.
         context_tokens, question_tokens: what was read before it: the context, and of what follows it what no question before it had read.
-        cache_bytes, host_cache_bytes, full_cache_bytes: what the session's cache holds, and what a full one would.
+        cache_bytes, host_cache_bytes, full_cache_bytes: what the session's cache holds, and what a full one would, as one device has them.
         prefill_seconds: this question's share of reading and compressing the context.
         decode_seconds: reading the question and answering it.
     """
@@ -35,9 +39,14 @@ class Asked:
 
 
 def ask(
-    params: Params, policy: Policy, form: Format, examples: Sequence[Example], prefill_block: int | None
+    params: Params,
+    policy: Policy,
+    form: Format,
+    examples: Sequence[Example],
+    prefill_block: int | None,
+    mesh: Mesh | None = None,
 ) -> list[Asked]:
-    """Answers to the examples of one session, in their order.
+    """Answers to the examples of one session, in their order; on a mesh, as `Session`.
 
     Raises:
         ValueError: one of them has stop strings, which a session's answers do not end at.
@@ -47,20 +56,11 @@ def ask(
         raise ValueError("questions of a session have stop strings; leave them out, answers there end by themselves")
     context, questions, most = plan(form, examples)
     begun = time.perf_counter()
-    session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block)
+    session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block, mesh=mesh)
     prefill_seconds = time.perf_counter() - begun - session.compile_seconds
-    sizes = (
-        params.config,
-        1,
-        len(context) - 1,
-        most + 1,
-        params.dtype,
-    )  # a session reads the context's last token afterwards
-    on_host = policy.host_nbytes(*sizes)
-    held = {
-        "cache_bytes": session.cache_bytes - on_host,
-        "host_cache_bytes": on_host,
-        "full_cache_bytes": Full().nbytes(*sizes),
+    sizes = params.config, len(context) - 1, most + 1, params.dtype  # the context's last token is read afterwards
+    held: dict[str, Any] = {
+        **row_bytes(policy, *sizes, prefill_block),
         "prefill_seconds": prefill_seconds / len(examples),
         "context_tokens": len(context),
     }

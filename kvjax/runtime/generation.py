@@ -24,7 +24,8 @@ from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
-from kvjax.runtime.mesh import check_same, lost_processes, on_host, policy_shard
+from kvjax.runtime.mesh import on_host, policy_shard
+from kvjax.runtime.processes import check_same, lost_processes
 from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 

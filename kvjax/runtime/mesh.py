@@ -4,11 +4,9 @@ Each device runs the whole program on its part (`jax.shard_map`), loops
 included; XLA's partitioner decides nothing.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +18,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import RUN, LayerSpec, Shard, by_device, host_memory, in_order, slots_of_leaves
 from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE, SLOTS
-from kvjax.models import ModelConfig
+from kvjax.models import ModelConfig, Params
 from kvjax.models.params import name_of
-from kvjax.models.sharding import get_shard
+from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.dealt import dealt
 
@@ -42,6 +40,25 @@ def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, po
             f"{policy.info.name} keeps a cache in the host's memory, which programs over a mesh do not; leave one of the two out"
         )
     return get_shard(mesh, config, joint_heads=policy.info.joint_heads)
+
+
+def on_mesh(params: Params, mesh: Mesh | str | None, policy: Policy | None = None) -> tuple[Params, Mesh | None]:
+    """Weights where programs over a mesh want them, for many calls that would each deal them, and that mesh.
+
+    Args:
+        mesh: None is the one that the weights lie on, if they do.
+        policy: whose cache the calls are with; None for what reads without one.
+
+    Raises:
+        ValueError: as `kvjax.models.sharding.get_shard`.
+        PolicyError: as `policy_shard`.
+    """
+    found = mesh_of(params) if mesh is None else get_mesh(mesh)
+    if found is None:
+        return params, None
+    config = params.config
+    shard = get_shard(found, config) if policy is None else policy_shard(found, config, policy.bind(config))
+    return place_all(shard, params), found
 
 
 def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, ...]:
@@ -170,31 +187,27 @@ def _told(tree: Any) -> set[str]:
     }
 
 
-def check_same(mesh: Mesh | None, tokens: Sequence[Sequence[int]], *options: Any) -> None:
-    """Raise `ValueError` unless all processes of a mesh were given the same; one process knows that it was."""
-    if not _several(mesh):
-        return
-    told = repr(([list(map(int, row)) for row in tokens], jax.tree.map(str, options)))
-    digest = hashlib.sha256(told.encode()).digest()
-    with lost_processes(mesh):
-        others = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
-    if (others != others[0]).any():
-        raise ValueError(
-            f"prompts and options are not the same in all {len(others)} processes; give each process the same"
-        )
+def first_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
+    """The first row of what `saved` gave."""
+    return _each_row(policy, specs, caches, lambda x, axis: np.take(x, [0], axis))
 
 
-@contextlib.contextmanager
-def lost_processes(mesh: Mesh | None) -> Iterator[None]:
-    """Say what it most likely means where devices of several processes fail to reach each other."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not _several(mesh) or "RESOURCE_EXHAUSTED" in str(error):
-            raise
-        raise ConnectionError(
-            f"another process of the mesh has most likely ended, look at what it printed; start all of them anew ({error})"
-        ) from error
+def repeated_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
+    """What `first_row` gave, in as many rows as the specs have on all devices."""
+    rows = specs[0].whole.batch
+    return _each_row(policy, specs, caches, lambda x, axis: np.repeat(x, rows, axis))
+
+
+def _each_row(
+    policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any], take: Callable[[np.ndarray, int], np.ndarray]
+) -> tuple[Any, ...]:
+    partitions = jax.tree.leaves(state_partitions(policy, specs), is_leaf=_is_partition)
+    leaves, tree = jax.tree.flatten(tuple(caches))
+    taken = [
+        take(x, list(partition).index(DATA)) if DATA in partition else x
+        for x, partition in zip(leaves, partitions, strict=True)
+    ]
+    return tree.unflatten(taken)
 
 
 @lru_cache(maxsize=1024)
@@ -209,11 +222,6 @@ def _slot_places(policy: Policy, spec: LayerSpec) -> list[dict[str, int]]:
 
 def _is_partition(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
-
-
-def _several(mesh: Mesh | None) -> bool:
-    """Whether the devices are those of more than one process."""
-    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 @lru_cache(maxsize=1024)

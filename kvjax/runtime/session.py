@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from kvjax.arguments import short, shown, whole
 from kvjax.models import Params
-from kvjax.models.sharding import bytes_per_device
+from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
@@ -66,7 +66,7 @@ class Session:
         max_new_tokens: most tokens that may follow the prompt, read and sampled together.
         prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
         max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
-        mesh: devices to share the model, as for `kvjax.Engine`; there is one row, so none along "data".
+        mesh: devices to share the model, as for `kvjax.Engine`. There is one row, so devices along "data" all do the same.
 
     Raises:
         ValueError: the prompt is not one prompt of two tokens or more, or a number is no whole number in its range.
@@ -107,8 +107,11 @@ class Session:
         longest = len(ids) if longest is None else longest
         self._params, self._max_new_tokens, self._max_prompt_tokens = params, most, longest
         # One more for the token that is held back.
-        self._engine = Engine(params, policy, prompt_len=longest - 1, max_new_tokens=most + 1, block=block, mesh=mesh)
-        state, _ = self._engine.prefill([ids[:-1]], [longest + most - len(ids) + 1])
+        mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
+        self._rows = get_shard(mesh, params.config).data
+        sizes = {"batch": self._rows, "prompt_len": longest - 1, "max_new_tokens": most + 1}
+        self._engine = Engine(params, policy, **sizes, block=block, mesh=mesh)
+        state, _ = self._engine.prefill([ids[:-1]] * self._rows, [longest + most - len(ids) + 1] * self._rows)
         asked = bool(messages) and messages[-1]["role"] == "user"
         self._at = _Point(state, ids, len(ids) - 1, len(ids), len(ids) - 1, messages, len(ids) if asked else None)
 
@@ -192,7 +195,8 @@ class Session:
         self._at = dataclasses.replace(at, ids=ids, prompt=at.prompt + len(new))
         for part in blocks([ids[at.read : -1]], self._engine.block):
             at = self._at
-            read = self._engine.extending(at.state, part, [self._max_prompt_tokens + self._max_new_tokens])
+            total = self._max_prompt_tokens + self._max_new_tokens
+            read = self._engine.extending(at.state, part * self._rows, [total] * self._rows)
             with interrupts.held_back():
                 state, _ = read()
                 count = len(part[0])
@@ -348,9 +352,10 @@ class Session:
         at = self._at
         piece = at.ids[at.read :][:PIECE]
         last = at.read + len(piece) == len(at.ids)
-        state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0]), jnp.uint32))
+        state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0] * self._rows), jnp.uint32))
         # Compiling may take long, and may be broken off.
-        answer = self._engine.answering(state, [piece], count if last else 1, request.sampler, request.ends, size=PIECE)
+        pieces, count = [piece] * self._rows, count if last else 1
+        answer = self._engine.answering(state, pieces, count, request.sampler, request.ends, size=PIECE)
         with interrupts.held_back():
             state, tokens, logprobs = answer()
             steps = at.read - at.at_once + len(piece)  # those of the last token that was given

@@ -92,6 +92,7 @@ def test_a_needle_map(kvjax_command, checkpoint, tmp_path):
         (("eval", "vt", "--plot", "map.png"), "give a needle task"),
         (("eval", "vt", "--length", "many"), "numbers separated by commas"),
         (("compare", "--policies", "full", "--tasks", "nope", "--out", "x"), "unknown task 'nope'"),
+        (("compare", "--policies", "full", "--tasks", "vt", "--out", "x", "--distributed"), "processes share a mesh"),
     ],
 )
 def test_mistakes_show_before_a_model_is_loaded(kvjax_command, monkeypatch, arguments, says):

@@ -154,7 +154,7 @@ def test_weights_stay_where_they_are(uneven):
     assert parts.norm == (48,)
 
 
-@pytest.mark.parametrize(("policy", "mesh"), [("treekv:sinks=2,block=4", "model=4"), ("full", "sequence=4")])
+@pytest.mark.parametrize(("policy", "mesh"), [("treekv:sinks=2,block=4", "data=2,model=2"), ("full", "sequence=4")])
 def test_session(policy, mesh, uneven, prompts):
     sessions = [kvjax.Session(uneven, prompts[0], policy, 16, 64, mesh=mesh) for mesh in (None, mesh)]
     for text in ([1, 2, 3], [7]):
@@ -163,8 +163,6 @@ def test_session(policy, mesh, uneven, prompts):
     forks = [session.ask([[5], [6, 7]], 4, ignore_eos=True) for session in sessions]
     assert tokens(forks[0]) == tokens(forks[1])
     assert sessions[1].cache_bytes < sessions[0].cache_bytes
-    with pytest.raises(ValueError, match="batch=1, but the mesh deals rows to 2"):
-        kvjax.Session(uneven, prompts[0], mesh="data=2,model=2")
 
 
 def test_compiled_ahead_of_time(uneven, prompts):
@@ -207,11 +205,10 @@ def test_evaluation_of_a_model_on_a_mesh(uneven):
     """Texts are scored as on one device, whole or token by token, and result files know the model again."""
     many = place_all(get_shard("data=2,model=4", uneven.config), uneven)
     text = np.random.default_rng(4).integers(0, 61, 40).tolist()
-    alone = place_all(get_shard("model=4", uneven.config), uneven)  # a text that is streamed is one row
     pairs, policy = [(text[:30], text[30:])] * 3, kvjax.get_policy("h2o:16")
     for params, score in (
         (many, lambda params: windowed(params, text, 20).logprobs),
-        (alone, lambda params: streaming(params, text, "snapkv:16,window=4").logprobs),
+        (many, lambda params: streaming(params, text, "snapkv:16,window=4").logprobs),
         (many, lambda params: [each.logprob for each in following(params, policy, pairs)]),
     ):
         np.testing.assert_allclose(score(params), score(uneven), atol=2e-5)
@@ -228,10 +225,11 @@ def test_what_is_kept_is_looked_at(policy, uneven, prompts):
     np.testing.assert_array_equal(other, one)
 
 
-def test_a_reading_that_was_stopped_on_a_mesh_goes_on_on_one_device(uneven, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mesh", ["sequence=2", "data=2,model=2"])
+def test_a_reading_that_was_stopped_on_a_mesh_goes_on_on_one_device(mesh, uneven, tmp_path, monkeypatch):
     """Caches are written as one device has them, though their bytes are as many."""
     monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
-    many = place_all(get_shard("sequence=2", uneven.config), uneven)
+    many = place_all(get_shard(mesh, uneven.config), uneven)
     text, file = np.random.default_rng(5).integers(0, 61, 600).tolist(), tmp_path / "state.npz"
 
     def interrupt(done, total):
