@@ -11,6 +11,10 @@ from kvjax.policies import policies
 
 RESULTS = Path(__file__).parent / "results"
 
+FITS_8B = "fits-v5e", "fits-v5e-2x2"
+FITS_70B = "fits-llama-70b-v5p-2x2x1", "fits-llama-70b-v6e-2x4"
+"""What the TPU compiler said of two shapes."""
+
 BLOCK_SIZE_MODELS = "smollm2-135m", "qwen2.5-coder-1.5b"
 """Models that reading in blocks has been measured with."""
 
@@ -335,15 +339,19 @@ def reading_in_blocks(model: str) -> str:
     return block_sizes.tables(rows(f"block-sizes-{model}-h200.json"))
 
 
-def fits() -> str:
-    """What a model with 128k tokens takes of TPU chips, by weights and policy."""
+def fits(*names: str) -> str:
+    """What a model with 128k tokens takes of TPU chips, by weights and policy.
+
+    Args:
+        names: of result files.
+    """
     lines = [
         "| chips | layers in, embedding in | policy | weights | cache | reading | decoding |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    for name in ("fits-v5e.json", "fits-v5e-2x2.json"):
-        settings = json.loads((RESULTS / name).read_text())["header"]["settings"]
-        for row in rows(name):
+    for name in names:
+        settings = json.loads((RESULTS / f"{name}.json").read_text())["header"]["settings"]
+        for row in rows(f"{name}.json"):
             kinds = [settings["dtype"] if kind == "float" else kind for kind in (row["weights"], row["embedding"])]
             sizes = (row[f"{what}_bytes"] / 1e9 for what in ("weight", "cache", "prefill", "decode"))
             policy = f"{row['policy']}:{row['settings']['budget']}"
@@ -460,7 +468,8 @@ if __name__ == "__main__":
         long_texts(),
         blocks_and_whole(),
         *map(reading_in_blocks, BLOCK_SIZE_MODELS),
-        fits(),
+        fits(*FITS_8B),
+        fits(*FITS_70B),
         weights(),
         quantized_products(),
         peers(),

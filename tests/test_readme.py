@@ -108,7 +108,8 @@ def test_tables_are_those_of_the_result_files():
         assert table in SPEED
     assert tables.kernels() in KERNELS
     assert tables.quantized_products() in KERNELS
-    assert tables.fits() in WEIGHTS
+    assert tables.fits(*tables.FITS_8B) in WEIGHTS
+    assert tables.fits(*tables.FITS_70B) in SEVERAL_DEVICES
     assert tables.weights() in WEIGHTS
 
 

@@ -65,7 +65,7 @@ def _candidates(rows: int, depth: int, kind: str) -> Iterator[dict[str, int]]:
     if kind == "bfloat16":
         without = product((4, 8), (512, 1024, 2048), (4,), (1,), (0,))
     else:
-        without = product((4, 8, 16, 32), at_a_time if kind == "int4" else (512, 1024, 2048), (2, 4, 8), (1,), (0,))
+        without = product((8, 16, 32), (64, 128, 256), (2, 4, 8), (1,), (0,))
     for outputs, inputs, warps, stages, units in [*with_units, *(without if rows == 1 else ())]:
         if depth % inputs == 0 and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
             yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages, "units": units}

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
 from .quantized import Matrix, QuantizedMatrix
-from .quantized_pallas_triton import alike, in_order_of, products, products_of_one, unsupported_weights
+from .quantized_pallas_triton import alike, in_order_of, products, products_of_one, unsupported_weights, with_sums_of
 from .types import Norm
 
 ROWS = 16
@@ -59,7 +59,9 @@ def projection(
     """Products with each of `weights`, or one of both where `gated`; see the public functions.
 
     Args:
-        sizes: `outputs` of a program, `inputs` read at a time, `warps` and `stages` of it, instead of the tuned ones.
+        sizes: `outputs` of a program, `inputs` read at a time, `warps` and `stages` of it, and whether the matrix `units` multiply,
+            instead of the tuned ones. For one row by weights in few bits without, `inputs` are best fewer than a program's threads, or
+            Triton brings levels to the inputs' layout by way of shared memory.
     """
     rows, depth = x.shape
     kind = weights[0].kind if isinstance(weights[0], QuantizedMatrix) else ""
@@ -73,9 +75,7 @@ def projection(
     counts = [w.shape[0] for w in weights]
     sizes = _sizes(rows, depth, counts, gated, norm is not None, kind) if sizes is None else sizes
     rounded = x.dtype
-    x = in_order_of(x, weights[0])
-    if kind and not sizes["units"]:
-        x = x.astype(jnp.float32)
+    x = with_sums_of(x, weights[0]) if kind and not sizes["units"] else in_order_of(x, weights[0])
     blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
     inputs = [x, *([] if norm is None else [norm.gain]), *weights, *([] if residual is None else [residual])]
     options = {
@@ -88,6 +88,7 @@ def projection(
         "units": bool(sizes["units"]),
         "blocks": tuple(blocks),
         "rounded": rounded,
+        "interpreted": interpret,
     }
     return _call(
         inputs,
@@ -132,11 +133,7 @@ def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bo
     Tried on an H200 in a chain of all four projections of layers of Llama-3.1-8B's shape: what is best for one of them is within
     2 % for the others, but for the gated pair, which reads two matrices at a time, and more than this chokes.
     """
-    if kind and rows == 1:
-        # Enough outputs that the inputs, which programs share, are small beside them.
-        block = _divisor(depth, 1024) if kind == "int8" else 128
-        sizes = {"outputs": 16, "inputs": block, "warps": 4, "stages": 1, "units": 0}
-    elif normed and not gated:
+    if normed and not gated:
         sizes = {"outputs": 4, "inputs": _divisor(depth, 1024), "warps": 4, "stages": 1, "units": 0}
     else:
         block = _divisor(depth, 128 if gated else 256)
@@ -163,12 +160,15 @@ def _body(
     units: bool,
     blocks: Sequence[int],
     rounded: Any,
+    interpreted: bool,
 ) -> None:
     """One block of the outputs of one matrix, or of the gated pair."""
     gain_ref, *rest = refs if eps is not None else (None, *refs)
     weight_refs, rest = rest[:matrices], rest[matrices:]
     residual_ref, *out_refs = rest if added else (None, *rest)
-    multiply = functools.partial(_products, x_ref, gain_ref, eps=eps, inputs=inputs, outputs=outputs, units=units)
+    multiply = functools.partial(
+        _products, x_ref, gain_ref, eps=eps, inputs=inputs, outputs=outputs, units=units, interpreted=interpreted
+    )
     program = pl.program_id(0)  # here, as the interpreter does not know it within a branch
     if gated:
         first = program * outputs
@@ -205,6 +205,7 @@ def _products(
     inputs: int,
     outputs: int,
     units: bool,
+    interpreted: bool,
 ) -> list[Float[Array, "O R"]]:
     """`outputs` products of each matrix from `first` on, in float32, for the rows, padded to R."""
     rows, depth = x_ref.shape
@@ -216,7 +217,7 @@ def _products(
 
         if units:
             return [products(w, read, first, outputs, padded, inputs) for w in weight_refs]
-        return [products_of_one(w, read, first, outputs, inputs) for w in weight_refs]
+        return [products_of_one(w, read, first, outputs, inputs, interpreted) for w in weight_refs]
 
     def step(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         sums, squares = carry

@@ -1,14 +1,18 @@
 """Projections of a few rows, by every implementation, against float64 NumPy."""
 
+from functools import partial
+
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.lowering import on
 
 from kvjax.conversion.quantised import BLOCKS, from_blocks, to_int4, to_int8
 from kvjax.pallas_kernels import Norm, gated_projection, projection
 from kvjax.pallas_kernels.op import Unsupported
+from kvjax.pallas_kernels.projection import pallas_triton
 
 EPS = 1e-3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -157,6 +161,18 @@ class TestQuantized:
         up = jax.tree.map(lambda a: jnp.flip(a, axis=0), held[0])
         a, b = normed(x, norm) @ numbers[0].T, normed(x, norm) @ numbers[0][::-1].T
         agree(gated_projection(x, held[0], up, norm=norm, **by), a / (1 + np.exp(-a)) * b, "bfloat16")
+
+    @pytest.mark.parametrize("kind", ["int8", "int4", "Q4_0", "Q4_K", "Q6_K"])
+    def test_one_row_is_multiplied_in_registers(self, kind):
+        x, norm, matrices = draw(8, 1, 1024, (32, 16), "bfloat16")
+        held = [quantised(kind, w) for w in matrices]
+        options = {"norm": norm, "residual": None, "dtype": x.dtype}
+        options["sizes"] = {"outputs": 16, "inputs": 64, "warps": 4, "stages": 1, "units": 0}
+        for w, y in zip(held, pallas_triton.projection(x, held, **options, interpret=True), strict=True):
+            agree(y, normed(x, norm) @ exact(w.dequantized(jnp.float32)).T, "bfloat16")
+        with on():
+            traced = jax.jit(partial(pallas_triton.projection, **options)).trace(x, held)
+            assert "prmt.b32" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
     def test_kinds_may_differ(self, by):
         x, norm, matrices = draw(6, 2, 512, (32, 16, 16), "bfloat16")
