@@ -16,7 +16,7 @@ from kvjax import strict_json
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]
-README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS = (
+README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS, SEVERAL_DEVICES = (
     (ROOT / page).read_text(encoding="utf-8")
     for page in (
         "README.md",
@@ -26,6 +26,7 @@ README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS = (
         "docs/speed.md",
         "docs/kernels.md",
         "docs/howto/weights.md",
+        "docs/howto/several_devices.md",
     )
 )
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
