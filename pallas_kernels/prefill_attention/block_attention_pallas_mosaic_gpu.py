@@ -273,11 +273,12 @@ def _attend(
 
             def let_pass(tile: Any, _: None) -> None:
                 """A tile that only the other warpgroup's queries see."""
+                # As where it is read: ahead of the other warpgroup by a tile, both arrivals at a barrier could be this one's.
                 stage = stage_of(tile)
+                take_turns()
                 plgpu.barrier_arrive(k_read.at[stage])
+                take_turns()
                 plgpu.barrier_arrive(v_read.at[stage])
-                take_turns()
-                take_turns()
 
             acc = plgpu.layout_cast(jnp.zeros((rows, dim), jnp.float32), plgpu.Layout.WGMMA)
             found = acc, along_rows(plgpu, rows, MASKED), along_rows(plgpu, rows, 0.0)
