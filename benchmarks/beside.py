@@ -156,7 +156,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         older, newer = (found.get((version, *case)) for version in VERSIONS)
         if older is None or newer is None:
             continue
-        cells = [_compared(older[name], newer[name]) for name in (*TIMES, *BYTES)]
+        cells = [_compared(older.get(name), newer.get(name)) for name in (*TIMES, *BYTES)]
         lines.append(f"| `{case[0]}` | {case[1]} x {case[2]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
