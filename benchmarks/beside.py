@@ -53,6 +53,8 @@ def main() -> None:
     trees = dict(zip(VERSIONS, (args.older.resolve(), Path(__file__).resolve().parents[1]), strict=True))
     settings = {
         "weights": "random",
+        "shape": args.shape,
+        "prefill": not args.skip_prefill,
         "new_tokens": args.new_tokens,
         "layers": args.layers,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
