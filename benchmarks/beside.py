@@ -53,6 +53,8 @@ def main() -> None:
     trees = dict(zip(VERSIONS, (args.older.resolve(), Path(__file__).resolve().parents[1]), strict=True))
     settings = {
         "weights": "random",
+        "shape": args.shape,
+        "prefill": not args.skip_prefill,
         "new_tokens": args.new_tokens,
         "layers": args.layers,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -156,7 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         older, newer = (found.get((version, *case)) for version in VERSIONS)
         if older is None or newer is None:
             continue
-        cells = [_compared(older[name], newer[name]) for name in (*TIMES, *BYTES)]
+        cells = [_compared(older.get(name), newer.get(name)) for name in (*TIMES, *BYTES)]
         lines.append(f"| `{case[0]}` | {case[1]} x {case[2]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -31,9 +31,10 @@ STEPS = 64
 
 
 def cases(ours: Sequence[Case]) -> list[Case]:
-    """The peers' cases: each shape, length and batch of ours that has a prefill and a number of rows, once."""
+    """The peers' cases: each shape, length and batch of ours that has a prefill and a number of rows, once; weights are floats."""
     fixed = [case for case in ours if case.prefill and isinstance(case.batch, int)]
-    plain = [dataclasses.replace(case, policy="full", settings={}, new_tokens=2 * STEPS + 1) for case in fixed]
+    own = {"policy": "full", "settings": {}, "new_tokens": 2 * STEPS + 1, "weights": "float"}
+    plain = [dataclasses.replace(case, **own) for case in fixed]
     shapes = [case for i, case in enumerate(plain) if case not in plain[:i]]
     asked = [(program, "full", {}) for program in PROGRAMS[:2]]
     asked += [(PROGRAMS[2], policy, {"compression_ratio": RATIO}) for policy in ("snapkv", "chunkkv")]

@@ -13,11 +13,12 @@ import jax
 import pytest
 
 import kvjax
-from benchmarks import decode, long_context
+from benchmarks import decode, long_context, peers
 from kvjax.bench import compression, figures, floor, measure, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
 from kvjax.cache import layer_specs
+from kvjax.cli.bench import read_cases
 from kvjax.models import Params, presets
 from kvjax.policies import get_policy
 from kvjax.policies.capabilities import as_cache
@@ -347,7 +348,16 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "give whole numbers" in bench("--context", "1k")
     assert "llama-3.1-8b" in bench("--shape", "gpt-2")
     assert "'--devices'" in bench("--devices", "0")
+    assert "'int9'; give any of float, int8, int4" in " ".join(bench("--weights", "float,int9").split())
+    assert "--weights" in bench("--weights", "int8,int8")
     assert not list(tmp_path.iterdir())
+
+
+def test_peers_are_measured_once_and_in_floats() -> None:
+    asked = "full", None, "llama-3.1-8b", "128", "1", 8, False, "bfloat16", 1, "float,int8"
+    found = peers.cases(read_cases(*asked))
+    assert {case.weights for case in found} == {"float"}
+    assert len(found) == len(set(map(repr, found))) == 4
 
 
 @pytest.mark.parametrize("policy", ["chelsea:32,every=8,sinks=2,recent=4", "treekv:32,sinks=2"])

@@ -10,9 +10,11 @@ from kvjax.policies import policies
 PAGES = {
     "quality": ("policy-quality*", "streaming-perplexity*", "block-sizes*", "constant-memory*"),
     "leaderboard": ("leaderboard*",),
-    "reproduction": ("reproduction*", "decode*"),
-    "speed": ("decode*", "long-context*"),
-    "kernels": ("kernels*",),
+    "reproduction": ("reproduction*", "decode-h200*"),
+    "speed": ("decode-h200*", "long-context*"),
+    "kernels": ("kernels*", "quantized-products*"),
+    "howto/weights": ("decode-weights*", "fits-v5e*"),
+    "howto/several_devices": ("fits-llama-70b*",),
 }
 """Patterns of the files in `benchmarks/results` that each page is of."""
 

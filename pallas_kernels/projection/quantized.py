@@ -149,9 +149,10 @@ Matrix = Float[Array, "_ _"] | QuantizedMatrix
 def multiplied(x: Float[Array, "*B I"], w: QuantizedMatrix, dtype: Any) -> Float[Array, "*B O"]:
     """The product with such a matrix, accumulated in float32, dequantised anew each time.
 
-    XLA's TPU compiler does so by itself, but for 4 bits and several rows, of which it may make all floats of a matrix first. For GPUs it might dequantise all matrices before a loop that multiplies by them, and keep the
-    floats. For CPUs it begins whatever waits for nothing at once, so that all floats are there at a time, and forgets barriers before
-    it orders: so there a matrix waits for the first input.
+    XLA's TPU compiler does so by itself, but for 4 bits and several rows, of which it may make all floats of a matrix first. For GPUs
+    it might dequantise all matrices before a loop that multiplies by them, and keep the floats. For CPUs it begins whatever waits for
+    nothing at once, so that all floats are there at a time, and forgets barriers before it orders: so there a matrix waits for the
+    first input.
     """
     platform = target().platform
     if platform == "gpu":

@@ -260,3 +260,11 @@ def test_a_benchmark_writes_strict_json(tmp_path):
     Results(out, [case], {}, said=lambda row: None).add(case, {"tpot_ms": float("nan"), "failed": "a\ud800"})
     assert Results(out, [case], {}, said=lambda row: None).missing() == []
     assert (json.loads(out.read_text())["rows"][0]["tpot_ms"], "NaN" in out.read_text()) == (None, False)
+
+
+def test_a_benchmark_of_before_weights_were_told_goes_on(tmp_path):
+    out, case = tmp_path / "bench.json", Case("full", {}, 10, 1, "tiny")
+    others = dataclasses.replace(case, weights="int8")
+    row = {name: value for name, value in dataclasses.asdict(case).items() if name != "weights"}
+    out.write_text(json.dumps({"header": {}, "rows": [row | {"tpot_ms": 1.0}]}))
+    assert Results(out, [case, others], {}, said=lambda row: None).missing() == [others]
