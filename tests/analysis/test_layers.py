@@ -180,7 +180,7 @@ def test_nothing_to_draw(monkeypatch):
             draw()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_chunks_are_more_alike_than_tokens_across_layers(smollm2, shared):
     """The paper's Table 2, on a real model and text: chunks agree better from layer to layer than single tokens."""
     text = (shared / "data/text/books/2701_Moby_Dick_Or_The_Whale.txt").read_text(encoding="utf-8")
