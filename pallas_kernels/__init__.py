@@ -19,7 +19,7 @@ from .decode_attention import Packed as Packed
 from .decode_attention import PackedSlots as PackedSlots
 from .decode_attention import Rotation as Rotation
 from .decode_attention import decode_attention as decode_attention
-from .decode_attention import latest_places as latest_places
+from .decode_attention import packed_and_latest as packed_and_latest
 from .decode_attention import packed_decode_attention as packed_decode_attention
 from .decode_attention import partial_packed_attention as partial_packed_attention
 from .decode_attention import partial_ragged_attention as partial_ragged_attention

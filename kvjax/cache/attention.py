@@ -16,7 +16,7 @@ from kvjax.pallas_kernels import (
     block_attention,
     decode_attention,
     gather_attention,
-    latest_places,
+    packed_and_latest,
     packed_decode_attention,
     partial_block_attention,
     partial_packed_attention,
@@ -121,10 +121,9 @@ def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bi
     options: Any = {"bits": bits, "scale": spec.scale}
     if cache.dealt == 1:
         return packed_decode_attention(token.q_rotated, slots, visible, **options)
-    latest = latest_places(slots)
-    late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
-    packed = own(visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < latest[..., :1]), cache.dealt)
-    found = partial_packed_attention(token.q_rotated, slots, packed, own_slot(cache, latest), late, **options)
+    packed, latest, late = packed_and_latest(slots, visible)
+    packed, latest = own(packed, cache.dealt), own_slot(cache, latest)
+    found = partial_packed_attention(token.q_rotated, slots, packed, latest, late, **options)
     return merged(*found, cache.dealt)
 
 

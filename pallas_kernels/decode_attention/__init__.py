@@ -11,7 +11,7 @@ from .api import decode_attention as decode_attention
 from .api import packed_decode_attention as packed_decode_attention
 from .api import sharded_decode_attention as sharded_decode_attention
 from .packed import Packed as Packed
-from .reference import latest_places as latest_places
+from .reference import packed_and_latest as packed_and_latest
 from .reference import partial_packed_attention as partial_packed_attention
 from .reference import partial_ragged_attention as partial_ragged_attention
 from .reference import ragged_attention as ragged_attention

@@ -123,13 +123,20 @@ def packed_decode_attention(
     q: Float[Array, "B N H"], slots: PackedSlots, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
 ) -> Float[Array, "B N H"]:
     """Softmax attention over packed slots, of which a block at a time is unpacked; see the public function."""
-    latest = latest_places(slots)
-    late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
-    packed = visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < latest[..., :1])
+    packed, latest, late = packed_and_latest(slots, visible)
     return partial_packed_attention(q, slots, packed, latest, late, bits=bits, scale=scale)[0]
 
 
-def latest_places(slots: PackedSlots) -> Int[Array, "B K E"]:
+def packed_and_latest(
+    slots: PackedSlots, visible: Bool[Array, "B K C"]
+) -> tuple[Bool[Array, "B K C"], Int[Array, "B K E"], Bool[Array, "B K E"]]:
+    """What `partial_packed_attention` takes: packed slots that count, the latest slots, and which of these count."""
+    latest = _latest(slots)
+    late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
+    return visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < latest[..., :1]), latest, late
+
+
+def _latest(slots: PackedSlots) -> Int[Array, "B K E"]:
     """Slots from the first on whose value is exact, as many as there are exact values."""
     recent = slots.v_recent.shape[2]
     return jnp.maximum(slots.next - recent, 0)[..., None] + jnp.arange(recent, dtype=jnp.int32)
@@ -149,7 +156,7 @@ def partial_packed_attention(
 
     Args:
         slots: of keys and values in few bits, the part's.
-        visible: packed slots of the part that count, those before `latest_places`.
+        visible: packed slots of the part that count, see `packed_and_latest`.
         places: where the latest slots are in the part; beyond its end those that are elsewhere.
         late: which of the latest count, wherever they are.
 
@@ -170,7 +177,7 @@ def partial_packed_attention(
     logits = jax.lax.fori_loop(0, count, write, jnp.zeros((*grouped.shape[:3], size), jnp.float32))
 
     # The latest R + 1 slots apart: their values are exact, and the keys of those that are not packed yet.
-    latest = latest_places(slots)
+    latest = _latest(slots)
 
     def among_latest(x: Float[Array, "B K G C"]) -> Float[Array, "B K G E"]:
         """The latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
