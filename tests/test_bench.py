@@ -313,6 +313,21 @@ def test_policies_as_they_are_written(small: Case) -> None:
         read_policy("treekv:budget=0.2,sinks=few")
 
 
+def test_policies_of_others_and_random_statistics(small: Case) -> None:
+    name, settings = read_policy("recompress(snapkv:32;every=8)")
+    policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
+    assert policy == kvjax.get_policy("recompress(snapkv:32;every=8)").bind(small.config)
+    with pytest.raises(ValueError, match="close the bracket"):
+        read_policy("recompress(snapkv:32")
+    name, settings = read_policy("triattention:32,every=8,window=4,profile=random")
+    policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
+    assert policy.profile.layer(1, small.config.head_dim).shape == (
+        small.config.num_heads,
+        3,
+        small.config.head_dim // 2,
+    )
+
+
 def test_figures(tmp_path: Path) -> None:
     base = dataclasses.asdict(Case("full", {}, 1, 1, "tiny"))
     rows = [

@@ -6,13 +6,19 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
-from kvjax.policies.text import parse_settings, split
+from kvjax.policies.families.trigonometry import MeanQueries
+from kvjax.policies.profile import fingerprint
+from kvjax.policies.text import parse_policy, parse_settings, split
 from kvjax.runtime.engine import Engine
 
 LARGEST = "largest"
+
+RANDOM = "random"
 
 KINDS = "float", "int8", "int4"
 """What matrices are held in."""
@@ -23,9 +29,9 @@ class Case:
     """What is measured; its fields open the row of the result.
 
     Attributes:
-        policy: a policy's name, or what a peer's worker knows by that name.
+        policy: a policy's name, the text of one that is made of others, or what a peer's worker knows by that name.
         settings: its hyperparameters. For policies that have kinds of heads, ``share_LABEL`` is the share of heads that are of
-            that kind, spread evenly, as random weights have no profile.
+            that kind, spread evenly, as random weights have no profile. ``profile="random"`` are random statistics of queries.
         context: tokens of prompt in each row.
         batch: rows, or "largest" for as many as fit.
         shape: name of a preset.
@@ -90,29 +96,45 @@ class Case:
 
 
 def bound_policy(config: ModelConfig, name: str, settings: Mapping[str, Any]) -> Policy:
-    """A policy for a model of this shape; shares of kinds of heads (see `Case`) are made labels.
+    """A policy for a model of this shape; shares of kinds of heads (see `Case`) are made labels, and random statistics numbers.
 
     Raises:
         PolicyError: there is none such, or it does not take these settings.
     """
+    if "(" in name:
+        return get_policy(name).bind(config)
     kinds = getattr(policy_class(name), "labels", ())
     shares = {kind: settings[f"share_{kind}"] for kind in kinds if f"share_{kind}" in settings}
     own = {key: value for key, value in settings.items() if key.removeprefix("share_") not in shares}
     if shares:
         own["profile"] = _labels(config, kinds, shares)
+    if own.get("profile") == RANDOM:
+        own["profile"] = _statistics(config, name)
     return get_policy(name, **own).bind(config)
 
 
 def read_policy(text: str) -> tuple[str, dict[str, Any]]:
     """A policy and its settings, as `kvjax.policies.text` has them, and shares of kinds of heads: ``catekv:2048,eta=0.7,share_adaptive=0.4``.
 
+    What is made of other policies, such as ``recompress(snapkv:512)``, is its text, and has no settings besides.
+
     Raises:
         PolicyError: a setting is not written so, or does not take that value.
     """
+    if "(" in text.partition(":")[0]:
+        return str(parse_policy(text)), {}
     name, _, settings = text.partition(":")
     cls = policy_class(name)
     hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | typing.get_type_hints(cls)
     return name, parse_settings(text, hints, split(settings, ",") if settings else [])
+
+
+def _statistics(config: ModelConfig, method: str) -> MeanQueries:
+    """Of queries of size one, whose means are half as large."""
+    shape = config.num_layers, config.num_heads, config.head_dim // 2
+    angle = np.random.default_rng(0).uniform(0, 2 * np.pi, shape)
+    found = np.stack([np.cos(angle) / 2, np.sin(angle) / 2, np.ones(shape)], axis=2)
+    return MeanQueries.of(found, method=method, model=fingerprint(config), data=RANDOM, settings=())
 
 
 def _labels(config: ModelConfig, kinds: Sequence[str], shares: dict[str, float]) -> tuple[tuple[str, ...], ...]:

@@ -181,7 +181,7 @@ def read_cases(
 
 
 def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Names and settings: each policy at each budget, unless it has one of its own or takes none."""
+    """Names and settings: each policy at each budget, unless it has one of its own, takes none, or is made of others."""
     from kvjax.bench.case import read_policy
     from kvjax.policies import policy_class
     from kvjax.policies.text import split_policies
@@ -190,6 +190,9 @@ def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[s
     found = []
     for text in split_policies(policies):
         name, settings = read_policy(text)
+        if "(" in name:
+            found.append((name, settings))
+            continue
         cls = policy_class(name)
         if not cls.about.takes_budget:
             settings.pop("budget", None)
