@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ def main() -> None:
     parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile at a time")
+    parser.add_argument(
+        "--after", type=Path, help="measure only when this file is there, which says that the device is free"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/beside.json"))
     args = parser.parse_args()
     if not (args.older / "kvjax" / "bench").is_dir():
@@ -81,6 +85,8 @@ def main() -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = list(tqdm(pool.map(begun, missing), total=len(missing), unit="case", desc="compiled"))
+    while args.after is not None and not args.after.exists():
+        time.sleep(0.2)
     for (version, *case), each in zip(tqdm(missing, unit="case", desc="measured"), waiting, strict=True):
         found = each.measured()
         if isinstance(found, str):

@@ -3,6 +3,7 @@
 python -m benchmarks.kernels                        # every row; writes benchmarks/results/kernels-<device>.json
 python -m benchmarks.kernels --update nearest       # these rows again, the others as they are
 python -m benchmarks.kernels --tune decode_attention   # time all block sizes too, and print the best ones
+python -m benchmarks.kernels --tune projection --shape ": 1 x" --dtype int8 --rules rules.json   # and write them as rules for `tuned/`
 
 Every variant is first compared with float64 NumPy on fresh random inputs. The floor of a row is the larger of its bytes over
 memory bandwidth and its operations over the matrix units' rate (`--bandwidth`, `--flops`: the data sheet's).
@@ -21,6 +22,7 @@ import numpy as np
 
 from benchmarks import kernel_cases, report
 from benchmarks.kernel_cases.case import Case
+from kvjax import files
 
 INPUTS = 3
 """Sets of inputs taken in turn, so that what is read is not what the last call left in a cache."""
@@ -35,6 +37,13 @@ def main() -> None:
         "--update", action="store_true", help="keep the other rows of a result file of this device and versions"
     )
     parser.add_argument("--shape", default="", help="only shapes that contain this")
+    parser.add_argument("--dtype", default="", help="only this type")
+    parser.add_argument(
+        "--variant", default="", help="of variants with block sizes only those whose names contain this"
+    )
+    parser.add_argument(
+        "--rules", type=Path, help="file of rules to put the best sizes into, before those that are there"
+    )
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second (H200: 4.8e12)")
     parser.add_argument("--flops", type=float, default=989e12, help="operations per second (H200, bfloat16: 989e12)")
     parser.add_argument("--seconds", type=float, default=0.05, help="of device time for each of 5 measurements")
@@ -48,9 +57,11 @@ def main() -> None:
     cases = [(module, case) for module in kernel_cases.modules() for case in kernel_cases.cases(module)]
     rows = _earlier(out, header, [case for _, case in cases]) if args.update else []
     for module, case in cases:
-        if args.shape in case.shape and (not args.operations or module in args.operations):
+        if args.shape in case.shape and args.dtype in case.dtype and (not args.operations or module in args.operations):
             rows = [row for row in rows if _key(row) != _key(vars(case))] + _rows(case, args)
             report.write(out, header, rows)
+            if args.rules is not None:
+                add_rule(args.rules, case, rows)
     _verdicts(rows)
 
 
@@ -73,7 +84,11 @@ def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\n{case.operation}: {case.shape}, {case.dtype}", flush=True)
     sets = [jax.block_until_ready(case.inputs(seed)) for seed in range(INPUTS)]
     floor = max(case.bytes / args.bandwidth, case.flops / args.flops)
-    variants = {name: function for name, function in case.variants.items() if args.tune or " " not in name}
+    variants = {
+        name: function
+        for name, function in case.variants.items()
+        if " " not in name or (args.tune and args.variant in name)
+    }
     rows = []
     with ThreadPoolExecutor(args.threads) as pool:
         compiling = {name: pool.submit(_compile, function, sets) for name, function in variants.items()}
@@ -103,6 +118,22 @@ def _rows(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
             rows.append(row)
     return rows
+
+
+def add_rule(path: Path, case: Case, rows: list[dict[str, Any]]) -> None:
+    """Put the sizes of a case's fastest right variant into a file of rules, if they beat what is taken without one."""
+    times = {
+        row["implementation"]: row["microseconds"] for row in rows if _key(row) == _key(vars(case)) and row.get("right")
+    }
+    best = min((name for name in times if name in case.sizes), key=times.__getitem__, default=None)
+    if best is None or times[best] >= times.get("auto", float("inf")):
+        return
+    rules = json.loads(path.read_text()) if path.exists() else {}
+    operation, when = case.tuned_by
+    others = [rule for rule in rules.get(operation, []) if rule["when"] != when]
+    files.write(
+        path, json.dumps(rules | {operation: [{"when": when, "use": case.sizes[best]}, *others]}, indent=1) + "\n"
+    )
 
 
 def _compile(function: Any, sets: list[tuple[Any, ...]]) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """One row of the kernel benchmark: an operation at one shape, its implementations, and how to tell that they are right."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ class Case:
         tolerance: the largest error that is right.
         bytes: fewest bytes that must be moved through device memory: each input that counts read once, each output written once.
         flops: floating-point operations that must be done.
+        sizes: the block sizes of variants that have them in their names.
+        tuned_by: the operation and what rules about block sizes ask about, which holds for this case alone.
     """
 
     operation: str
@@ -34,6 +36,8 @@ class Case:
     tolerance: float
     bytes: int
     flops: int
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tuned_by: tuple[str, Mapping[str, Any]] = ("", {})
 
 
 def relative_error(out: Any, expected: np.ndarray) -> float:

@@ -29,27 +29,29 @@ LAYERS = (
 )
 """What it is, outputs of each matrix, inputs."""
 
-KINDS = "bfloat16", "int8", "int4"
-"""What the matrices are kept in."""
+KINDS = {"bfloat16": "float", "int8": "int8", "int4": "int4"}
+"""What the matrices are kept in, and how rules about block sizes call it."""
 
 
 def cases() -> Iterator[Case]:
     """Normal weights, kept as [outputs, inputs]; what goes into an output projection is not normed, but added to."""
     for (name, outputs, depth), rows, kind in product(LAYERS, (1, 8), KINDS):
-        way = partial(_way, name == "gate and up", name in ("attention's output", "down"))
+        gated = name == "gate and up"
+        way = partial(_way, gated, name in ("attention's output", "down"))
+        sizes = {f"gpu {' '.join(map(str, sizes.values()))}": sizes for sizes in _candidates(rows, depth, kind)}
+        case = {"rows": rows, "inputs": depth, "outputs": sum(outputs), "gated": gated}
         yield Case(
-            operation="gated_projection" if name == "gate and up" else "projection",
+            operation="gated_projection" if gated else "projection",
             shape=f"{name}: {rows} x {depth} to {' + '.join(map(str, outputs))}",
             dtype=kind,
             inputs=partial(_inputs, rows, outputs, depth, kind),
             variants={
                 "xla": partial(way, implementation="xla"),
                 "auto": way,
-                **{
-                    f"gpu {' '.join(map(str, sizes.values()))}": partial(way, sizes=sizes)
-                    for sizes in _candidates(rows, depth, kind)
-                },
+                **{variant: partial(way, sizes=each) for variant, each in sizes.items()},
             },
+            sizes=sizes,
+            tuned_by=("projection", case | {"kind": KINDS[kind]}),
             error=partial(_error, way.args),
             tolerance=1e-2,
             bytes=sum(_weight_bytes(kind, count, depth) for count in outputs) + 2 * rows * (depth + sum(outputs)),
@@ -65,7 +67,7 @@ def _candidates(rows: int, depth: int, kind: str) -> Iterator[dict[str, int]]:
     if kind == "bfloat16":
         without = product((4, 8), (512, 1024, 2048), (4,), (1,), (0,))
     else:
-        without = product((8, 16, 32), (64, 128, 256), (2, 4, 8), (1,), (0,))
+        without = product((8, 16, 32), (64, 128), (2, 4, 8), (1,), (0,))
     for outputs, inputs, warps, stages, units in [*with_units, *(without if rows == 1 else ())]:
         if depth % inputs == 0 and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
             yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages, "units": units}

@@ -139,8 +139,8 @@ def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bo
         block = _divisor(depth, 128 if gated else 256)
         stages = 3 if gated else 5 if depth > 8192 else 4
         sizes = {"outputs": 16, "inputs": block, "warps": 1, "stages": stages, "units": 1}
-    case = {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated}
-    return tuned("projection", case | ({"kind": kind} if kind else {}), sizes)
+    case = {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated, "kind": kind or "float"}
+    return tuned("projection", case, sizes)
 
 
 def _divisor(depth: int, most: int) -> int:
