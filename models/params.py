@@ -226,7 +226,7 @@ def init(
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
     keys = jax.random.split(key, len(paths))
     return jax.tree_util.tree_unflatten(
-        treedef, [_initial(path, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
+        treedef, [initial(name_of(path), leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
     )
 
 
@@ -261,13 +261,14 @@ def _struct(*shape: int, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _initial(path: tuple[Any, ...], leaf: Any, key: PRNGKeyArray) -> Any:
+def initial(name: str, leaf: Any, key: PRNGKeyArray) -> Any:
+    """One random parameter of this shape, see `init`. Of the name it matters whether it is ``embed``, or ends with ``bias``."""
     if len(leaf.shape) == 2:
-        deviation = 1.0 if name_of(path) == "embed" else leaf.shape[1] ** -0.5
+        deviation = 1.0 if name == "embed" else leaf.shape[1] ** -0.5
         if is_quantized(leaf):
             return _uniform(key, deviation, leaf)
         return _normal(key, deviation, leaf.shape, leaf.dtype)
-    return jnp.full(leaf.shape, 0.0 if name_of(path).endswith("bias") else 1.0, leaf.dtype)
+    return jnp.full(leaf.shape, 0.0 if name.endswith("bias") else 1.0, leaf.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

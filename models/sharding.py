@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PRNGKeyArray
 
 from kvjax.arguments import shown
 from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
+from kvjax.pallas_kernels import is_quantized
 
 from .config import ModelConfig
-from .params import Params, abstract, name_of, tree_map_named
+from .params import Params, abstract, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"
 """Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary; slots of a cache, and again matrices and the vocabulary."""
@@ -219,6 +221,60 @@ def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     whole = np.zeros(shape, array.dtype)
     whole[tuple(map(slice, array.shape))] = array
     return whole
+
+
+def init_on(
+    shard: Shard, config: ModelConfig, key: PRNGKeyArray, dtype: Any, weights: str = "float", embedding: str = "float"
+) -> Params:
+    """Random parameters where they belong, as `init` makes them; of those on a mesh each device makes its own part alone.
+
+    Args:
+        dtype, weights, embedding: as for `abstract`.
+
+    Raises:
+        ValueError: as for `place`.
+    """
+    if shard.mesh is None:
+        return init(config, key, dtype, weights=weights, embedding=embedding)
+    programs, tree = _making(shard, config, dtype, weights, embedding)
+    keys = jax.random.split(key, len(programs))
+    return tree.unflatten([program(each) for program, each in zip(programs, keys, strict=True)])
+
+
+def compile_init_on(
+    shard: Shard, config: ModelConfig, dtype: Any, weights: str = "float", embedding: str = "float"
+) -> None:
+    """Have the programs of `init_on` for a mesh in the compilation cache. (Those for one device are small, and compiled at once.)"""
+    if shard.mesh is None:
+        return
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    for program in dict.fromkeys(_making(shard, config, dtype, weights, embedding)[0]):
+        program.lower(key).compile()
+
+
+def _making(shard: Shard, config: ModelConfig, dtype: Any, weights: str, embedding: str) -> tuple[list[Any], Any]:
+    """For each parameter the program that makes it of a key, and the tree of all parameters."""
+    shapes = abstract(config, dtype, weights=weights, embedding=embedding)
+    paths, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
+    programs: list[Any] = []
+    for path, leaf in paths:
+        arrays, structure = jax.tree.flatten(leaf)
+        programs.append(_made(shard, name_of(path).rpartition(".")[2], structure, tuple(arrays)))
+    return programs, tree
+
+
+@lru_cache(maxsize=256)
+def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    whole = structure.unflatten(arrays)
+    places = place(shard, name, whole)
+
+    def made(key: PRNGKeyArray) -> Any:
+        def padded(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.pad(x, [(0, more - size) for size, more in zip(x.shape, to.shape, strict=True)])
+
+        return jax.tree.map(padded, initial(name, whole, key), places)
+
+    return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, places))
 
 
 def place_all(shard: Shard, params: Params) -> Params:

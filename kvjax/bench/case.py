@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvjax.cache import Shard
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
@@ -15,6 +16,7 @@ from kvjax.policies.families.trigonometry import MeanQueries
 from kvjax.policies.profile import fingerprint
 from kvjax.policies.text import parse_policy, parse_settings, split
 from kvjax.runtime.engine import Engine
+from kvjax.runtime.mesh import policy_shard
 
 LARGEST = "largest"
 
@@ -42,6 +44,8 @@ class Case:
         layers: of the model only so many; None for all.
         weights: what all matrices are held in, embedding and head among them: "float" (of `dtype`), "int8" or "int4".
         program: which worker measures it.
+        mesh: the devices that it runs over, such as "model=2" (see `Engine`); "" for one. Then what a row says of bytes, and the floor, is
+            of each device.
     """
 
     policy: str
@@ -55,6 +59,7 @@ class Case:
     layers: int | None = None
     weights: str = "float"
     program: str = "kvjax"
+    mesh: str = ""
 
     @property
     def config(self) -> ModelConfig:
@@ -84,7 +89,18 @@ class Case:
             prompt_len=self.context,
             max_new_tokens=self.new_tokens,
             dtype=self.dtype,
+            mesh=self.mesh or None,
         )
+
+    @property
+    def shard(self) -> Shard:
+        """How the devices share the model.
+
+        Raises:
+            PolicyError: the policy does not take these settings, or cannot run over a mesh.
+            ValueError: there are not so many devices, or the model cannot be dealt to them.
+        """
+        return policy_shard(self.mesh or None, self.config, self.bound_policy())
 
     def bound_policy(self) -> Policy:
         """The policy, for this model.

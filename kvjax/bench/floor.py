@@ -1,16 +1,19 @@
 """What the memory allows: the bytes that a decoding step has to read, over the device's bandwidth."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import LayerSpec
 from kvjax.devices import device_of
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
+from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import as_cache
-from kvjax.runtime.decoding import Specs
+from kvjax.runtime.decoding import Specs, layers_of
+from kvjax.runtime.mesh import OWN, over_mesh, state_partitions
 
 
 def bandwidth(device_kind: str) -> float | None:
@@ -25,28 +28,30 @@ def weight_bytes(params: Params) -> int:
 
 
 def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> int:
-    """Bytes of the caches that a decoding step has to read, at least.
+    """Bytes of the caches that a decoding step has to read, at least; over a mesh, on the device that reads most.
 
     These are the keys and values of live slots; of sparse attention, what is selected and the metadata by which it is
     (see `Layer.bytes_read`); of quantised slots, their share of what the layer holds.
     """
 
-    @jax.jit
-    def live(caches: tuple[object, ...]) -> list[jax.Array]:
-        return [
-            jnp.sum(as_cache(policy.layer(spec), x).live, dtype=jnp.int32)
-            for spec, x in zip(specs, caches, strict=True)
-        ]
+    def live(caches: tuple[object, ...]) -> jax.Array:
+        found = [as_cache(policy.layer(spec), x) for spec, x in zip(specs, caches, strict=True)]
+        # Which slots are live is known on all devices that share them, of which each has an equal part.
+        return jnp.stack([-(-jnp.sum(x.live, dtype=jnp.int32) // x.dealt) for x in found])[None]
 
-    return sum(
-        _layer(policy, spec, int(count), cache) for spec, count, cache in zip(specs, live(caches), caches, strict=True)
+    if specs[0].shard.mesh is not None:
+        live = over_mesh(live, specs[0].shard, (state_partitions(policy, specs),), OWN)
+    layers = layers_of(policy, specs)
+    return max(
+        sum(_layer(policy, layer, int(count)) for layer, count in zip(layers, counts, strict=True))
+        for counts in np.asarray(jax.jit(live)(caches))
     )
 
 
-def _layer(policy: Policy, spec: LayerSpec, live: int, cache: object) -> int:
-    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(cache))
+def _layer(policy: Policy, layer: Layer[Any], live: int) -> int:
+    state = jax.eval_shape(layer.init)
     if policy.info.memory == "quantized":
-        shape = jax.eval_shape(lambda x: as_cache(policy.layer(spec), x).pos, cache).shape
-        return cache_bytes * live // int(np.prod(shape))
-    pairs = live * 2 * spec.head_dim * spec.dtype.itemsize
-    return min(pairs, policy.layer(spec).bytes_read)
+        slots = jax.eval_shape(lambda x: as_cache(policy.layer(layer.spec), x).pos, state).shape
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) * live // int(np.prod(slots))
+    pairs = live * 2 * layer.spec.head_dim * layer.spec.dtype.itemsize
+    return min(pairs, layer.bytes_read)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from kvjax.models import Params
+from kvjax.models.sharding import bytes_per_device, compile_init_on
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine, program_bytes
@@ -62,10 +63,11 @@ def compile_only(case: Case) -> dict[str, Any]:
     start = time.perf_counter()
     engine = case.engine(case.shapes, case.batch)
     needed(case, engine)
-    if case.prefill:
+    if not case.prefill:
+        states.compile_filling(engine.policy, engine.specs)
+    elif not case.mesh:
         compression.compiled(engine.policy, engine.specs)
-    else:
-        states.compile_filling(engine.policy, engine.specs, case.context)
+    compile_init_on(case.shard, case.config, case.dtype, case.weights, case.weights)
     return {"compile_s": time.perf_counter() - start}
 
 
@@ -81,11 +83,12 @@ def _run(case: Case, params: Params, batch: int, bandwidth: float | None, memory
         state, ttft = _prefilled(case, engine)
     else:
         state, ttft = jax.block_until_ready(states.filled(policy, specs, case.context)), []
-    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.caches))
+    cache_bytes = bytes_per_device(state.caches)
     state, calls = _decoded(case, engine, state)
-    read = floor.weight_bytes(params), floor.cache_bytes_read(policy, specs, state.caches)
+    read = floor.weight_bytes(engine.weights), floor.cache_bytes_read(policy, specs, state.caches)
     del state
-    compression_seconds = compression.seconds(policy, specs, case.context) if case.prefill else None
+    alone = case.prefill and not case.mesh
+    compression_seconds = compression.seconds(policy, specs, case.context) if alone else None
     timed = calls[1:] or calls
     tpot = sum(seconds for _, seconds in timed) / sum(steps for steps, _ in timed)
     return {

@@ -1,24 +1,28 @@
 """Caches filled without the model: to measure decoding at a length without the time it takes to read a prompt of it."""
 
 from collections.abc import Hashable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt32
 
 from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache.shard import DATA, HEADS
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
 from kvjax.policies.capabilities import prefill
+from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding, Specs
+from kvjax.runtime.mesh import ALL, OWN, state_partitions
+from kvjax.runtime.program import Partition, Program
 
 
 def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
     """A state as after prompts of `context` tokens, of random queries, keys and values that no model made.
 
-    The policy's own prefill makes the cache, so slots, scores and metadata are as full as they would be. It runs once for each
-    shape of cache: layers of one shape get copies.
+    The policy's own prefill makes the cache, so slots, scores and metadata are as full as they would be; over a mesh each device
+    makes its part. It runs once for each shape of cache: layers of one shape get copies.
     """
     made, caches = {}, []
     carry: Carry = {}
@@ -27,19 +31,19 @@ def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
         if kind in made:
             caches.append(jax.tree.map(jnp.copy, made[kind]))
             continue
-        made[kind], carry = jax.jit(partial(_prefill, policy, spec, context))(jax.random.key(spec.layer), carry)
+        made[kind], carry = _fill(policy, spec, jnp.uint32(spec.layer), jnp.int32(context), carry)
         caches.append(made[kind])
-    return _started(tuple(caches), specs[0].batch, context)
+    _fill.forget()  # it holds device memory
+    return _started(tuple(caches), _rows(specs), context)
 
 
-def compile_filling(policy: Policy, specs: Specs, context: int) -> None:
+def compile_filling(policy: Policy, specs: Specs) -> None:
     """Have the programs of `filled` in the compilation cache."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    seed, context = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
     carry: Any = {}
     for spec in {_kind(policy, spec): spec for spec in reversed(specs)}.values():
-        fill = jax.jit(partial(_prefill, policy, spec, context))
-        fill.lower(key, carry).compile()
-        _, carry = jax.eval_shape(fill, key, carry)
+        _fill.compiled(policy, spec, seed, context, carry)
+        _, carry = _fill.shapes(policy, spec, seed, context, carry)
 
 
 def _kind(policy: Policy, spec: LayerSpec) -> Hashable:
@@ -50,7 +54,12 @@ def _kind(policy: Policy, spec: LayerSpec) -> Hashable:
 
 def shapes(policy: Policy, specs: Specs) -> Decoding:
     """Shapes of such a state."""
-    return jax.eval_shape(lambda: _started(tuple(policy.layer(spec).init() for spec in specs), specs[0].batch, 0))
+    seeds, total = (jax.ShapeDtypeStruct((_rows(specs),), dtype) for dtype in (jnp.uint32, jnp.int32))
+    return decoding.begin.shapes(policy, specs, seeds, total)
+
+
+def _rows(specs: Specs) -> int:
+    return specs[0].batch * specs[0].shard.data
 
 
 def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
@@ -64,11 +73,31 @@ def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
     )
 
 
-def _prefill(policy: Policy, spec: LayerSpec, context: int, key: jax.Array, carry: Carry) -> tuple[object, Carry]:
+def _prefill(
+    policy: Policy, spec: LayerSpec, seed: UInt32[Array, ""], context: Int[Array, ""], carry: Carry
+) -> tuple[object, Carry]:
+    key, over_mesh = jax.random.key(seed), spec.shard.mesh is not None
+    if over_mesh:  # rows and heads of a device are its own; those that share slots have the same prompt
+        key = jax.random.fold_in(key, jax.lax.axis_index((DATA, HEADS)))
+        carry = jax.tree.map(lambda x: x[0], carry)
     heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
     q, k, v = (
         jax.random.normal(one, (spec.batch, spec.prompt_len, count, spec.head_dim), spec.dtype)
         for one, count in zip(jax.random.split(key, 3), heads, strict=True)
     )
     lengths = jnp.full((spec.batch,), context, jnp.int32)
-    return prefill(policy.layer(spec), Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)
+    prompt = Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens)
+    (layer,) = decoding.layers_of(policy, (spec,))
+    state, carry = prefill(layer, prompt, carry)
+    return state, jax.tree.map(lambda x: x[None], carry) if over_mesh else carry
+
+
+def _filling(policy: Policy, spec: LayerSpec, *_: Any) -> Partition | None:
+    """How it is dealt: of what travels from layer to layer each device has its own."""
+    if spec.shard.mesh is None:
+        return None
+    (state,) = state_partitions(policy, (spec,))
+    return spec.shard, (ALL, ALL, OWN), (state, OWN)
+
+
+_fill = Program(_prefill, static=2, partition=_filling)

@@ -43,7 +43,8 @@ def main() -> None:
     import jax
 
     from kvjax.evals.report import header
-    from kvjax.models import Params, init
+    from kvjax.models import Params
+    from kvjax.models.sharding import init_on
 
     from .case import Case
     from .floor import bandwidth
@@ -58,10 +59,11 @@ def main() -> None:
         case = Case(**fields)
         if options.get("compile_only"):
             return compile_only(case)
-        key = case.config, case.dtype, case.weights
+        shard = case.shard
+        key = case.config, case.dtype, case.weights, shard
         if key not in weights:
             weights.clear()
-            made = init(case.config, jax.random.key(0), case.dtype, weights=case.weights, embedding=case.weights)
+            made = init_on(shard, case.config, jax.random.key(0), case.dtype, case.weights, case.weights)
             weights[key] = jax.block_until_ready(made)
             del made
         return measure(case, weights[key], rate, memory)

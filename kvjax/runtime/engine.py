@@ -416,9 +416,10 @@ class Engine:
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[Array, " E"]]:
         """How tokens are sampled, as programs take it; arguments as for `prefill`.
 
-        There are as many end tokens as the model has, so that ignoring them is no other program; none is below 0.
+        There are as many end tokens as the model has, and one at least, so that ignoring them is no other program; none is below 0.
+        (An array without elements in a loop over a mesh ends JAX 0.11.2's process.)
         """
-        ids = [*eos_ids, *[-1] * (len(self.config.eos) - len(eos_ids))]
+        ids = [*eos_ids, *[-1] * (max(len(self.config.eos), 1) - len(eos_ids))]
         return Greedy() if sampler is None else sampler, jnp.asarray(ids, jnp.int32)
 
     def ready(self, program: Program, *args: Any) -> Callable[[], Any]:

@@ -17,15 +17,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import RUN, LayerSpec, Shard, by_device, host_memory, in_order, slots_of_leaves
-from kvjax.cache.shard import DATA, HEADS, ONE_DEVICE, SLOTS
+from kvjax.cache.shard import COPIES, DATA, HEADS, ONE_DEVICE, SLOTS
 from kvjax.models import ModelConfig, Params
 from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.dealt import dealt
 
-ALL, ROWS = PartitionSpec(), PartitionSpec(DATA)
-"""On every device; dealt by rows."""
+ALL, ROWS, OWN = PartitionSpec(), PartitionSpec(DATA), PartitionSpec((DATA, HEADS, COPIES, SLOTS))
+"""On every device; dealt by rows; one after the other along the first axis, whatever each device has of its own."""
 
 
 def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, policy: Policy) -> Shard:
