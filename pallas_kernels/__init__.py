@@ -29,7 +29,9 @@ from .device_sums import device_gather as device_gather
 from .device_sums import device_sum as device_sum
 from .fused_decode_block import BlockWeights as BlockWeights
 from .fused_decode_block import fused_decode_block as fused_decode_block
+from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
+from .gather_attention import reads_host_memory as reads_host_memory
 from .kmeans import Distance as Distance
 from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
@@ -62,3 +64,4 @@ from .window_scores import window_scores as window_scores
 from .write_slots import SlotUpdate as SlotUpdate
 from .write_slots import write_sharded_slots as write_sharded_slots
 from .write_slots import write_slots as write_slots
+from .write_slots import writes_host_memory as writes_host_memory

@@ -11,6 +11,10 @@ import numpy as np
 from jax.experimental import compute_on as _compute_on
 from jaxtyping import Array, Float, Int
 
+from kvjax.pallas_kernels import heads_of, write_slots, writes_host_memory
+
+from .tokens import Rotated
+
 Tree = TypeVar("Tree")
 
 # Of this signature it is `compute_on2` up to jax 0.10, and `compute_on` since 0.11.
@@ -41,9 +45,13 @@ def to_device(tree: Tree) -> Tree:
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
-def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Float[Array, "B K H"]) -> Array:
-    """A host's store with `x` in one slot per head, written in place: only `x` travels."""
-    x = x.astype(store.dtype)
+def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Rotated) -> Array:
+    """A host's store with `x` [B, K, H] in one slot per head, written in place: only `x` travels."""
+    if writes_host_memory(store):
+        # An array a kernel: XLA's compiler (of JAX 0.11) fails where one with several results has one in the host's memory. The type of a
+        # result does not tell that it is there, as its buffer is the store's own.
+        return jax.lax.optimization_barrier(to_host(write_slots([store], slot, [x])[0]))
+    x = heads_of(x).astype(store.dtype)
     # One after the other: a device writes slices to the host's memory itself, a scatter the host would have to do, in a copy.
     for row, head in np.ndindex(slot.shape):
         one = to_host(x[row : row + 1, head : head + 1, None])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kvjax.pallas_kernels import SlotUpdate, heads_of, write_sharded_slots, write_slots
+from kvjax.pallas_kernels import SlotUpdate, write_sharded_slots, write_slots
 
 from . import host_memory
 from .dealt import own_slot
@@ -34,7 +34,7 @@ def insert(
     """
     key = token.key if rotated else token.k
     if host_memory.on_host(cache.k):
-        new = (cache.k, heads_of(key)), (cache.v, token.v)
+        new = (cache.k, key), (cache.v, token.v)
         stored = [host_memory.write(store, cache.next, x) for store, x in new]
         stores, values = [], []
     else:

@@ -1,12 +1,21 @@
 """The public function, and the choice of who computes it."""
 
+from collections.abc import Sequence
+
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
 
-_OP = Op("gather_attention", __name__, gpu=("pallas_triton",), tpu=("pallas_mosaic_tpu",), forward_only=True)
+_OP = Op(
+    "gather_attention",
+    __name__,
+    gpu=("gather_attention_pallas_triton",),
+    tpu=("gather_attention_pallas_mosaic_tpu",),
+    forward_only=True,
+)
+_FETCH = Op("fetch_slots", __name__, gpu=("fetch_slots_pallas_triton",), forward_only=True)
 
 
 def gather_attention(
@@ -61,3 +70,44 @@ def gather_attention(
         )
     options = {"scale": scale, "page": page, "tokens": tokens}
     return _OP(q, k, v, index, live, **options, implementation=implementation, interpret=interpret)
+
+
+def fetch_slots(
+    stores: Sequence[Float[Array, "B K C H"]],
+    index: Int[Array, "B N F"],
+    missing: Bool[Array, "B N F"],
+    got: Sequence[Float[Array, "B N F H"]],
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> list[Array]:
+    """Slots of several stores, where they are missing from what is there already.
+
+    A kernel reads the missing slots alone, wherever the stores lie: an NVIDIA GPU has pinned memory of the host in its own address space, so
+    that of a store there only these slots travel, and neither is the store moved first nor does the host do anything.
+
+    Args:
+        stores: of one shape and type. Those in host memory need a kernel.
+        index: which slots, for each of N heads, of which N / K in turn read from one KV head. All exist.
+        missing: which of them to read.
+        got: what to return of the others; written in place where it is not used again.
+        implementation: "auto" takes the device's Pallas kernel where it serves.
+        interpret: run a Pallas kernel in its interpreter, on any device.
+
+    Returns:
+        For each store [B, N, F, H], in the device's memory.
+
+    Raises:
+        Unsupported: an implementation was named that does not serve.
+    """
+    return _FETCH(stores, index, missing, got, implementation=implementation, interpret=interpret)
+
+
+def reads_host_memory(
+    stores: Sequence[Float[Array, "B K C H"]],
+    index: Int[Array, "B N F"],
+    missing: Bool[Array, "B N F"],
+    got: Sequence[Float[Array, "B N F H"]],
+) -> bool:
+    """Whether `fetch_slots` takes a kernel for this, hence stores in the host's memory."""
+    return _FETCH.kernel(stores, index, missing, got) is not None

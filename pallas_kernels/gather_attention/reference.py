@@ -1,6 +1,9 @@
-"""Gather attention in plain XLA: the selected slots are copied together and attended to like a small cache."""
+"""Gather attention in plain XLA: the selected slots are copied together and attended to like a small cache; and the copying alone."""
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended, decode_attention
@@ -30,3 +33,12 @@ def gather_attention(
 
     weight = live.astype(jnp.float32)
     return decode_attention(q, take(k), take(v), weight, scale=scale, implementation="xla")
+
+
+def fetch_slots(stores: Sequence[Array], index: Array, missing: Array, got: Sequence[Array]) -> list[Array]:
+    """What is missing gathered from each store."""
+    rows, heads, _ = np.ogrid[: index.shape[0], : index.shape[1], :1]
+    heads = heads // (index.shape[1] // stores[0].shape[1])
+    return [
+        jnp.where(missing[..., None], store[rows, heads, index], old) for store, old in zip(stores, got, strict=True)
+    ]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ..op import Implementation, Op
@@ -58,3 +60,10 @@ def write_sharded_slots(
         Unsupported: an implementation was named that does not serve.
     """
     return _OP(writings, implementation=implementation, interpret=interpret)
+
+
+def writes_host_memory(array: Array) -> bool:
+    """Whether `write_slots` takes a kernel for such an array, hence one in the host's memory too, which a GPU writes over the bus, in place."""
+    shape = jax.ShapeDtypeStruct(array.shape[:2], jnp.int32)
+    whole = SlotUpdate([array], shape, [0.0], (), tuple(range(array.shape[1])))  # pyright: ignore[reportArgumentType]
+    return _OP.kernel([whole]) is not None

@@ -7,7 +7,7 @@ import pytest
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import DeferredRope, gather_attention
-from kvjax.pallas_kernels.gather_attention import pallas_triton
+from kvjax.pallas_kernels.gather_attention import gather_attention_pallas_triton as pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}

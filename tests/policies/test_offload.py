@@ -265,8 +265,8 @@ def test_stores_of_another_kind_are_refused(policy):
 
 
 def test_what_cannot_be_done(monkeypatch):
-    with pytest.raises(PolicyError, match=r"offloaded\(full\): steps=0"):
-        offloaded(Full(), steps=0)
+    with pytest.raises(PolicyError, match=r"offloaded\(full\): steps=-1"):
+        offloaded(Full(), steps=-1)
     with pytest.raises(PolicyError, match="'selected', 'layer'"):
         Offloaded(Full(), fetch="all")
     monkeypatch.setattr(host_memory, "available", lambda: False)

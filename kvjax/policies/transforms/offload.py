@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, host_memory
 from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels import fetch_slots, reads_host_memory
+from kvjax.pallas_kernels.device import target
 
 from .. import capabilities
 from ..base import Carry, Layer, Policy, State
@@ -34,7 +36,8 @@ class Offloaded(Wrapper):
 
     Attributes:
         policy: whose cache it is.
-        steps: R in ClusterKV's section IV-D, how many of the latest queries' selections a sparse layer keeps on the device.
+        steps: R in ClusterKV's section IV-D, how many of the latest queries' selections a sparse layer keeps on the device; with 0
+            all that is selected travels.
         fetch: "selected" moves only what a query selects and the device does not have; "layer" moves a layer at a time even
             so, for devices that read a whole layer faster than its host finds the parts.
     """
@@ -45,7 +48,7 @@ class Offloaded(Wrapper):
     fetch: Literal["selected", "layer"] = "selected"
 
     def __post_init__(self) -> None:
-        check_fields(self, steps=1)
+        check_fields(self, steps=0)
 
     def bind(self, config: ModelConfig) -> Policy:
         """Every part of the policy offloaded by itself, so that each layer's functions are those of one method."""
@@ -228,8 +231,10 @@ class OffloadedSparseLayer(OffloadedLayer):
         cached &= valid
         missing = valid & ~cached
         got: KV = jax.tree.map(
-            lambda x: jnp.where(
-                cached[..., None], jnp.take_along_axis(x, place[..., None], axis=2), jnp.zeros((), x.dtype)
+            lambda x: (
+                jnp.where(cached[..., None], jnp.take_along_axis(x, place[..., None], axis=2), jnp.zeros((), x.dtype))
+                if x.shape[2]
+                else jnp.zeros((*index.shape, x.shape[-1]), x.dtype)
             ),
             state.recent,
         )
@@ -239,7 +244,7 @@ class OffloadedSparseLayer(OffloadedLayer):
         got = _filled(got, store, index, missing)
 
         def latest(new: Array, old: Array) -> Array:
-            return jnp.concatenate([new, old[:, :, : old.shape[2] - new.shape[2]]], axis=2)
+            return jnp.concatenate([new, old], axis=2)[:, :, : old.shape[2]]
 
         first, counted = self.inner.always_kept[0], state.queries > 0
         seen = state.inner.cache.seen
@@ -282,7 +287,7 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
         steps, fetch: see `Offloaded`.
 
     Raises:
-        PolicyError: `steps` is less than 1, or (once a model is known) the default device has no such memory, or (with
+        PolicyError: `steps` is negative, or (once a model is known) the default device has no such memory, or (with
             its layers) the policy has keys and values in no `LayerCache`, as `adakv` and quantised ones.
     """
     return Offloaded(policy, steps, fetch)
@@ -316,6 +321,12 @@ def _returned(after: State, near: State, far: State) -> State:
 
 def _find(slot: Int[Array, "B R F"], index: Int[Array, "B R S"]) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
     """Where in `slot` each of `index` is, and whether it is there."""
+    if slot.shape[-1] == 0:
+        return jnp.zeros_like(index), jnp.zeros(index.shape, bool)
+    if target().platform == "gpu":  # in one kernel, where sorting and searching are some thirty in a row
+        places = jnp.arange(slot.shape[-1], dtype=jnp.int32)
+        place = jnp.max(jnp.where(slot[:, :, None] == index[..., None], places, -1), axis=-1)
+        return jnp.maximum(place, 0), place >= 0
     order = jnp.argsort(slot, axis=-1)
     ranked = jnp.take_along_axis(slot, order, axis=-1)
     rank = jax.vmap(jax.vmap(jnp.searchsorted))(ranked, index)
@@ -325,7 +336,9 @@ def _find(slot: Int[Array, "B R F"], index: Int[Array, "B R S"]) -> tuple[Int[Ar
 
 
 def _filled(got: KV, store: KV, index: Int[Array, "B R S"], missing: Bool[Array, "B R S"]) -> KV:
-    """`got` with what is missing from it read from the store, block by block."""
+    """`got` with what is missing from it read from the store: by the device itself where it can, else block by block."""
+    if reads_host_memory(store, index, missing, got):
+        return tuple(fetch_slots(store, index, missing, got))
     size = index.shape[-1]
     block = min(BLOCK, size)
     places, exists = cache.compact_indices(missing, -(-size // block) * block)
