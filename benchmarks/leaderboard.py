@@ -28,7 +28,7 @@ import jax
 import kvjax
 from benchmarks.equal_bytes import export, merged, page
 from benchmarks.equal_bytes.batches import Batch, Clock, Compiled, batches, run
-from benchmarks.equal_bytes.cells import SEEING, Cell, cells
+from benchmarks.equal_bytes.cells import SEEING, Cell, Wanted, cells, wanted
 from benchmarks.equal_bytes.suite import Data, Suite, make_suites
 from kvjax.evals import Format
 from kvjax.evals.report import ResultFile, header, model_fingerprint
@@ -90,19 +90,11 @@ def measure(args: argparse.Namespace) -> None:
     suites = make_suites(names, form, params.config.max_position, args.samples, args.seed, data)
     if args.tasks is not None:
         suites = [chosen for suite in suites if (chosen := suite.only(args.tasks.split(","))) is not None]
-    planned = [
-        cell
-        for suite in suites
-        for cell in cells(
-            suite,
-            params,
-            split_policies(args.policies),
-            [float(share) for share in args.shares.split(",")],
-            args.seeing.split(","),
-        )
-    ]
+    policies, seeing = split_policies(args.policies), args.seeing.split(",")
+    shares = [float(share) for share in args.shares.split(",")]
+    planned = [entry for suite in suites for entry in wanted(suite, policies, shares, seeing)]
+    mine = cells(params, part(planned, args.part))
     results = ResultFile(args.out, head(args, params, form, suites))
-    mine = part(planned, args.part)
     check_same_budgets(mine, results.rows)
     done = {sample for row in results.rows for sample in samples_of(row, len(row.get("scores", [None])))}
     unable = [
@@ -188,7 +180,7 @@ def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) 
             )
 
 
-def part(planned: Sequence[Cell], which: str) -> list[Cell]:
+def part(planned: Sequence[Wanted], which: str) -> list[Wanted]:
     """The i-th of n parts, dealt one by one so that all have their share of every budget.
 
     Raises:

@@ -1,8 +1,9 @@
 """kvpress' answers to the prompts of `benchmarks.peer_quality`; run by the Python that has torch, transformers and kvpress.
 
-    python benchmarks/peer_presses.py FOLDER [--seconds 500]
+    python benchmarks/peer_presses.py FOLDER [--seconds 500] [--part 1/3]
 
-Takes the model in FOLDER/model and the tokens in FOLDER/prompts.jsonl, and adds to FOLDER/theirs.jsonl what is not there yet. Nothing
+Takes the model in FOLDER/model and the tokens in FOLDER/prompts.jsonl, and adds to FOLDER/theirs.jsonl what is not there yet; parts of the
+prompts, each with a file of its own, may run beside each other. Nothing
 of kvjax is imported, as kvpress takes only older versions of transformers: it may have an environment of its own. Prompts are read and
 answers decoded by kvpress' own pipeline, given tokens in place of text. (transformers with torch >= 2.11; kvpress 0.5.5 needs
 transformers < 5.3.)
@@ -21,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="the i-th of n parts of the prompts")
     args = parser.parse_args()
+    i, n = map(int, args.part.split("/"))
     end = None if args.seconds is None else time.monotonic() + args.seconds
 
     import torch
@@ -37,13 +40,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
     pipeline = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer, device=device)
 
-    out = args.folder / "theirs.jsonl"
+    out = args.folder / ("theirs.jsonl" if n == 1 else f"theirs-{i}-of-{n}.jsonl")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
     begin = {"versions": versions, "device": kind, "prompts": settings["prompts"]}
     rows = begun(out, begin)
     done = {(row["method"], row["prompt"]) for row in rows}
     with out.open("a", encoding="utf-8") as file:
-        for prompt in prompts:  # all methods have answered as many when time is up, but for one prompt
+        for prompt in prompts[i - 1 :: n]:  # all methods have answered as many when time is up, but for one prompt
             for method in settings["methods"]:
                 if (method, prompt["prompt"]) in done:
                     continue

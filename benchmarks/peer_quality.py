@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 import kvjax
 from benchmarks import report
 from benchmarks.equal_bytes import merged
+from benchmarks.equal_bytes.batches import FixedRun, Roomy
 from benchmarks.equal_bytes.suite import Data, make_suites
 from benchmarks.intervals import mean_interval
 from kvjax.evals import Format
@@ -40,6 +42,7 @@ from kvjax.policies import (
     StreamingLLM,
     prompt_only,
 )
+from kvjax.runtime.request import check_request
 
 SHARED = Path(os.environ.get("KVJAX_SHARED", "shared")) / "data"
 
@@ -120,21 +123,35 @@ def ask(args: argparse.Namespace) -> None:
     (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     done = {(row["method"], row["prompt"]) for row in results.rows}
+    request = check_request(params, max(prompt["max_new_tokens"] for prompt in prompts))
+
+    def made(policy: Policy) -> Roomy:
+        engine = Roomy(params, policy, suite, args.batch)
+        engine.compile_all()
+        return engine
+
+    pool = ThreadPoolExecutor(len(policies), thread_name_prefix="compile")
+    wanted = {method for method in policies if any((method, prompt["prompt"]) not in done for prompt in prompts)}
+    engines = {method: pool.submit(made, policy) for method, policy in policies.items() if method in wanted}
     for first in range(0, len(prompts), args.batch):
-        for method, policy in policies.items():
+        for method, engine in engines.items():
             batch = [prompt for prompt in prompts[first : first + args.batch] if (method, prompt["prompt"]) not in done]
             if not batch:
                 continue
             if end is not None and time.monotonic() > end:
                 print("out of time; run it again")
                 return
-            answers = kvjax.generate(
+            running = FixedRun(
                 params,
                 [prompt["context"] for prompt in batch],
-                policy,
-                max_new_tokens=max(prompt["max_new_tokens"] for prompt in batch),
-                question=[prompt["question"] for prompt in batch],
+                policies[method],
+                None,
+                request,
+                [prompt["question"] for prompt in batch],
             )
+            running.engine = engine.result()
+            answers = running.finish()
+            assert isinstance(answers, list)
             texts = [
                 tokenizer.decode_after([], answer.tokens[: prompt["max_new_tokens"]])
                 for prompt, answer in zip(batch, answers, strict=True)
@@ -152,11 +169,14 @@ def ask(args: argparse.Namespace) -> None:
 def compare(folder: Path, out: Path | None) -> None:
     """Write the result file, and print it."""
     prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-    (ours_header, *ours), (theirs_header, *theirs) = (
-        [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("ours.jsonl", "theirs.jsonl")
-    )
+    ours_header, *ours = _lines(folder / "ours.jsonl")
+    parts = [_lines(part) for part in sorted(folder.glob("theirs*.jsonl"))]
+    if not parts:
+        raise SystemExit(f"{folder} has no answers of kvpress; run benchmarks/peer_presses.py first")
+    (theirs_header, *_), theirs = parts[0], [row for _, *rows in parts for row in rows]
     begun = ours_header["header"]
+    if any(there != theirs_header for there, *_ in parts):
+        raise SystemExit(f"{folder}: parts of kvpress' answers are of different prompts, versions or devices")
     if begun["settings"]["prompts"] != theirs_header["prompts"]:
         raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
     begun["peer"] = theirs_header
@@ -167,6 +187,10 @@ def compare(folder: Path, out: Path | None) -> None:
     for row in rows:
         print(line(row))
     print(f"wrote {path}")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def compared(

@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from kvjax.cache import layer_specs
 from kvjax.models import Params
@@ -24,6 +24,9 @@ SEEING = ("adakv", "catekv", "chunkkv", "h2o", "pyramidkv", "rkv", "snapkv", "to
 
 STEPS = 1000
 """Budgets are whole multiples of one in so many."""
+
+BITS = (2, 4, 8)
+"""Of policies that save bits, not tokens."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,19 +58,39 @@ class Cell:
         return {"suite": self.suite.name, "policy": self.policy, "target": self.target, "seen": self.seen}
 
 
-def cells(
-    suite: Suite, params: Params, policies: Sequence[str], shares: Sequence[float], seeing: Sequence[str]
-) -> list[Cell]:
-    """The full cache, then share by share all policies: question unseen, and of those in `seeing` seen as well."""
-    full = {seen: row_bytes(suite, params, Full(), seen) for seen in (False, True)}
-    found = [Cell(suite, "full", None, False, Full(), full[False], full[False])]
+class Wanted(NamedTuple):
+    """A policy at a share of the full cache's bytes, before it is known with which budget; see `Cell`."""
+
+    suite: Suite
+    policy: str
+    target: float | None
+    seen: bool
+
+
+def wanted(suite: Suite, policies: Sequence[str], shares: Sequence[float], seeing: Sequence[str]) -> list[Wanted]:
+    """The full cache, then all policies at the first share, at the next, ...; those named in `seeing` twice each."""
+    found = [Wanted(suite, "full", None, False)]
     for share in shares:
         for policy in policies:
-            if policy == "full":
-                continue
-            for seen in (False, True) if policy.partition(":")[0] in seeing else (False,):
-                fitted, held, why = fit(suite, params, policy, share, full[seen], seen)
-                found.append(Cell(suite, policy, share, seen, fitted, held, full[seen], why))
+            if policy != "full":
+                sights = (False, True) if policy.partition(":")[0] in seeing else (False,)
+                found += [Wanted(suite, policy, share, seen) for seen in sights]
+    return found
+
+
+def cells(params: Params, entries: Iterable[Wanted]) -> list[Cell]:
+    """With their budgets, and with a reason where there is none."""
+    full: dict[tuple[str, bool], int] = {}
+    found = []
+    for suite, policy, target, seen in entries:
+        key = suite.name, seen
+        if key not in full:
+            full[key] = row_bytes(suite, params, Full(), seen)
+        if target is None:
+            found.append(Cell(suite, policy, None, seen, Full(), full[key], full[key]))
+        else:
+            fitted, held, why = fit(suite, params, policy, target, full[key], seen)
+            found.append(Cell(suite, policy, target, seen, fitted, held, full[key], why))
     return found
 
 
@@ -82,12 +105,11 @@ def fit(
     try:
         asked = get_policy(policy)
         asked.bind(params.config)  # for what it says itself, such as that it has no profile of this model
-        names = {field.name for field in dataclasses.fields(asked)}
-        if "bits" in names:
-            tried = [get_policy(asked, bits=bits) for bits in (2, 4, 8)]
+        if "bits" in _fields(asked):
+            tried = [each for bits in BITS if (each := _with_bits(asked, bits)) is not None]
             fitting = [each for each in tried if row_bytes(suite, params, each, seen) <= ABOVE * target]
             fitted = (fitting or tried[:1])[-1]
-        elif "budget" in names:
+        elif _budgeted(asked, 1.0) is not None:
             fitted = _largest(suite, params, asked, SLACK * target, seen)
         else:
             fitted = asked
@@ -100,6 +122,27 @@ def fit(
     return fitted, held, why
 
 
+def _fields(policy: Policy) -> set[str]:
+    return {field.name for field in dataclasses.fields(policy)}
+
+
+def _with_bits(policy: Policy, bits: int) -> Policy | None:
+    """In so many bits; None where its scheme has no codes of so many."""
+    try:
+        return get_policy(policy, bits=bits)
+    except PolicyError:
+        return None
+
+
+def _budgeted(policy: Policy, budget: float) -> Policy | None:
+    """With this budget, which may be that of a policy inside, as of `critical(snapkv)`; None if there is none."""
+    if "budget" in _fields(policy):
+        return get_policy(policy, budget=budget)
+    inner = getattr(policy, "policy", None)
+    changed = None if inner is None else _budgeted(inner, budget)
+    return None if changed is None else dataclasses.replace(policy, policy=changed)  # pyright: ignore[reportCallIssue]
+
+
 def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: bool) -> Policy:
     """With the largest fraction as budget at which rows hold no more than `target`; where none does, with the least that works.
 
@@ -107,10 +150,15 @@ def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: 
         PolicyError: no budget works in these prompts.
     """
 
+    def of(steps: int) -> Policy:
+        made = _budgeted(policy, steps / STEPS)
+        assert made is not None
+        return made
+
     def fits(steps: int) -> bool | None:
         """Whether that budget's bytes do; None where the policy cannot work with it, as with one too small."""
         try:
-            tried = get_policy(policy, budget=steps / STEPS)
+            tried = of(steps)
             tried.bind(params.config).validate(suite.shortest)
             return row_bytes(suite, params, tried, seen) <= target
         except PolicyError:
@@ -124,9 +172,8 @@ def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: 
         else:
             low = middle
     if low and fits(low):
-        return get_policy(policy, budget=low / STEPS)
-    working = next((steps for steps in range(high, STEPS + 1) if fits(steps) is not None), STEPS)
-    return get_policy(policy, budget=working / STEPS)
+        return of(low)
+    return of(next((steps for steps in range(high, STEPS + 1) if fits(steps) is not None), STEPS))
 
 
 def row_bytes(suite: Suite, params: Params, policy: Policy, seen: bool) -> int:

@@ -181,7 +181,7 @@ def test_rows_hold_a_share_of_what_they_hold_in_full(talker, uneven):
     assert (uneven.longest(False), uneven.longest(True)) == (4000, 4060)
     assert uneven.lengths(False) == (512, 1024, 3072, 4096)  # of the 1st, 3rd, 4th and 6th of six
     for policy, seen in (("tova", False), ("snapkv", False), ("snapkv", True)):
-        (_, *found) = cells.cells(uneven, talker, [policy], [0.5], ["snapkv"])
+        (_, *found) = cells.cells(talker, cells.wanted(uneven, [policy], [0.5], ["snapkv"]))
         cell = next(each for each in found if each.seen is seen)
         assert isinstance(cell.fitted.budget, float)
         held, full = [], []
@@ -197,9 +197,20 @@ def test_rows_hold_a_share_of_what_they_hold_in_full(talker, uneven):
     assert full[True] == pytest.approx(full[False], rel=0.05)
 
 
+def test_budgets_inside_a_transform_and_schemes_without_eight_bits(talker, uneven):
+    """The budget of what a transform is around is fitted, and where a scheme has no codes of 8 bits, its others are tried."""
+    entries = cells.wanted(uneven, ["critical(snapkv)", "turboquant"], [0.5], [])
+    _, critical, turboquant = cells.cells(talker, entries)
+    assert critical.why == ""
+    assert 0 < critical.fitted.policy.budget < 0.5
+    assert critical.held <= cells.ABOVE * 0.5 * critical.full
+    assert turboquant.fitted.bits in (2, 4)
+    assert "codes" not in turboquant.why
+
+
 def test_all_that_answers_take_is_compiled_ahead(talker, uneven):
     """Answers of more tokens than one call returns, or that end at a string, take the decoding program as well."""
-    (cell,) = cells.cells(uneven, talker, [], [], [])
+    (cell,) = cells.cells(talker, cells.wanted(uneven, [], [], []))
     cell = dataclasses.replace(cell, fitted=get_policy("full"))
     engine = batches.Roomy(talker, cell.fitted, cell.suite, 1, cell.seen)
     engine.compile_all()

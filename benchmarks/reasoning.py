@@ -1,0 +1,239 @@
+"""What policies cost a model that reasons: GSM8K without solved examples, where what the model writes fills the cache.
+
+    python -m benchmarks.make_profiles --model MODEL --methods triattention --out PROFILES
+    python -m benchmarks.reasoning --model MODEL --data GSM8K.jsonl --profiles PROFILES --out part.jsonl   # goes on where it was
+    python -m benchmarks.reasoning --record part.jsonl     # writes benchmarks/results/reasoning-<device>.json and docs/quality.md
+
+Every policy has the same budget, in slots of each head, for the problem and what is written. All answer the same problems, decoding
+greedily. Batches go round: the first problems under every policy, then the next. Programs are compiled in threads while others run.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from benchmarks import report
+from benchmarks.equal_bytes.batches import Clock, FixedRun
+from benchmarks.make_profiles import path as profile_path
+from kvjax.cache import bucket
+from kvjax.evals import Example, Format
+from kvjax.evals.gsm8k import GSM8K
+from kvjax.evals.report import ResultFile, header, model_fingerprint, read_rows
+from kvjax.evals.report import write as write_file
+from kvjax.policies.text import split_policies
+from kvjax.runtime.engine import Engine
+from kvjax.runtime.request import check_request
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+
+POLICIES = "full,rkv,triattention,recompress(snapkv; every=128),h2o,treekv,streaming_llm"
+"""Those made for models that reason, and those that evict with every token."""
+
+TITLE = "## While a model reasons"
+
+
+def main() -> None:
+    """Measure, or make the result file and the page's section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
+    parser.add_argument("--dtype", default="bfloat16")
+    shared = Path(os.environ.get("KVJAX_SHARED", "shared")) / "data"
+    parser.add_argument("--data", type=Path, default=shared / "tasks/gsm8k/test.jsonl", help="GSM8K's problems")
+    parser.add_argument("--policies", default=POLICIES, help="as kvjax takes them, without budgets")
+    parser.add_argument("--profiles", type=Path, help="folder of profiles, for policies of which kvjax has none")
+    parser.add_argument("--budget", type=int, default=256, help="slots of each head")
+    parser.add_argument("--new-tokens", type=int, default=1024, help="of an answer at most")
+    parser.add_argument("--samples", type=int, default=256, help="problems, from the file's beginning")
+    parser.add_argument("--batch", type=int, default=128, help="problems that run together")
+    parser.add_argument("--ahead", type=int, default=4, help="policies compiled at a time")
+    parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
+    parser.add_argument("--out", type=Path, default=Path("reasoning.jsonl"), help="JSON lines; what is there goes on")
+    parser.add_argument("--record", type=Path, metavar="PART", help="make the result file and the section of this one")
+    parser.add_argument("--render", action="store_true", help="write the page's section from the result file")
+    args = parser.parse_args()
+    if args.record:
+        render(record(args.record))
+    elif args.render:
+        render(recorded()[-1])
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Answer what has no answer yet, as far as time allows. What fails is told, and left out."""
+    clock = Clock(args.seconds)
+    params = kvjax.load(args.model, dtype=args.dtype)
+    assert params.tokenizer is not None
+    task = GSM8K(str(args.data), None, shots=0, samples=args.samples, max_new_tokens=args.new_tokens)
+    form = Format(params.tokenizer, params.tokenizer.chat_template is not None)
+    examples = task.examples(form)
+    prompts = [[*context, *question] for context, question in map(form.encode, examples)]
+    settings = {name: getattr(args, name) for name in ("dtype", "budget", "new_tokens", "batch")}
+    model = Path(args.model).name if args.model else "SmolLM2-135M-Instruct (the default model)"
+    about = {"model": model, "fingerprint": model_fingerprint(params), "chat": form.chat, "data": args.data.name}
+    results = ResultFile(args.out, header(**about, **settings))
+    done = {(row["policy"], row["first"]) for row in results.rows}
+    names = split_policies(args.policies)
+    work = [
+        (name, first) for first in range(0, len(prompts), args.batch) for name in names if (name, first) not in done
+    ]
+    size = bucket(max(map(len, prompts)))
+
+    def made(name: str) -> Engine:
+        policy = policy_of(name, args.budget, args.profiles, params)
+        engine = Engine(params, policy, batch=args.batch, prompt_len=size, max_new_tokens=args.new_tokens)
+        engine.compile()
+        return engine
+
+    pool = ThreadPoolExecutor(args.ahead, thread_name_prefix="compile")
+    engines: dict[str, Future[Engine]] = {
+        name: pool.submit(made, name) for name in dict.fromkeys(name for name, _ in work)
+    }
+    left = 0
+    for name, first in work:
+        chosen = slice(first, first + args.batch)
+        try:
+            engine, start = engines[name].result(), time.monotonic()
+            if not clock.allows("run"):
+                left += 1
+                continue
+            row = answered(params, engine, task, prompts[chosen], examples[chosen], args.new_tokens)
+        except Exception as error:  # of one policy: the others are to have their turns
+            left += 1
+            print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            continue
+        clock.took("run", time.monotonic() - start)
+        results.append([{"policy": name, "first": first, **row}])
+        right, seconds = 100 * np.mean(row["scores"]), time.monotonic() - start
+        print(f"{name:32s} {right:5.1f} % of {len(row['scores'])} right, {seconds:.1f} s", flush=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    print("done" if not left else f"{left} batches left: run it again", flush=True)
+
+
+def policy_of(name: str, budget: int, profiles: Path | None, params: kvjax.Params) -> kvjax.Policy:
+    """The policy with its budget, and with the profile that the folder has for it."""
+    policy = kvjax.get_policy(kvjax.get_policy(name), budget=budget)
+    if profiles is None or not hasattr(policy, "profile"):
+        return policy
+    file = profile_path(profiles, policy.info.name, params.config)
+    return kvjax.get_policy(policy, profile=str(file)) if file.exists() else policy
+
+
+def answered(
+    params: kvjax.Params,
+    engine: Engine,
+    task: GSM8K,
+    prompts: Sequence[list[int]],
+    examples: Sequence[Example],
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Answers to one batch, scored."""
+    running = FixedRun(params, prompts, engine.policy, None, check_request(params, new_tokens))
+    running.engine = engine
+    answers = running.finish()
+    assert isinstance(answers, list)
+    return {
+        "held": (engine.cache_bytes + engine.host_cache_bytes) // engine.batch,
+        "full": engine.full_cache_bytes // engine.batch,
+        "scores": [task.score(each.text or "", example) for each, example in zip(answers, examples, strict=True)],
+        "new_tokens": [len(each.tokens) for each in answers],
+        "ended": [each.stop_reason == "eos" for each in answers],
+        "decode_seconds": round(answers[0].stats.decode_seconds, 3),
+        "answers": [each.text for each in answers],
+    }
+
+
+def record(part: Path) -> Path:
+    """Make the result file: a score for each problem, without the answers."""
+    with part.open(encoding="utf-8") as file:
+        begun = json.loads(file.readline())["header"]
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(read_rows(part), key=lambda row: row["first"]):
+        entry = found.setdefault(row["policy"], {name: row[name] for name in ("policy", "held", "full")})
+        if row["first"] == len(
+            entry.get("scores", [])
+        ):  # without a gap, so that scores of policies are of the same problems
+            for name in ("scores", "new_tokens", "ended"):
+                entry.setdefault(name, []).extend(row[name])
+    slug = "-".join(begun["device"].partition(" x ")[2].partition(" (")[0].lower().replace("nvidia", "").split())
+    out = RESULTS / f"reasoning-{slug}.json"
+    report.write(out, begun, [row for row in found.values() if "scores" in row])
+    return out
+
+
+def recorded() -> list[Path]:
+    """Result files."""
+    return sorted(RESULTS.glob("reasoning-*.json"))
+
+
+def render(file: Path) -> None:
+    """Write the page's section anew, or after the others if it has none."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, found, rest = page.partition(TITLE + "\n")
+    _, following, after = rest.partition("\n## ")
+    text = section(json.loads(file.read_text(encoding="utf-8")))
+    page = before + text + following + after if found else page.rstrip("\n") + "\n\n" + text
+    write_file(PAGE, page)
+    print(f"wrote {PAGE} from {file}")
+
+
+def section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file."""
+    about, rows = content["header"]["settings"], content["rows"]
+    device = content["header"]["device"].partition(" x ")[2].partition(" (")[0]
+    counts = sorted({len(row["scores"]) for row in rows})
+    return f"""{TITLE}
+
+{about["model"]}, {about["dtype"]}, one {device}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
+{about["budget"]} slots a head for the problem and what is written; some hold more between their rounds. Means and standard errors, in percent; differences from the full cache are paired
+over the problems that both have answered. *Ended*: answers that came to their end. By `python -m benchmarks.reasoning`.
+
+{table(rows)}
+"""
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row per policy, the best first after the full cache."""
+    full = next((row for row in rows if row["policy"] == "full"), None)
+    lines = [
+        "| policy | right | beside the full cache | ended | tokens written | held, of the full cache |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in sorted(rows, key=lambda row: (row["policy"] != "full", -np.mean(row["scores"]))):
+        apart = ""
+        if full is not None and row is not full:
+            count = min(len(row["scores"]), len(full["scores"]))
+            apart = _mean(np.subtract(row["scores"][:count], full["scores"][:count]), "+")
+        cells = [
+            f"`{row['policy']}`",
+            _mean(row["scores"]),
+            apart,
+            f"{100 * np.mean(row['ended']):.0f} %",
+            f"{np.mean(row['new_tokens']):.0f}",
+            f"{100 * row['held'] / row['full']:.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean(scores: Any, sign: str = "") -> str:
+    """In percent, with its standard error."""
+    scores = 100 * np.asarray(scores, float)
+    error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
+    return f"{np.mean(scores):{sign}.1f}{error}"
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # threads that compile for a turn that will not come would be waited for

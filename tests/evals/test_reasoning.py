@@ -1,0 +1,90 @@
+"""GSM8K with long answers under a budget: what a run writes, what is made of it, and that the page is the result file's."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reasoning
+from kvjax.evals.report import read_rows
+
+
+def row(policy: str, first: int, scores: list[float]) -> dict:
+    """A batch's row, of a part."""
+    return {
+        "policy": policy,
+        "first": first,
+        "held": 25,
+        "full": 100,
+        "scores": scores,
+        "new_tokens": [10] * len(scores),
+        "ended": [True] * len(scores),
+        "answers": ["x"] * len(scores),
+    }
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Path:
+    """A part whose batches are not in order, one of them without those before it."""
+    about = {"model": "toy", "dtype": "float32", "budget": 64, "new_tokens": 32}
+    rows = [row("full", 2, [1, 1]), row("full", 0, [1, 0]), row("h2o", 0, [0, 0]), row("rkv", 2, [1, 1])]
+    header = {"date": "2026-01-01", "device": "1 x NVIDIA Abacus (gpu)", "versions": {}, "settings": about}
+    path = tmp_path / "part"
+    path.write_text("".join(json.dumps(each) + "\n" for each in ({"header": header}, *rows)))
+    return path
+
+
+def test_the_table_by_hand(part, tmp_path, monkeypatch):
+    """Of 1, 0, 1, 1 the standard error is √(1/4) / 2 = 25 %; H2O has the first two alone, where it is beside 1, 0: -0.5 ± 0.5."""
+    monkeypatch.setattr(reasoning, "RESULTS", tmp_path)
+    monkeypatch.setattr(reasoning, "PAGE", tmp_path / "page.md")
+    reasoning.PAGE.write_text("# Page\n\n## While a model reasons\n\nold\n\n## Next\n\ntext\n")
+    file = reasoning.record(part)
+    assert file.name == "reasoning-abacus.json"
+    content = json.loads(file.read_text())
+    assert [each["policy"] for each in content["rows"]] == ["full", "h2o"]
+    assert "answers" not in content["rows"][0]
+    assert reasoning.table(content["rows"]).splitlines()[2:] == [
+        "| `full` | 75.0 ± 25.0 |  | 100 % | 10 | 25.0 % |",
+        "| `h2o` | 0.0 ± 0.0 | -50.0 ± 50.0 | 100 % | 10 | 25.0 % |",
+    ]
+    reasoning.render(file)
+    once = reasoning.PAGE.read_text()
+    assert once == f"# Page\n\n{reasoning.section(content)}\n## Next\n\ntext\n"
+    reasoning.render(reasoning.recorded()[-1])
+    assert reasoning.PAGE.read_text() == once
+
+
+def test_the_page_has_every_result_file():
+    """No section without a file, and none but the files'."""
+    page = reasoning.PAGE.read_text(encoding="utf-8")
+    files = reasoning.recorded()
+    assert page.count(reasoning.TITLE) == len(files)
+    for file in files:
+        assert reasoning.section(json.loads(file.read_text(encoding="utf-8"))) in page
+
+
+@pytest.mark.slow
+def test_runs_go_round_and_go_on(talker, shared, monkeypatch, tmp_path, capsys):
+    """Each policy's first problems before any one's next; a policy that fails keeps no other from its turn; a run goes on."""
+    monkeypatch.setattr(reasoning.kvjax, "load", lambda model, dtype: talker)
+    sizes = ["--data", str(shared / "data/tasks/gsm8k/test.jsonl"), "--samples", "3", "--batch", "2", "--budget", "64"]
+    sizes += ["--new-tokens", "16", "--ahead", "1", "--out", str(tmp_path / "part")]
+
+    def rows(*options: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", ["reasoning", *sizes, *options])
+        reasoning.main()
+        return read_rows(tmp_path / "part")
+
+    first = rows("--policies", "full,triattention,streaming_llm")  # TriAttention has no statistics of this model
+    assert "triattention: PolicyError" in capsys.readouterr().out
+    assert [(each["policy"], each["first"]) for each in first] == [
+        ("full", 0),
+        ("streaming_llm", 0),
+        ("full", 2),
+        ("streaming_llm", 2),
+    ]
+    assert [len(each["scores"]) for each in first] == [2, 2, 1, 1]
+    assert rows("--policies", "full,streaming_llm") == first
+    assert all(each["held"] < each["full"] for each in first if each["policy"] != "full")
