@@ -40,9 +40,9 @@ def unsupported_reason(x: Array, axes: tuple[str, ...], mesh: Any) -> str | None
     others = [name for name, size in mesh.shape.items() if name not in axes and size > 1]
     if others:
         return f"devices along {others[0]} do not take part, but would be waited for"
-    if mesh.size > DEVICES or any(device.process_index != jax.process_index() for device in mesh.devices.flat):
-        return f"not all {mesh.size} devices are this process' own, or they are more than {DEVICES}"
-    if [device.id for device in mesh.devices.flat] != list(range(mesh.size)):
+    if mesh.devices.size > DEVICES or any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        return f"not all {mesh.devices.size} devices are this process' own, or they are more than {DEVICES}"
+    if [device.id for device in mesh.devices.flat] != list(range(mesh.devices.size)):
         return "devices are not all of the host's in their order"
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") not in ("default", "bfc"):
         return "memory is not from XLA's own pool, which other devices can write to"
@@ -62,7 +62,7 @@ def device_gather(
         raise NotImplementedError("there is no interpreter of kernels that write to other devices")
     size = min(TILE, -(-x.size // LANES) * LANES)
     tiles = -(-x.size // size)
-    programs, devices = min(tiles, PROGRAMS), mesh.size
+    programs, devices = min(tiles, PROGRAMS), mesh.devices.size
     vector = next(v for v in (8, 4, 2, 1) if v * x.dtype.itemsize <= 16 and size % (v * LANES) == 0)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
