@@ -15,7 +15,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, Queue
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--weights", default="float", help="float, int8 or int4; several separated by commas")
+    parser.add_argument("--mesh", default="", help="devices that share each case, such as model=2")
     parser.add_argument("--bandwidth", type=float, help="bytes per second, for the floor")
     parser.add_argument("--memory", type=int, help="bytes to use")
     parser.add_argument("--budget-seconds", type=float)
@@ -95,6 +97,7 @@ def main() -> None:
             "bfloat16",
             args.layers,
             args.weights,
+            args.mesh,
         )
         for policies, context, batch, prefill in (GRID if args.grid else given)
     ]
@@ -140,26 +143,48 @@ def imports_first(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder.resolve()), *([known] if known else [])])}
 
 
-def compile_ahead(cases: Sequence[Case], command: Sequence[str], jobs: int, devices: int = 1) -> None:
+def compile_ahead(
+    cases: Sequence[Case],
+    command: Sequence[str],
+    jobs: int,
+    devices: int = 1,
+    seconds: float = float("inf"),
+    env: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:
     """Put the cases' programs into the compilation cache, several at a time: what is measured then has its device to itself.
+
+    Args:
+        seconds: end after so long; what is not there by then is compiled when it is measured.
+        env: for a `Case.program`, variables that its processes have besides.
 
     Raises:
         ValueError: there are not so many devices.
     """
-    places = environments(devices)
+    places, end = environments(devices), time.monotonic() + seconds
     waiting = Queue()
     for case in sorted(cases, key=_compiles_soon):
         waiting.put(case)
 
+    def left() -> float:
+        return min(600, end - time.monotonic())
+
     def work(job: int) -> None:
-        worker, apart = None, _APART | places[job % devices]
+        worker, program = None, ""
         with contextlib.suppress(Empty):
-            while True:
+            while left() > 0:
                 case = waiting.get_nowait()
-                worker = worker if worker is not None and worker.alive else Worker(command, 600, apart)
-                found = worker.measure(case, 600)
+                if worker is not None and not (worker.alive and program == case.program):
+                    worker.close()
+                    worker = None
+                try:
+                    apart = {**_APART, **(env or {}).get(case.program, {}), **places[job % devices]}
+                    worker, program = worker or Worker(command, left(), apart), case.program
+                    found = worker.measure(case, left())
+                except RuntimeError as error:  # it does not start, which measuring it will say, too
+                    found = {"failed": str(error)}
                 said = found.get("failed") or f"{found['compile_s']:.1f} s"
-                print(f"compiled {case.policy} {case.context} x {case.batch}: {said}"[:200], flush=True)
+                over = f" over {case.mesh}" if case.mesh else ""
+                print(f"compiled {case.policy} {case.context} x {case.batch}{over}: {said}"[:200], flush=True)
         if worker is not None:
             worker.close()
 

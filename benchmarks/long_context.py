@@ -8,7 +8,7 @@
 Random weights read random tokens and then write some. A row has in what time how many were read, beside the time that arithmetic allows
 (`ideal_seconds`: operations of the matrices and of attention, each over the rate that it reaches on an H200), bytes of the cache and of
 the program that reads a block, which is all the memory that this takes, the most that the device says was in use, and bytes that the full
-cache would have; and ten times on the way how far it was, and what was in use by then. What `--seconds` cuts short says how far it came.
+cache would have; and ten times on the way how far it was, and what was in use by then. Over a mesh (`--mesh model=2`) bytes are those of each device. What `--seconds` cuts short says how far it came.
 
 A result file that is there is gone on with: what it has is not read again, so a run may be stopped at any time. With `--lock FILE` several
 runs compile beside each other, and read one after the other.
@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from benchmarks import report
 from kvjax.bench.case import Case, read_policy
-from kvjax.models import Params, init
+from kvjax.models import Params
+from kvjax.models.sharding import bytes_per_device, compile_init_on, init_on
 from kvjax.policies.text import split_policies
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine, program_bytes
@@ -47,6 +48,10 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--mesh", default="", help="devices to read over, such as model=2")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="have the programs in the compilation cache, and read nothing"
+    )
     parser.add_argument("--policies", default="chelsea:16384", help="as for `kvjax bench`")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time; 0: all")
@@ -59,20 +64,29 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
     mine = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
-    there = [(row["policy"], row["settings"], row["tokens"], row["block"]) for row in report.begun(out, mine)[1]]
+    there = [
+        (row["policy"], row["settings"], row["tokens"], row["block"], row.get("mesh", ""))
+        for row in report.begun(out, mine)[1]
+    ]
     cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
-        if (name, settings, args.tokens, args.block) not in there:
-            cases.append(Case(name, settings, args.tokens, 1, args.shape, dtype=args.dtype, layers=args.layers))
+        if (name, settings, args.tokens, args.block, args.mesh) not in there:
+            given = {"dtype": args.dtype, "layers": args.layers, "mesh": args.mesh}
+            cases.append(Case(name, settings, args.tokens, 1, args.shape, **given))
     if not cases:
         return print(f"{out} has all of them")
-    params = init(cases[0].config, jax.random.key(0), cases[0].dtype)
+    first = cases[0]
+    if args.compile_only:
+        compile_init_on(first.shard, first.config, first.dtype)
+        params = first.shapes
+    else:
+        params = init_on(first.shard, first.config, jax.random.key(0), first.dtype)
 
     with ThreadPoolExecutor(args.compile_jobs) as pool:
         made = pool.map(lambda case: compiled(case, params, args.block), cases)
         engines = list(tqdm(made, total=len(cases), unit="policy", desc="compiling"))
-    for case, engine in zip(cases, engines, strict=True):
+    for case, engine in () if args.compile_only else zip(cases, engines, strict=True):
         with report.alone(args.lock):
             row = measure(case, engine, args.seconds)
             header, rows = report.begun(out, mine)
@@ -82,7 +96,12 @@ def main() -> None:
 
 def compiled(case: Case, params: Params, block: int) -> Engine:
     """What reads and writes, its programs compiled."""
-    sizes = {"prompt_len": case.context, "max_new_tokens": NEW_TOKENS, "block": block or None}
+    sizes = {
+        "prompt_len": case.context,
+        "max_new_tokens": NEW_TOKENS,
+        "block": block or None,
+        "mesh": case.mesh or None,
+    }
     engine = Engine(params, case.bound_policy(), **sizes)
     engine.executables()
     return engine
@@ -93,13 +112,14 @@ def measure(case: Case, engine: Engine, seconds: float) -> dict[str, Any]:
     read = read_in_blocks if engine.block else read_at_once
     program, _ = engine.executables()
     state, marks = read(case, engine, seconds, program)
-    tokens, caches = int(state.pos[0]), sum(x.nbytes for x in jax.tree.leaves(state.caches))
+    tokens, caches = int(state.pos[0]), bytes_per_device(state.caches)
     state, written, _ = engine.decode(state, NEW_TOKENS)
     return {
         "policy": case.policy,
         "settings": case.settings,
         "tokens": case.context,
         "block": engine.block,
+        "mesh": case.mesh,
         "tokens_read": tokens,
         "seconds": marks[-1]["seconds"],
         "ideal_seconds": ideal_seconds(engine, tokens),
@@ -143,12 +163,14 @@ def read_in_blocks(case: Case, engine: Engine, seconds: float, program: Any) -> 
 
 
 def ideal_seconds(engine: Engine, tokens: int) -> float:
-    """What reading takes at the rates above: two operations per weight of a layer, and four per channel of a query and slot it sees."""
+    """What reading takes at the rates above, times as many devices as there are: two operations per weight of a layer, and four per
+    channel of a query and slot it sees.
+    """
     config, block = engine.config, engine.block or tokens
     weights = sum(leaf.size for leaf in jax.tree.leaves(engine.weights.layers))
     slots = [min(layer.max_kept, max(tokens - block, 0)) + block / 2 for layer in engine.layers]
     attention = 4 * config.num_heads * config.head_dim * sum(slots)
-    return tokens * (2 * weights / MATRICES + attention / ATTENTION)
+    return tokens * (2 * weights / MATRICES + attention / ATTENTION) / engine.shard.devices
 
 
 def in_use(which: str) -> int | None:

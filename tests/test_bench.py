@@ -1,5 +1,6 @@
 """`kvjax bench`: what rows say, what becomes of cases that fail, and runs that go on."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 import kvjax
-from benchmarks import decode, long_context, peers
+from benchmarks import decode, long_context, peers, several_devices
 from kvjax.bench import compression, figures, floor, measure, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
@@ -290,6 +291,28 @@ def test_compiling_ahead(sharing: list[str], capsys: pytest.CaptureFixture[str])
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["chelsea", "quest", "full"]
 
 
+def test_compiling_ahead_has_an_end_and_goes_on_without_what_does_not_start(
+    sharing: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*sharing, "--compile"]
+    decode.compile_ahead(named("waits", "fine"), command, jobs=1, seconds=3)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("compiled waits 10 x 1: took longer than")
+    cases = [*named("fine"), *named("fine", program="refused")]
+    decode.compile_ahead(cases, command, jobs=1, env={"refused": {"PYTHONHOME": "nowhere"}})
+    fine, refused = capsys.readouterr().out.splitlines()
+    assert fine == "compiled fine 10 x 1: None false"
+    assert "code 1" in refused
+
+
+def test_what_is_measured_over_several_devices() -> None:
+    args = argparse.Namespace(shape=None, layers=None, scale=1, new_tokens=8)
+    cases, env = several_devices.chosen(args)
+    assert len(set(map(repr, cases))) == len(cases)
+    assert {case.program for case in cases} == {"kvjax", *env}
+    assert [case.bound_policy().info.name for case in cases[-2:]] == ["full", "full"]
+
+
 def test_a_program_may_have_imports_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_there.py").touch()
     cases = [Case("full", {}, 10, 1, "tiny", program=program) for program in ("kvjax", "kvpress")]
@@ -365,6 +388,8 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "'--devices'" in bench("--devices", "0")
     assert "'int9'; give any of float, int8, int4" in " ".join(bench("--weights", "float,int9").split())
     assert "--weights" in bench("--weights", "int8,int8")
+    assert "mesh='wheels=2'; give a jax.sharding.Mesh" in " ".join(bench("--mesh", "wheels=2").split())
+    assert "'--devices'" in bench("--mesh", "model=2", "--devices", "2")
     assert not list(tmp_path.iterdir())
 
 

@@ -67,6 +67,7 @@ def title(row: Row) -> str:
     notes = [
         "" if weights == "float" else f"({weights} weights)",
         "" if row["program"] == "kvjax" else f"({row['program']})",
+        f"over {row['mesh']}" if row.get("mesh") else "",
     ]
     return " ".join(filter(None, [row["policy"], settings, *notes]))
 

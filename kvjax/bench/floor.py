@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from kvjax.devices import device_of
 from kvjax.models import Params
@@ -13,7 +14,8 @@ from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import as_cache
 from kvjax.runtime.decoding import Specs, layers_of
-from kvjax.runtime.mesh import OWN, over_mesh, state_partitions
+from kvjax.runtime.mesh import OWN, state_partitions
+from kvjax.runtime.program import Partition, Program
 
 
 def bandwidth(device_kind: str) -> float | None:
@@ -33,19 +35,31 @@ def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
     These are the keys and values of live slots; of sparse attention, what is selected and the metadata by which it is
     (see `Layer.bytes_read`); of quantised slots, their share of what the layer holds.
     """
-
-    def live(caches: tuple[object, ...]) -> jax.Array:
-        found = [as_cache(policy.layer(spec), x) for spec, x in zip(specs, caches, strict=True)]
-        # Which slots are live is known on all devices that share them, of which each has an equal part.
-        return jnp.stack([-(-jnp.sum(x.live, dtype=jnp.int32) // x.dealt) for x in found])[None]
-
-    if specs[0].shard.mesh is not None:
-        live = over_mesh(live, specs[0].shard, (state_partitions(policy, specs),), OWN)
-    layers = layers_of(policy, specs)
+    layers, found = layers_of(policy, specs), np.asarray(_live(policy, specs, caches))
+    _live.forget()  # it holds device memory
     return max(
-        sum(_layer(policy, layer, int(count)) for layer, count in zip(layers, counts, strict=True))
-        for counts in np.asarray(jax.jit(live)(caches))
+        sum(_layer(policy, layer, int(count)) for layer, count in zip(layers, counts, strict=True)) for counts in found
     )
+
+
+def compile_counting(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> None:
+    """Have the program of `cache_bytes_read` in the compilation cache; `caches` are shapes."""
+    _live.compiled(policy, specs, caches)
+
+
+def _live_slots(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> Int[Array, "1 L"]:
+    found = [as_cache(policy.layer(spec), x) for spec, x in zip(specs, caches, strict=True)]
+    # Which slots are live is known on all devices that share them, of which each has an equal part.
+    return jnp.stack([-(-jnp.sum(x.live, dtype=jnp.int32) // x.dealt) for x in found])[None]
+
+
+def _counting(policy: Policy, specs: Specs, *_: Any) -> Partition | None:
+    shard = specs[0].shard
+    return None if shard.mesh is None else (shard, (state_partitions(policy, specs),), OWN)
+
+
+_live = Program(_live_slots, static=2, partition=_counting)
+"""`_live(policy, specs, caches)`: live slots [devices, layers] of each device."""
 
 
 def _layer(policy: Policy, layer: Layer[Any], live: int) -> int:

@@ -65,6 +65,7 @@ def compile_only(case: Case) -> dict[str, Any]:
     needed(case, engine)
     if not case.prefill:
         states.compile_filling(engine.policy, engine.specs)
+        floor.compile_counting(engine.policy, engine.specs, states.shapes(engine.policy, engine.specs).caches)
     elif not case.mesh:
         compression.compiled(engine.policy, engine.specs)
     compile_init_on(case.shard, case.config, case.dtype, case.weights, case.weights)

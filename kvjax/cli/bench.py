@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import checks, console
-from .options import CompilationCacheOption, DType
+from .options import CompilationCacheOption, DType, MeshOption
 from .progress import bar
 
 if TYPE_CHECKING:
@@ -79,13 +79,14 @@ def bench(
         Path | None,
         typer.Option(metavar="FOLDER", help="Draw figures into this folder. Needs matplotlib.", show_default=False),
     ] = None,
+    mesh: MeshOption = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:
     """Measure prefill and decoding, beside what the memory allows.
 
     For each policy, context, batch and model shape: time to first token (TTFT), time per output token (TPOT) in the compiled
     loop, latency and throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
-    Rows are written as they come; one that fails says why.
+    Rows are written as they come; one that fails says why. Over a mesh bytes and floor are those of each device.
     """
     from kvjax.bench.runner import run
     from kvjax.runtime.memory import parse_bytes
@@ -100,7 +101,13 @@ def bench(
     checks.destination(plot, folder=True)
     if plot is not None:
         checks.picture(plot / "shape.png")
-    cases = read_cases(policies, budgets, shape, context, batch, new_tokens, skip_prefill, dtype, layers, weights)
+    cases = read_cases(
+        policies, budgets, shape, context, batch, new_tokens, skip_prefill, dtype, layers, weights, mesh or ""
+    )
+    if mesh and devices > 1:
+        raise typer.BadParameter(
+            "processes that see one device each have no mesh; leave one of the two out", param_hint="--devices"
+        )
     options = {
         "bandwidth": bandwidth,
         "memory": None if memory is None else parse_bytes(memory),
@@ -140,8 +147,13 @@ def read_cases(
     dtype: str,
     layers: int | None,
     weights: str = "float",
+    mesh: str = "",
 ) -> "list[Case]":
     """All combinations; lists are separated by commas. What is wrong is refused here, before anything runs."""
+    if mesh:
+        from kvjax.models.sharding import parse_mesh
+
+        parse_mesh(mesh)
     from kvjax.bench.case import KINDS, LARGEST, Case
     from kvjax.models.presets import PRESETS
     from kvjax.suggestions import hint
@@ -173,7 +185,17 @@ def read_cases(
             for batch in numbers["batch"]:
                 for kind, (policy, settings) in itertools.product(kinds, chosen):
                     case = Case(
-                        policy, settings, context, batch, shape, new_tokens, not skip_prefill, dtype, layers, kind
+                        policy,
+                        settings,
+                        context,
+                        batch,
+                        shape,
+                        new_tokens,
+                        not skip_prefill,
+                        dtype,
+                        layers,
+                        kind,
+                        mesh=mesh,
                     )
                     case.bound_policy()
                     cases.append(case)

@@ -1,0 +1,171 @@
+"""Decoding, and reading in blocks, over two GPUs of one host, beside one of them in the same run.
+
+    python -m benchmarks.several_devices --compile-jobs 20 --seconds 480
+
+A run decides nothing and waits for nobody: all programs are compiled first, beside each other, into JAX's cache on disk; then the cases of `PARTS`
+are measured one after the other, the first of them first, in a process that sees both GPUs. A row is written as soon as it is there, a case that
+fails or takes too long is a row that says so, and what a run has no time for the next one does, if it is given the same file. Rows are those of
+`kvjax bench`: over a mesh weights and filled caches are made in their parts, and bytes and floor are those of each device. Then cases of `TRIED`
+follow once for each of `VARIANTS`, other ways in which XLA can run sums over devices; `program` of such a row has its flags. Last come texts read
+in blocks (`READ`, by `benchmarks.long_context`), in a file of their own.
+
+Rows over `data=2` are to be set beside one GPU with half of the rows, which does the same work as each of the two; with all of the rows one GPU
+reads its weights once, where two read them twice.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.decode import compile_ahead
+from kvjax.bench.case import Case, read_policy
+from kvjax.bench.results import Results
+from kvjax.bench.runner import run
+from kvjax.cli.bench import print_row
+
+_EIGHT, _SEVENTY = "llama-3.1-8b", "llama-3.1-70b"
+
+PARTS = (
+    (_EIGHT, "full", 65536, 8, "model=2"),
+    (_EIGHT, "full", 16384, 1, "model=2"),
+    (_SEVENTY, "full", 16384, 1, "model=2"),
+    (_SEVENTY, "full", 16384, 8, "model=2"),
+    (_EIGHT, "full", 65536, 8, "data=2"),
+    (_EIGHT, "full", 65536, 4, ""),
+    (_EIGHT, "full", 65536, 8, ""),
+    (_EIGHT, "full", 16384, 1, ""),
+    (_EIGHT, "full", 1_048_576, 1, "sequence=2"),
+    *(
+        (_SEVENTY, policy, 16384, batch, "model=2")
+        for policy in ("chunkkv:0.2", "treekv:0.2", "chelsea:0.2")
+        for batch in (1, 8)
+    ),
+)
+"""Shape, policy, tokens, rows and mesh, what matters most first."""
+
+TRIED = ((_EIGHT, "full", 16384, 1, "model=2"), (_SEVENTY, "full", 16384, 1, "model=2"))
+"""What is measured with each of `VARIANTS`."""
+
+VARIANTS = (
+    ("--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE", {}),
+    (
+        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES",
+        # Without it NCCL brings nodes for events, which CUDA does not take inside a loop.
+        {"NCCL_GRAPH_MIXING_SUPPORT": "0"},
+    ),
+    ("--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER", {}),
+)
+"""Flags for XLA, and what else is in the environment with them."""
+
+READ = (("snapkv:4096", 1_003_520, 4096), ("full", 131_072, 8192))
+"""Policy, tokens, and tokens in a block, each read by one GPU and over `model=2`."""
+
+_READ_SECONDS = 45
+"""The most time for reading one of them, after which its row says how far it came."""
+
+_SHARED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+"""So that the cache on disk has small programs, too, of which weights are made."""
+
+
+def main() -> None:
+    """Compile, then measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile-jobs", type=int, default=20, help="processes that compile at a time; 0: none does")
+    parser.add_argument("--compile-seconds", type=float, default=200, help="the most time for that")
+    parser.add_argument("--case-seconds", type=float, default=90, help="the most time for a row")
+    parser.add_argument("--seconds", type=float, default=480, help="the most time for all")
+    parser.add_argument("--shape", help="instead of the two, for a trial")
+    parser.add_argument("--layers", type=int, help="only so many layers of each model, for a trial")
+    parser.add_argument("--scale", type=int, default=1, help="tokens are fewer by this factor, for a trial")
+    parser.add_argument("--new-tokens", type=int, default=384)
+    parser.add_argument(
+        "--memory-fraction", default="0.92", help="of each GPU's memory, for JAX; the rest is for NCCL and CUDA"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode-two-h200.json"))
+    parser.add_argument("--out-read", type=Path, default=Path("benchmarks/results/long-context-two-h200.json"))
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    os.environ.update(_SHARED)
+    cases, env = chosen(args)
+    options = {"bandwidth": None, "memory": None, "compilation_cache": True}
+    command = [sys.executable, "-m", "kvjax.bench.worker"]
+    reading = [_reading(args, *each, mesh) for each in READ for mesh in ("model=2", "")]
+    if args.compile_jobs:
+        apart = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        beside = [subprocess.Popen([*each, "--compile-only"], env=apart) for each in reading]
+        missing = Results(args.out, cases, {}, print_row).missing()
+        missing.sort(key=lambda case: (-case.config.num_layers, case.policy != "chelsea"))
+        compiling = [*command, json.dumps(options | {"compile_only": True})]
+        stop = time.monotonic() + args.compile_seconds
+        compile_ahead(missing, compiling, args.compile_jobs, seconds=args.compile_seconds, env=env)
+        for process in beside:
+            _wait(process, stop - time.monotonic())
+        print(f"compiled by {args.seconds - (end - time.monotonic()):.0f} s", flush=True)
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = args.memory_fraction
+    try:
+        run(
+            cases,
+            {case.program: [*command, json.dumps(options)] for case in cases},
+            args.out,
+            budget_seconds=max(end - time.monotonic(), 1),
+            case_seconds=args.case_seconds,
+            said=print_row,
+            env=env,
+        )
+    finally:
+        for each in reading:
+            if end - time.monotonic() > 10:
+                _wait(subprocess.Popen(each), min(end - time.monotonic(), args.case_seconds))
+        print(f"ended after {args.seconds - (end - time.monotonic()):.0f} s", flush=True)
+
+
+def chosen(args: argparse.Namespace) -> tuple[list[Case], dict[str, dict[str, str]]]:
+    """What is measured, and what the processes of each program have in their environment."""
+
+    def case(shape: str, policy: str, context: int, batch: int, mesh: str, program: str = "kvjax") -> Case:
+        name, settings = read_policy(policy)
+        return Case(
+            name,
+            settings,
+            context // args.scale,
+            batch,
+            args.shape or shape,
+            args.new_tokens,
+            prefill=False,
+            layers=args.layers,
+            program=program,
+            mesh=mesh,
+        )
+
+    cases, env = [case(*part) for part in PARTS], {}
+    for flags, variables in VARIANTS:
+        program = f"kvjax with XLA_FLAGS={flags}"
+        env[program] = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), **variables}
+        cases += [case(*part, program) for part in TRIED]
+    return cases, env
+
+
+def _reading(args: argparse.Namespace, policy: str, tokens: int, block: int, mesh: str) -> Sequence[str]:
+    """The command that reads one text."""
+    asked = {"policies": policy, "tokens": tokens // args.scale, "block": block // args.scale, "mesh": mesh}
+    asked |= {"out": args.out_read, "seconds": _READ_SECONDS} | ({} if args.layers is None else {"layers": args.layers})
+    options = [f"--{name}={value}" for name, value in asked.items()]
+    return [sys.executable, "-m", "benchmarks.long_context", "--shape", args.shape or _EIGHT, *options]
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Until a process has ended, which it is made to after so long."""
+    try:
+        process.wait(max(seconds, 1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()
