@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, Prompt, host_memory
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
 from kvjax.policies.capabilities import prefill
@@ -20,15 +20,18 @@ def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
     The policy's own prefill makes the cache, so slots, scores and metadata are as full as they would be. It runs once for each
     shape of cache: layers of one shape get copies.
     """
-    made, caches = {}, []
+    made, fills, caches = {}, {}, []
     carry: Carry = {}
     for spec in specs:
         kind = _kind(policy, spec)
-        if kind in made:
+        if kind not in made:
+            fills[kind] = partial(jax.jit(partial(_prefill, policy, spec, context)), carry=carry)
+            made[kind], carry = fills[kind](jax.random.key(spec.layer))
+            caches.append(made[kind])
+        elif any(map(host_memory.on_host, jax.tree.leaves(made[kind]))):  # nothing copies within the host's memory
+            caches.append(fills[kind](jax.random.key(spec.layer))[0])
+        else:
             caches.append(jax.tree.map(jnp.copy, made[kind]))
-            continue
-        made[kind], carry = jax.jit(partial(_prefill, policy, spec, context))(jax.random.key(spec.layer), carry)
-        caches.append(made[kind])
     return _started(tuple(caches), specs[0].batch, context)
 
 
@@ -50,7 +53,12 @@ def _kind(policy: Policy, spec: LayerSpec) -> Hashable:
 
 def shapes(policy: Policy, specs: Specs) -> Decoding:
     """Shapes of such a state."""
-    return jax.eval_shape(lambda: _started(tuple(policy.layer(spec).init() for spec in specs), specs[0].batch, 0))
+    return jax.eval_shape(lambda: started_empty(policy, specs))
+
+
+def started_empty(policy: Policy, specs: Specs) -> Decoding:
+    """Such a state, with nothing in its caches."""
+    return _started(tuple(policy.layer(spec).init() for spec in specs), specs[0].batch, 0)
 
 
 def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
