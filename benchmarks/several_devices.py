@@ -6,7 +6,7 @@ A run decides nothing and waits for nobody: all programs are compiled first, bes
 are measured one after the other, the first of them first, in a process that sees both GPUs. A row is written as soon as it is there, a case that
 fails or takes too long is a row that says so, and what a run has no time for the next one does, if it is given the same file. Rows are those of
 `kvjax bench`: over a mesh weights and filled caches are made in their parts, and bytes and floor are those of each device. Then cases of `TRIED`
-follow once for each of `VARIANTS`, other ways in which XLA can run sums over devices; `program` of such a row has its flags. Last come texts read
+follow once for each of `VARIANTS`, other ways to add up over devices; `program` of such a row tells which. Last come texts read
 in blocks (`READ`, by `benchmarks.long_context`), in a file of their own.
 
 Rows over `data=2` are to be set beside one GPU with half of the rows, which does the same work as each of the two; with all of the rows one GPU
@@ -51,16 +51,24 @@ PARTS = (
 TRIED = ((_EIGHT, "full", 16384, 1, "model=2"), (_SEVENTY, "full", 16384, 1, "model=2"))
 """What is measured with each of `VARIANTS`."""
 
-VARIANTS = (
-    ("--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE", {}),
-    (
-        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES",
-        # Without it NCCL brings nodes for events, which CUDA does not take inside a loop.
-        {"NCCL_GRAPH_MIXING_SUPPORT": "0"},
-    ),
-    ("--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER", {}),
-)
-"""Flags for XLA, and what else is in the environment with them."""
+_COLLECTIVES = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
+
+_XLA = {"KVJAX_WITHOUT_KERNELS": "device_sum,device_gather"}
+
+VARIANTS = {
+    "XLA's sums": _XLA,
+    # Without the last one NCCL brings nodes for events, which CUDA does not take inside a loop.
+    "XLA's sums in a graph": {
+        **_XLA,
+        "XLA_FLAGS": f"--xla_gpu_enable_command_buffer={_COLLECTIVES}",
+        "NCCL_GRAPH_MIXING_SUPPORT": "0",
+    },
+    "XLA's sums, none asynchronous": {
+        **_XLA,
+        "XLA_FLAGS": "--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER",
+    },
+}
+"""Other ways to add up over devices: what is in the environment."""
 
 READ = (("snapkv:4096", 1_003_520, 4096), ("full", 131_072, 8192))
 """Policy, tokens, and tokens in a block, each read by one GPU and over `model=2`."""
@@ -143,9 +151,10 @@ def chosen(args: argparse.Namespace) -> tuple[list[Case], dict[str, dict[str, st
         )
 
     cases, env = [case(*part) for part in PARTS], {}
-    for flags, variables in VARIANTS:
-        program = f"kvjax with XLA_FLAGS={flags}"
-        env[program] = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), **variables}
+    for name, variables in VARIANTS.items():
+        program = f"kvjax, {name}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {variables.get('XLA_FLAGS', '')}".strip()
+        env[program] = {**variables, "XLA_FLAGS": flags}
         cases += [case(*part, program) for part in TRIED]
     return cases, env
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, Prompt, host_memory
 from kvjax.cache.shard import DATA, HEADS
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
@@ -24,15 +24,20 @@ def filled(policy: Policy, specs: Specs, context: int) -> Decoding:
     The policy's own prefill makes the cache, so slots, scores and metadata are as full as they would be; over a mesh each device
     makes its part. It runs once for each shape of cache: layers of one shape get copies.
     """
-    made, caches = {}, []
+    made, first, caches = {}, {}, []
     carry: Carry = {}
+    length = jnp.int32(context)
     for spec in specs:
         kind = _kind(policy, spec)
-        if kind in made:
+        if kind not in made:
+            first[kind] = spec, carry
+            made[kind], carry = _fill(policy, spec, jnp.uint32(spec.layer), length, carry)
+            caches.append(made[kind])
+        elif any(map(host_memory.on_host, jax.tree.leaves(made[kind]))):  # nothing copies within the host's memory
+            like, given = first[kind]
+            caches.append(_fill(policy, like, jnp.uint32(spec.layer), length, given)[0])
+        else:
             caches.append(jax.tree.map(jnp.copy, made[kind]))
-            continue
-        made[kind], carry = _fill(policy, spec, jnp.uint32(spec.layer), jnp.int32(context), carry)
-        caches.append(made[kind])
     _fill.forget()  # it holds device memory
     return _started(tuple(caches), _rows(specs), context)
 
@@ -56,6 +61,11 @@ def shapes(policy: Policy, specs: Specs) -> Decoding:
     """Shapes of such a state."""
     seeds, total = (jax.ShapeDtypeStruct((_rows(specs),), dtype) for dtype in (jnp.uint32, jnp.int32))
     return decoding.begin.shapes(policy, specs, seeds, total)
+
+
+def started_empty(policy: Policy, specs: Specs) -> Decoding:
+    """Such a state, with nothing in its caches."""
+    return _started(tuple(policy.layer(spec).init() for spec in specs), _rows(specs), 0)
 
 
 def _rows(specs: Specs) -> int:
