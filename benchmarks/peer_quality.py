@@ -2,7 +2,7 @@
 
     python -m benchmarks.peer_quality ask FOLDER --model MODEL      # writes model, prompts and kvjax's answers
     python benchmarks/peer_presses.py FOLDER                        # kvpress' answers, by the Python that has it
-    python -m benchmarks.peer_quality compare FOLDER                # writes benchmarks/results/peer-quality-<device>.json
+    python -m benchmarks.peer_quality compare FOLDER    # writes benchmarks/results/peer-quality-<device>.json and the page's section
 
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from benchmarks import report
-from benchmarks.equal_bytes import merged
+from benchmarks import report, sections
 from benchmarks.equal_bytes.batches import FixedRun, Roomy
 from benchmarks.equal_bytes.suite import Data, make_suites
 from benchmarks.intervals import mean_interval
+from benchmarks.sections import Section, device
 from kvjax.evals import Format
 from kvjax.evals.report import ResultFile, header, model_fingerprint
 from kvjax.evals.ruler.scoring import match_all
@@ -181,12 +182,13 @@ def compare(folder: Path, out: Path | None) -> None:
         raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
     begun["peer"] = theirs_header
     rows = compared(prompts, ours, theirs)
-    device = begun["device"].partition(" x ")[2].partition(" (")[0].lower().replace("nvidia", "").split()
-    path = out or merged.RESULTS / f"peer-quality-{'-'.join(device)}.json"
+    path = out or sections.RESULTS / f"peer-quality-{sections.slug(begun)}.json"
     report.write(path, begun, rows)
     for row in rows:
         print(line(row))
     print(f"wrote {path}")
+    if out is None:
+        SECTION.write()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -240,6 +242,39 @@ def line(row: dict[str, Any]) -> str:
         f"{row['method']:20s} kvjax {row['kvjax']:.3f}  kvpress {row['kvpress']:.3f}  difference {row['difference']:+.3f}{error}  "
         f"{row['same_answers']} of {row['prompts']} answers the same, {len(row['differing'])} scores differ"
     )
+
+
+def section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file: both libraries' scores, and which prompts they answer so that the scores differ."""
+    header, rows = content["header"], content["rows"]
+    about, peer = header["settings"], header["peer"]
+    tasks = ", ".join(f"`{task}`" for task in about["suite"]["tasks"])
+    lines = [
+        f"{about['model']} in {about['dtype']}: {rows[0]['prompts']} of RULER's prompts of {about['length']} tokens ({tasks}), compressed to "
+        f"{about['budget']} tokens before the question is known, the same tokens and weights",
+        f"for kvpress {peer['versions']['kvpress']} (PyTorch {peer['versions']['torch']}, {peer['device']}) and kvjax ({device(header)}); by "
+        "`python -m benchmarks.peer_quality`. Scores in percent; of the paired difference the 95 % interval",
+        "(Student's t).",
+        "",
+        "| method | kvjax | kvpress | difference | same answers | scores that differ |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        width = "" if row["interval"] is None else f" ± {100 * row['interval']:.1f}"
+        differing = [f"{each['prompt']} (`{each['task']}`)" for each in row["differing"]]
+        cells = [
+            f"`{row['method']}`",
+            f"{100 * row['kvjax']:.1f}",
+            f"{100 * row['kvpress']:.1f}",
+            f"{100 * row['difference']:+.1f}{width}",
+            f"{row['same_answers']} of {row['prompts']}",
+            ", ".join(differing) or "none",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+SECTION = Section("howto/from_kvpress.md", "The same prompts in both", "peer-quality", section)
 
 
 if __name__ == "__main__":

@@ -21,25 +21,20 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from benchmarks import report
+from benchmarks import report, sections
 from benchmarks.equal_bytes.batches import Clock, FixedRun
 from benchmarks.make_profiles import path as profile_path
+from benchmarks.sections import Section, device
 from kvjax.cache import bucket
 from kvjax.evals import Example, Format
 from kvjax.evals.gsm8k import GSM8K
 from kvjax.evals.report import ResultFile, header, model_fingerprint, read_rows
-from kvjax.evals.report import write as write_file
 from kvjax.policies.text import split_policies
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.request import check_request
 
-RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
-
 POLICIES = "full,rkv,triattention,recompress(snapkv; every=128),h2o,treekv,streaming_llm"
 """Those made for models that reason, and those that evict with every token."""
-
-TITLE = "## While a model reasons"
 
 
 def main() -> None:
@@ -62,9 +57,10 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="write the page's section from the result file")
     args = parser.parse_args()
     if args.record:
-        render(record(args.record))
+        record(args.record)
+        SECTION.write()
     elif args.render:
-        render(recorded()[-1])
+        SECTION.write()
     else:
         measure(args)
 
@@ -165,41 +161,21 @@ def record(part: Path) -> Path:
         ):  # without a gap, so that scores of policies are of the same problems
             for name in ("scores", "new_tokens", "ended"):
                 entry.setdefault(name, []).extend(row[name])
-    slug = "-".join(begun["device"].partition(" x ")[2].partition(" (")[0].lower().replace("nvidia", "").split())
-    out = RESULTS / f"reasoning-{slug}.json"
+    out = sections.RESULTS / f"reasoning-{sections.slug(begun)}.json"
     report.write(out, begun, [row for row in found.values() if "scores" in row])
     return out
-
-
-def recorded() -> list[Path]:
-    """Result files."""
-    return sorted(RESULTS.glob("reasoning-*.json"))
-
-
-def render(file: Path) -> None:
-    """Write the page's section anew, or after the others if it has none."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, found, rest = page.partition(TITLE + "\n")
-    _, following, after = rest.partition("\n## ")
-    text = section(json.loads(file.read_text(encoding="utf-8")))
-    page = before + text + following + after if found else page.rstrip("\n") + "\n\n" + text
-    write_file(PAGE, page)
-    print(f"wrote {PAGE} from {file}")
 
 
 def section(content: Mapping[str, Any]) -> str:
     """What the page has of a result file."""
     about, rows = content["header"]["settings"], content["rows"]
-    device = content["header"]["device"].partition(" x ")[2].partition(" (")[0]
     counts = sorted({len(row["scores"]) for row in rows})
-    return f"""{TITLE}
-
-{about["model"]}, {about["dtype"]}, one {device}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
+    return f"""\
+{about["model"]}, {about["dtype"]}, one {device(content["header"])}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
 {about["budget"]} slots a head for the problem and what is written; some hold more between their rounds. Means and standard errors, in percent; differences from the full cache are paired
 over the problems that both have answered. *Ended*: answers that came to their end. By `python -m benchmarks.reasoning`.
 
-{table(rows)}
-"""
+{table(rows)}"""
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -231,6 +207,9 @@ def _mean(scores: Any, sign: str = "") -> str:
     scores = 100 * np.asarray(scores, float)
     error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
     return f"{np.mean(scores):{sign}.1f}{error}"
+
+
+SECTION = Section("quality.md", "While a model reasons", "reasoning", section)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m benchmarks.weights_quality --model MODEL --text BOOK.txt --text OTHER.txt --length 4096 --dtype bfloat16
 
-A result file that is there is gone on with.
+A result file that is there is gone on with. `--render` writes the section of docs/howto/weights.md, from benchmarks/results/weights-quality-<device>.json.
 """
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 import kvjax
 from benchmarks import report
 from benchmarks.block_sizes import TASKS, Reading, make_suite, passages, scores
+from benchmarks.sections import Section, device
 from kvjax.evals.perplexity import token_logprobs
 from kvjax.models.params import nbytes
 
@@ -27,7 +28,7 @@ KINDS = "float,int8,int4"
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, action="append", required=True, help="a plain text file; may be repeated")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="a plain text file; may be repeated")
     parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
     parser.add_argument("--weights", default=KINDS, help="as kvjax.load takes them, embedding and head the same")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt, and of a passage")
@@ -36,7 +37,12 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=16, help="of the texts, for perplexity")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--render", action="store_true", help="write the page's section from the result file")
     args = parser.parse_args()
+    if args.render:
+        return SECTION.write()
+    if not args.text:
+        parser.error("give at least one --text")
     out = args.out or Path(f"benchmarks/results/weights-quality-{report.device_slug()}.json")
     settings = {name: getattr(args, name) for name in ("length", "samples", "passages", "dtype")}
     header, rows = report.begun(
@@ -97,6 +103,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _error(differences: Any) -> float:
     return float(np.std(differences, ddof=1) / len(differences) ** 0.5)
+
+
+def section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file."""
+    header, rows = content["header"], content["rows"]
+    about = header["settings"]
+    return (
+        f"{about['model']} with the full cache, computed in {about['dtype']} on one {device(header)}, embedding and head in as few bits as the layers: "
+        f"perplexity of {about['passages']} passages\nof {about['length']} tokens, and what is found of RULER's tasks with prompts of as many, "
+        f"{about['samples']} of each, in percent. In parentheses the difference from floats, paired, ± its standard error. By\n"
+        f"`python -m benchmarks.weights_quality`.\n\n{table(rows)}"
+    )
+
+
+SECTION = Section("howto/weights.md", "What they cost in quality", "weights-quality", section)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reasoning
+from benchmarks import peer_quality, reasoning, sections, weights_quality
 from kvjax.evals.report import read_rows
 
 
@@ -37,9 +37,10 @@ def part(tmp_path: Path) -> Path:
 
 def test_the_table_by_hand(part, tmp_path, monkeypatch):
     """Of 1, 0, 1, 1 the standard error is √(1/4) / 2 = 25 %; H2O has the first two alone, where it is beside 1, 0: -0.5 ± 0.5."""
-    monkeypatch.setattr(reasoning, "RESULTS", tmp_path)
-    monkeypatch.setattr(reasoning, "PAGE", tmp_path / "page.md")
-    reasoning.PAGE.write_text("# Page\n\n## While a model reasons\n\nold\n\n## Next\n\ntext\n")
+    monkeypatch.setattr(sections, "RESULTS", tmp_path)
+    monkeypatch.setattr(sections, "DOCS", tmp_path)
+    page = tmp_path / "quality.md"
+    page.write_text("# Page\n\n## While a model reasons\n\nold\n\n## Next\n\ntext\n")
     file = reasoning.record(part)
     assert file.name == "reasoning-abacus.json"
     content = json.loads(file.read_text())
@@ -49,20 +50,21 @@ def test_the_table_by_hand(part, tmp_path, monkeypatch):
         "| `full` | 75.0 ± 25.0 |  | 100 % | 10 | 25.0 % |",
         "| `h2o` | 0.0 ± 0.0 | -50.0 ± 50.0 | 100 % | 10 | 25.0 % |",
     ]
-    reasoning.render(file)
-    once = reasoning.PAGE.read_text()
-    assert once == f"# Page\n\n{reasoning.section(content)}\n## Next\n\ntext\n"
-    reasoning.render(reasoning.recorded()[-1])
-    assert reasoning.PAGE.read_text() == once
+    for _ in range(2):
+        reasoning.SECTION.write()
+        assert page.read_text() == f"# Page\n\n{reasoning.SECTION.of(file)}\n## Next\n\ntext\n"
+    page.write_text("# Page\n")
+    reasoning.SECTION.write()
+    assert page.read_text() == f"# Page\n\n{reasoning.SECTION.of(file)}"
 
 
-def test_the_page_has_every_result_file():
-    """No section without a file, and none but the files'."""
-    page = reasoning.PAGE.read_text(encoding="utf-8")
-    files = reasoning.recorded()
-    assert page.count(reasoning.TITLE) == len(files)
-    for file in files:
-        assert reasoning.section(json.loads(file.read_text(encoding="utf-8"))) in page
+@pytest.mark.parametrize("module", [reasoning, peer_quality, weights_quality])
+def test_pages_have_the_section_of_a_result_file(module):
+    """No section without a file, and that of the file where there is one."""
+    page = (sections.DOCS / module.SECTION.page).read_text(encoding="utf-8")
+    file = module.SECTION.file()
+    assert (f"## {module.SECTION.title}\n" in page) is (file is not None)
+    assert file is None or module.SECTION.of(file) in page
 
 
 @pytest.mark.slow
