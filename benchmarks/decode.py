@@ -184,7 +184,8 @@ def compile_ahead(
                     found = {"failed": str(error)}
                 said = found.get("failed") or f"{found['compile_s']:.1f} s"
                 over = f" over {case.mesh}" if case.mesh else ""
-                print(f"compiled {case.policy} {case.context} x {case.batch}{over}: {said}"[:200], flush=True)
+                line = f"compiled {case.policy} {case.context} x {case.batch}{over}: {said}"
+                print(" ".join(line.split())[:200], flush=True)
         if worker is not None:
             worker.close()
 
