@@ -37,7 +37,7 @@ from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
 from kvjax.pallas_kernels import fetch_slots, reads_host_memory
 from kvjax.policies import Policy, get_policy, offloaded
-from kvjax.policies.transforms.offload import hits
+from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Greedy
 
@@ -187,12 +187,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         on_host = sum(x.nbytes for x in leaves if host_memory.on_host(x))
         on_device = sum(x.nbytes for x in leaves) - on_host
         state = jax.block_until_ready(program(params, state, jnp.int32(16), sampler, ends)[0])
-        before = hits(state.caches)
+        before, needed = hits(state.caches), fetched_bytes(state.caches, 0)
         seconds = []
         for _ in range(CALLS):
             start = time.perf_counter()
             state = jax.block_until_ready(program(params, state, jnp.int32(args.new_tokens), sampler, ends)[0])
             seconds.append(time.perf_counter() - start)
+        steps = CALLS * args.new_tokens
         chosen, found = (b - a for a, b in zip(before, hits(state.caches), strict=True))
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # the CPU does not tell
     memory = program.memory_analysis()
@@ -202,7 +203,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tpot_ms": 1e3 * min(seconds) / args.new_tokens,
         "tpot_all_ms": [1e3 * each / args.new_tokens for each in seconds],
         "hit_rate": found / chosen if chosen else None,
-        "bus_bytes_per_step": bus_bytes(policy, specs, state.caches, chosen - found, CALLS * args.new_tokens),
+        "bus_bytes_per_step": (fetched_bytes(state.caches, steps) - needed) / steps,
         "device_bytes": on_device,
         "predicted_device_bytes": policy.nbytes(config, *shape),
         "host_bytes": on_host,
@@ -214,18 +215,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "compile_s": compile_s,
         "fill_s": fill_s,
     }
-
-
-def bus_bytes(policy: Policy, specs: Any, caches: Any, missed: int, steps: int) -> float:
-    """Bytes that a step reads from the host's memory: what sparse layers missed, slot by slot, and others' whole stores."""
-    whole, each = 0, 0
-    for spec, cache in zip(specs, caches, strict=True):
-        stores = [x for x in jax.tree.leaves(cache) if host_memory.on_host(x)]
-        if hasattr(cache, "chosen"):
-            each = sum(x.shape[-1] * x.dtype.itemsize for x in stores)
-        elif policy.layer(spec).traits.reading == "whole":
-            whole += sum(x.nbytes for x in stores)
-    return whole + missed * each / steps
 
 
 def states_on_devices(policy: Policy, specs: Any) -> Any:
