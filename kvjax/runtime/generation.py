@@ -19,7 +19,7 @@ from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.capabilities import check_reads_blocks
-from kvjax.policies.transforms.offload import hits
+from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
@@ -53,6 +53,8 @@ class GenerationStats:
         step_bytes_read: bytes of it that attention reads in a decoding step; see `Policy.bytes_read`.
         hit_rate: share of the tokens that queries selected which were on the device already; None if none was looked for on
             the host. Rows that are done count until all are.
+        fetched_bytes: bytes of keys and values that decoding needed from the host's memory, all steps together; of sparse layers those
+            of selected tokens that were not on the device, not counting each row's first query.
         question_tokens: tokens read one by one after the prompts had been compressed.
         budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
         prefill_block: tokens of the blocks that the prompts were read in; None if they were read whole.
@@ -74,6 +76,7 @@ class GenerationStats:
     host_cache_bytes: int
     step_bytes_read: int
     hit_rate: float | None
+    fetched_bytes: int = 0
     question_tokens: int = 0
     budget_applies: bool = True
     prefill_block: int | None = None
@@ -344,7 +347,7 @@ class Run:
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
         self.repeated_cache_bytes = 0
-        self.selected = self.found = 0
+        self.selected = self.found = self.fetched_bytes = 0
 
     def finish(self) -> Generation | list[Generation]:
         """Run to the end: one result for one prompt, a list for a list."""
@@ -375,6 +378,7 @@ class Run:
             host_cache_bytes=self.host_cache_bytes,
             step_bytes_read=self.step_bytes_read,
             hit_rate=self.found / self.selected if self.selected else None,
+            fetched_bytes=self.fetched_bytes,
             question_tokens=sum(len(row.question) for row in self.rows),
             budget_applies=self.policy.info.takes_budget,
             prefill_block=self.prefill_block,
@@ -482,6 +486,7 @@ class Run:
             given = None
         selected, found = hits(state.caches)
         self.selected, self.found = self.selected + selected, self.found + found
+        self.fetched_bytes += fetched_bytes(state.caches, steps)
         yield
 
     def _count_bytes(self, engine: Engine, state: decoding.Decoding) -> None:

@@ -219,6 +219,12 @@ def test_generation_tells_what_it_held_and_hit(tiny):
     assert stats.step_bytes_read == plain[0].stats.step_bytes_read == inner.bytes_read(*shapes)
     assert stats.hit_rate is not None
     assert 0 < stats.hit_rate < 1
+    # Of the layers, the first is read whole in each of 11 steps; of the others missed tokens come, pairs of 2 * 16 floats.
+    assert stats.fetched_bytes > 11 * stats.host_cache_bytes / tiny.config.num_layers
+    assert (stats.fetched_bytes - 11 * stats.host_cache_bytes // tiny.config.num_layers) % (
+        2 * tiny.config.head_dim * 4
+    ) == 0
+    assert plain[0].stats.fetched_bytes == 0
     assert (plain[0].stats.host_cache_bytes, plain[0].stats.hit_rate) == (0, None)
 
 
@@ -246,6 +252,17 @@ def test_what_is_said_of_a_policy_is_said_of_it_offloaded(policy):
     layer, inner = far.layer(spec), policy.layer(spec)
     assert isinstance(layer, offload.OffloadedSparseLayer) == inner.traits.sparse
     assert layer.capacity == inner.capacity
+
+
+def test_nothing_selected_stays_where_no_steps_are_asked_for():
+    inputs = case(0)
+    _, outputs, states = run(offloaded(CLUSTERS, steps=0), inputs)
+    np.testing.assert_array_equal(outputs, run(CLUSTERS, inputs)[1])
+    assert states[-1].slot.size == 0
+    first = [sum(min(CLUSTERS.sinks, length + i) for i in range(1, 24)) for length in inputs.lengths]
+    np.testing.assert_array_equal(states[-1].found, np.repeat(first, 4).reshape(8, 4))
+    missed = int(np.sum(np.asarray(states[-1].chosen) - np.asarray(states[-1].found)))
+    assert offload.fetched_bytes(states[-1], 24) == missed * 2 * inputs.spec.head_dim * 4
 
 
 def test_device_bytes_fall(tiny):

@@ -295,19 +295,37 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
 
 def hits(caches: Any) -> tuple[int, int]:
     """Tokens that queries chose in the offloaded sparse layers of `caches`, and how many of them were on the device."""
-
-    def counts(x: Any) -> bool:
-        return hasattr(x, "chosen") and hasattr(x, "found")
-
-    layers = [x for x in jax.tree.leaves(caches, is_leaf=counts) if counts(x)]
+    layers = [x for x in jax.tree.leaves(caches, is_leaf=_counts) if _counts(x)]
     chosen, found = ([np.asarray(getattr(x, name), np.int64).sum() for x in layers] for name in ("chosen", "found"))
     return int(sum(chosen)), int(sum(found))
+
+
+def fetched_bytes(caches: Any, steps: int) -> int:
+    """Bytes of keys and values that `steps` decoding steps have needed from the host's memory.
+
+    Those are, of layers with sparse attention, the selected tokens that were not on the device (the first query's, which finds nothing, are
+    not counted, as in `hits`), and of others all that they hold, once a step.
+    """
+    size = 0
+    for part in jax.tree.leaves(caches, is_leaf=_counts):
+        if _counts(part):
+            missed = np.sum(np.asarray(part.chosen, np.int64) - np.asarray(part.found, np.int64))
+            stores = [x for x in jax.tree.leaves(part) if host_memory.on_host(x)]
+            size += int(missed) * sum(x.shape[-1] * x.dtype.itemsize for x in stores)
+        elif host_memory.on_host(part):
+            size += part.nbytes * steps
+    return size
 
 
 def hit_rate(caches: Any) -> float | None:
     """The share of the tokens chosen that were on the device, all rows, heads and layers together; None where none were chosen."""
     chosen, found = hits(caches)
     return found / chosen if chosen else None
+
+
+def _counts(part: Any) -> bool:
+    """Whether it is a layer's state that counts what its queries chose."""
+    return hasattr(part, "chosen") and hasattr(part, "found")
 
 
 def _returned(after: State, near: State, far: State) -> State:
