@@ -155,7 +155,15 @@ def _means(
     if full is not None:
         lines.append(f"| `full` (100 %) |{f' {_shown(full)} |' * len(columns)}")
     whole = {name: each for name, each in scores.items() if set(tasks) <= set(each)}
-    for policy in dict.fromkeys(policy for policy, target, _ in scores if target is not None):
+    counts = {column: sum(tuple(place) == column for _, *place in whole) for column in columns}
+    first = max(columns, key=lambda column: (counts[column], -columns.index(column)), default=None)
+    placed = {
+        policy: merged.mean_and_error(each.values())[0]
+        for (policy, *place), each in whole.items()
+        if first is not None and tuple(place) == first
+    }
+    policies = dict.fromkeys(policy for policy, target, _ in scores if target is not None)
+    for policy in sorted(policies, key=lambda policy: -placed.get(policy, -1.0)):
         cells = []
         for column in columns:
             mine = scores.get((policy, *column))
@@ -169,7 +177,9 @@ def _means(
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)
                 cells.append(f"{shown} ({100 * held[policy, *column]:.1f} %)")
         lines.append(f"| `{policy}` | {' | '.join(cells)} |")
-    return "In parentheses: bytes held, of the full cache's.\n\n" + "\n".join(lines) + "\n"
+    told = "In parentheses: bytes held, of the full cache's."
+    told += f" The best at {_titled(first)}, come first." if first is not None else ""
+    return told + "\n\n" + "\n".join(lines) + "\n"
 
 
 def _tasks(
