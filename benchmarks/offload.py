@@ -175,7 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sampler, ends = Greedy(), jnp.zeros((0,), jnp.int32)
     program = decoding.decode.compiled(policy, specs, params, state, jnp.int32(0), sampler, ends)
     weights = weights.lower(jax.random.key(0)).compile()
-    states.compile_filling(policy, specs, case.context)
+    states.compile_filling(policy, specs)
     compile_s = time.perf_counter() - start
     print(f"{args.one}: compiled in {compile_s:.0f} s", file=sys.stderr, flush=True)
     with alone():

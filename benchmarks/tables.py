@@ -378,6 +378,51 @@ def weights() -> str:
     return "\n".join(lines)
 
 
+def several_devices() -> str:
+    """Decoding over two GPUs, one row per case."""
+    lines = [
+        "| shape | policy | tokens × rows | mesh | TPOT, ms | tokens/s | of floor | cache per device |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows("decode-two-h200.json"):
+        lines.append(
+            f"| {row['shape']} | `{_name(row)}` | {row['context']:,} × {row['batch']} | {row['mesh'] or 'one GPU'} | {row['tpot_ms']:.2f} "
+            f"| {row['tokens_per_s']:.0f} | {row['times_floor']:.2f} × | {row['cache_bytes'] / 1e9:.1f} GB |"
+        )
+    return "\n".join(lines)
+
+
+def device_sums() -> str:
+    """Microseconds of small sums over two GPUs, one row per shape."""
+    measured = {
+        (row["operation"], *row["shape"], row["implementation"], row["graph"]): row
+        for row in rows("sums-two-h200.json")
+    }
+    lines = [
+        "| operation | rows × numbers | kernel, in a CUDA graph | kernel, by the host | XLA's collective |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for case in dict.fromkeys(key[:3] for key in measured):
+        found = (measured.get((*case, *how)) for how in (("gpu", True), ("gpu", False), ("xla", True)))
+        cells = ["" if row is None else f"{row['microseconds']:.0f}" for row in found]
+        lines.append(f"| `{case[0]}` | {case[1]} × {case[2]:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rounds() -> str:
+    """Decoding under policies that compress while a model reasons, one row per case."""
+    lines = [
+        "| policy | rows | TPOT, ms | floor, ms | of floor | cache |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows("decode-rounds-h200.json"):
+        lines.append(
+            f"| `{_name(row)}` | {row['batch']} | {row['tpot_ms']:.2f} | {row['floor_ms']:.2f} | {row['times_floor']:.2f} × | "
+            f"{row['cache_bytes'] / 1e9:.2f} GB |"
+        )
+    return "\n".join(lines)
+
+
 def quantized_products() -> str:
     """What a v5e's compiler makes of products with weights in few bits, one row per matrix and kind."""
     measured = rows("quantized-products-v5e.json")
@@ -475,6 +520,9 @@ if __name__ == "__main__":
         fits(*FITS_8B),
         fits(*FITS_70B),
         weights(),
+        several_devices(),
+        device_sums(),
+        rounds(),
         quantized_products(),
         peers(),
         kernels(),

@@ -1,5 +1,6 @@
-"""What kernels of attention in Pallas' Mosaic dialect share on Hopper GPUs, whose warpgroups multiply matrices by `wgmma`."""
+"""What kernels in Pallas' Mosaic dialect share on Hopper GPUs, whose warpgroups multiply matrices by `wgmma`."""
 
+import inspect
 import math
 from typing import Any
 
@@ -38,3 +39,10 @@ def meet(plgpu: Any, barrier: Any) -> None:
     """Until all warps have read what is to be overwritten: a product ends for each warp by itself, and the copy engine waits for none."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def load_all(plgpu: Any, ref: Any, layout: Any) -> Array:
+    """All of an array in memory, in a layout. (JAX 0.10 wants an index, 0.11 wants none but has the argument, later versions do not.)"""
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    needed = index is not None and index.default is inspect.Parameter.empty
+    return plgpu.load(ref, *(((),) if needed else ()), layout=layout)

@@ -112,6 +112,22 @@ def test_tables_are_those_of_the_result_files():
     assert tables.fits(*tables.FITS_8B) in WEIGHTS
     assert tables.fits(*tables.FITS_70B) in SEVERAL_DEVICES
     assert tables.weights() in WEIGHTS
+    assert tables.several_devices() in SEVERAL_DEVICES
+    assert tables.device_sums() in SEVERAL_DEVICES
+    assert tables.rounds() in SPEED
+
+
+def test_what_two_gpus_gain():
+    told = re.search(
+        r"(\S+) times as fast over `model=2` as on one GPU, and over `data=2` (\S+) times", SEVERAL_DEVICES
+    )
+    assert told is not None
+    rate = {
+        (row["context"], row["batch"], row["mesh"]): row["tokens_per_s"] for row in tables.rows("decode-two-h200.json")
+    }
+    of = 65536, 8
+    assert told[1] == f"{rate[*of, 'model=2'] / rate[*of, '']:.2f}"
+    assert told[2] == f"{rate[*of, 'data=2'] / rate[65536, 4, '']:.2f}"
 
 
 def test_a_methods_page_has_the_needles_of_the_table():

@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
 from kvjax.pallas_kernels.decode_attention import Attended
-from kvjax.pallas_kernels.gather_attention import gather_attention, pallas_triton
+from kvjax.pallas_kernels.gather_attention import gather_attention
+from kvjax.pallas_kernels.gather_attention import gather_attention_pallas_triton as pallas_triton
 
 SAMPLED = 8
 """Rows × query heads compared with float64."""

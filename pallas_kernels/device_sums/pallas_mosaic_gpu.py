@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Shaped
 
 from ..device import hopper
+from ..wgmma import load_all
 
 LANES = 128
 """Threads of a program."""
@@ -75,7 +76,7 @@ def device_gather(
             @pl.when(tile < tiles)
             def send(tile: Any = tile) -> None:
                 here = pl.ds(tile * size, size)
-                numbers = plgpu.load(own.at[here], (), layout=layout)
+                numbers = load_all(plgpu, own.at[here], layout)
                 out[me, here] = numbers
                 for step in range(1, devices):
                     plgpu.remote_ref(out, _place(me + step, axes, mesh))[me, here] = numbers

@@ -1,6 +1,5 @@
 """Steps of the Hopper kernel that threads take by themselves, in Mosaic's dialect."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +9,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxtyping import Array
 
+from ..wgmma import load_all
 from .plan import HALF, PROGRAMS
 
 REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
-_NEEDS_INDEX = (
-    idx := inspect.signature(plgpu.load).parameters.get("idx")
-) is not None and idx.default is inspect.Parameter.empty
 
 
 def load(ref: Any, layout: Any) -> Array:
-    """All of an array in shared memory, in a layout. (JAX 0.10 wants an index, 0.11 wants none but has the argument, later versions do not.)"""
-    return plgpu.load(ref, *(((),) if _NEEDS_INDEX else ()), layout=layout)
+    """All of an array in shared memory, in a layout."""
+    return load_all(plgpu, ref, layout)
 
 
 def _inline(*types: Any) -> Callable[[Any], Any]:
