@@ -253,8 +253,7 @@ def test_groups_that_would_straddle_devices_are_not_dealt() -> None:
     assert not KIVI(group=24, residual=24).layer(SPEC).traits.deals_store
 
 
-@pytest.mark.parametrize("page", [1, 4, 24, 32, 48])
-@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize(("page", "by_slot"), [*((page, False) for page in (1, 4, 24, 32, 48)), (1, True), (24, True)])
 def test_selected_pages(page: int, by_slot: bool) -> None:
     """Pages that devices divide, and such as they do not; of which some are not meant, and the last has free slots."""
     kept, new, random = held([50, 31]), token([49, 30]), np.random.default_rng(1)
