@@ -111,16 +111,17 @@ def main() -> None:
         print(json.dumps(run(args) | {"header": header(args)}))
         return
     rows: list[dict[str, Any]] = []
+    told: dict[str, Any] = {}
     end = time.monotonic() + args.limit
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         texts = ["bus", args.cases[0], "check", *args.cases[1:]]
         running = [pool.submit(in_a_process, text, rank, args.out, end) for rank, text in enumerate(texts)]
         for done in concurrent.futures.as_completed(running):
             row = done.result()
-            found = row.pop("header", None)
+            told = row.pop("header", told)
             rows.append(row)
             print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-            report.write(args.out, found or {}, rows)
+            report.write(args.out, told, rows)
 
 
 def header(args: argparse.Namespace) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def main() -> None:
         for implementation, graph in (("gpu", True), ("gpu", False), ("xla", True))
     ]
     rows: list[dict[str, Any]] = []
+    header: dict[str, Any] = {}
     env = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}
     for case in cases:
         command = [sys.executable, "-m", "benchmarks.sums", "--times", str(args.times), "--one", json.dumps(case)]
@@ -62,8 +63,8 @@ def main() -> None:
             found = {"failed": f"not done after {args.seconds} s"}
         rows.append(case | {key: value for key, value in found.items() if key != "header"})
         print(rows[-1], flush=True)
-        if "header" in found:
-            report.write(args.out, found["header"], rows)
+        header = found.get("header", header)
+        report.write(args.out, header, rows)
 
 
 def measure(times: int, operation: str, shape: list[int], implementation: Any, graph: bool) -> dict[str, Any]:

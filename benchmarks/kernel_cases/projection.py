@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
                 **{variant: partial(way, sizes=each) for variant, each in sizes.items()},
             },
             sizes=sizes,
-            tuned_by=("projection", case | {"kind": KINDS[kind]}),
+            tuned_by=("projection", case | {"kind": KINDS[kind], "group": 32 if kind == "int4" else 1}),
             error=partial(_error, way.args),
             tolerance=1e-2,
             bytes=sum(_weight_bytes(kind, count, depth) for count in outputs) + 2 * rows * (depth + sum(outputs)),

@@ -48,7 +48,7 @@ def compile_counting(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
 
 
 def _live_slots(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> Int[Array, "1 L"]:
-    found = [as_cache(policy.layer(spec), x) for spec, x in zip(specs, caches, strict=True)]
+    found: list[Any] = [_slots(policy, policy.layer(spec), x) for spec, x in zip(specs, caches, strict=True)]
     # Which slots are live is known on all devices that share them, of which each has an equal part.
     return jnp.stack([-(-jnp.sum(x.live, dtype=jnp.int32) // x.dealt) for x in found])[None]
 
@@ -62,10 +62,15 @@ _live = Program(_live_slots, static=2, partition=_counting)
 """`_live(policy, specs, caches)`: live slots [devices, layers] of each device."""
 
 
+def _slots(policy: Policy, layer: Layer[Any], state: Any) -> Any:
+    """A layer's slots: which are live, and among how many devices they are dealt; quantised ones as they are."""
+    return state.cache if policy.info.memory == "quantized" else as_cache(layer, state)
+
+
 def _layer(policy: Policy, layer: Layer[Any], live: int) -> int:
     state = jax.eval_shape(layer.init)
     if policy.info.memory == "quantized":
-        slots = jax.eval_shape(lambda x: as_cache(policy.layer(layer.spec), x).pos, state).shape
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) * live // int(np.prod(slots))
+        held = state.cache
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) * live * held.dealt // held.pos.size
     pairs = live * 2 * layer.spec.head_dim * layer.spec.dtype.itemsize
     return min(pairs, layer.bytes_read)

@@ -29,7 +29,7 @@ MODEL = HEADS, COPIES, SLOTS
 class Shard:
     """Where devices stand to each other; the same value on all of them.
 
-    Sums are over devices in an order of XLA's that is one for all of them, so all have the same bits.
+    Sums are over devices in an order that is one for all of them, so all have the same bits.
 
     Attributes:
         mesh: of the axes `data`, `heads`, `copies` and `slots`, abstract where sizes are asked for and nothing runs; None for one device.

@@ -40,8 +40,8 @@ def device_sum(
 ) -> Shaped[Array, "*S"]:
     """The sum of the arrays of all devices along some axes of a mesh, the same bits on all; within `jax.shard_map` over all of its axes.
 
-    A step of decoding has two of a few kilobytes a layer, each of which takes NCCL 30 us on two GPUs, and keeps XLA from making the loop one
-    CUDA graph. A kernel that writes into the other devices' memory does neither.
+    A step of decoding has two of a few kilobytes a layer, whose latency counts, and each of XLA's collectives keeps it from making the loop one
+    CUDA graph. A kernel that writes into the other devices' memory does not.
 
     Args:
         axes, mesh, implementation: as for `device_gather`.

@@ -41,10 +41,12 @@ def unsupported_reason(x: Array, axes: tuple[str, ...], mesh: Any) -> str | None
     others = [name for name, size in mesh.shape.items() if name not in axes and size > 1]
     if others:
         return f"devices along {others[0]} do not take part, but would be waited for"
-    if mesh.devices.size > DEVICES or any(device.process_index != jax.process_index() for device in mesh.devices.flat):
-        return f"not all {mesh.devices.size} devices are this process' own, or they are more than {DEVICES}"
+    if mesh.devices.size > DEVICES:
+        return f"{mesh.devices.size} devices are more than {DEVICES}"
+    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        return "not all devices are this process' own"
     if [device.id for device in mesh.devices.flat] != list(range(mesh.devices.size)):
-        return "devices are not all of the host's in their order"
+        return "devices are not the host's first ones in their order"
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") not in ("default", "bfc"):
         return "memory is not from XLA's own pool, which other devices can write to"
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
-from .quantized import Matrix, QuantizedMatrix
+from .quantized import GroupedMatrix, Matrix, QuantizedMatrix
 from .quantized_pallas_triton import alike, in_order_of, products, products_of_one, unsupported_weights, with_sums_of
 from .types import Norm
 
@@ -64,7 +64,9 @@ def projection(
             Triton brings levels to the inputs' layout by way of shared memory.
     """
     rows, depth = x.shape
-    kind = weights[0].kind if isinstance(weights[0], QuantizedMatrix) else ""
+    first = weights[0]
+    kind = first.kind if isinstance(first, QuantizedMatrix) else ""
+    group = depth // first.levels.shape[-1] if isinstance(first, GroupedMatrix) else 1
     # In the loop of the matrix units it costs more than on its own, and inputs of other types or orders are written anew anyway.
     if norm is not None and (rows > 1 or kind):
         x, norm = norm(x), None
@@ -73,7 +75,7 @@ def projection(
         outs = [projection(x, [w], residual=None, **options)[0] for w in weights]
         return [jax.nn.silu(outs[0]) * outs[1]] if gated else outs
     counts = [w.shape[0] for w in weights]
-    sizes = _sizes(rows, depth, counts, gated, norm is not None, kind) if sizes is None else sizes
+    sizes = _sizes(rows, depth, counts, gated, norm is not None, kind, group) if sizes is None else sizes
     rounded = x.dtype
     x = with_sums_of(x, weights[0]) if kind and not sizes["units"] else in_order_of(x, weights[0])
     blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
@@ -127,7 +129,9 @@ def _call(
     return list(products)
 
 
-def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool, kind: str) -> dict[str, int]:
+def _sizes(
+    rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool, kind: str, group: int
+) -> dict[str, int]:
     """Block sizes: a warp has 16 outputs, and of their weights 16 to 40 KB under way.
 
     Tried on an H200 in a chain of all four projections of layers of Llama-3.1-8B's shape: what is best for one of them is within
@@ -140,7 +144,7 @@ def _sizes(rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bo
         stages = 3 if gated else 5 if depth > 8192 else 4
         sizes = {"outputs": 16, "inputs": block, "warps": 1, "stages": stages, "units": 1}
     case = {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated, "kind": kind or "float"}
-    return tuned("projection", case, sizes)
+    return tuned("projection", case | {"group": group}, sizes)
 
 
 def _divisor(depth: int, most: int) -> int:
