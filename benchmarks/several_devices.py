@@ -27,6 +27,7 @@ from kvjax.bench.case import Case, read_policy
 from kvjax.bench.results import Results
 from kvjax.bench.runner import run
 from kvjax.cli.bench import print_row
+from kvjax.runtime.program import CUDA_GRAPH_OPTIONS
 
 _EIGHT, _SEVENTY = "llama-3.1-8b", "llama-3.1-70b"
 
@@ -51,7 +52,7 @@ PARTS = (
 TRIED = ((_EIGHT, "full", 16384, 1, "model=2"), (_SEVENTY, "full", 16384, 1, "model=2"))
 """What is measured with each of `VARIANTS`."""
 
-_COLLECTIVES = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
+_COLLECTIVES = f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
 
 _XLA = {"KVJAX_WITHOUT_KERNELS": "device_sum,device_gather"}
 

@@ -9,13 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import compute_on as _compute_on
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import heads_of, write_slots, writes_host_memory
+from kvjax.pallas_kernels import fetch_slots, heads_of, reads_host_memory, write_slots, writes_host_memory
+from kvjax.pallas_kernels.device import target
 
+from .state import compact_indices
 from .tokens import Rotated
 
 Tree = TypeVar("Tree")
+
+Stores = tuple[Array, ...]
+"""Keys and values, or whatever a policy has in its store."""
+
+BLOCK = 128
+"""Slots of a head that are fetched at a time."""
 
 # Of this signature it is `compute_on2` up to jax 0.10, and `compute_on` since 0.11.
 _computed_on: Any = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
@@ -80,3 +88,48 @@ def read(stores: Any, slot: Int[Array, "B N F"]) -> Any:
         return gather(stores, index)
     host = _computed_on(gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
     return host(stores, to_host(index))
+
+
+def read_missing(stores: Stores, slot: Int[Array, "B N F"], missing: Bool[Array, "B N F"], got: Stores) -> Stores:
+    """`got` with what is missing from it read from host stores: by the device itself where it can, else block by block.
+
+    Args:
+        stores, slot: as for `read`.
+        missing: which slots to read.
+        got: [B, N, F, H] of each store, what the device has of the others.
+    """
+    if reads_host_memory(stores, slot, missing, got):
+        return tuple(fetch_slots(stores, slot, missing, got))
+    size = slot.shape[-1]
+    block = min(BLOCK, size)
+    places, exists = compact_indices(missing, -(-size // block) * block)
+    places = jnp.where(exists, places, size)  # out of range, hence dropped
+    most = jnp.max(jnp.sum(missing, axis=-1, dtype=jnp.int32))
+    rows, heads, _ = np.ogrid[: slot.shape[0], : slot.shape[1], :1]
+
+    def unfinished(loop: tuple[Array, Stores]) -> Array:
+        return loop[0] < most
+
+    def step(loop: tuple[Array, Stores]) -> tuple[Array, Stores]:
+        start, got = loop
+        place = jax.lax.dynamic_slice_in_dim(places, start, block, axis=2)
+        new = read(stores, jnp.take_along_axis(slot, place, axis=2, mode="clip"))
+        return start + block, jax.tree.map(lambda x, y: x.at[rows, heads, place].set(y, mode="drop"), got, new)
+
+    return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), got))[1]
+
+
+def find(slot: Int[Array, "B R F"], index: Int[Array, "B R S"]) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
+    """Where in `slot`, which the device has, each of `index` is, and whether it is there."""
+    if slot.shape[-1] == 0:
+        return jnp.zeros_like(index), jnp.zeros(index.shape, bool)
+    if target().platform == "gpu":  # in one kernel, where sorting and searching are some thirty in a row
+        places = jnp.arange(slot.shape[-1], dtype=jnp.int32)
+        place = jnp.max(jnp.where(slot[:, :, None] == index[..., None], places, -1), axis=-1)
+        return jnp.maximum(place, 0), place >= 0
+    order = jnp.argsort(slot, axis=-1)
+    ranked = jnp.take_along_axis(slot, order, axis=-1)
+    rank = jax.vmap(jax.vmap(jnp.searchsorted))(ranked, index)
+    rank = jnp.minimum(rank, slot.shape[-1] - 1)
+    found = jnp.take_along_axis(ranked, rank, axis=-1) == index
+    return jnp.take_along_axis(order, rank, axis=-1), found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -170,14 +171,28 @@ def test_many_misses_come_in_blocks():
     random = np.random.default_rng(1)
     store = tuple(jnp.asarray(random.normal(size=(2, 2, 400, 4)), jnp.float32) for _ in range(2))
     index = jnp.asarray([[random.permutation(400)[:300] for _ in range(4)] for _ in range(2)], jnp.int32)
-    fill = jax.jit(offload._filled)
+    fill = jax.jit(host_memory.read_missing)
     for missing in (0, 1, 127, 128, 129, 300):
         lack = jnp.asarray(np.arange(300) < random.integers(0, missing + 1, size=(2, 4, 1)))
         lack = lack.at[1, 2].set(jnp.arange(300) >= 300 - missing)
         got = tuple(jnp.full((2, 4, 300, 4), 7.0) for _ in range(2))
-        for x, found in zip(store, fill(got, host_memory.to_host(store), index, lack), strict=True):
+        for x, found in zip(store, fill(host_memory.to_host(store), index, lack, got), strict=True):
             want = np.take_along_axis(np.repeat(x, 2, axis=1), np.asarray(index)[..., None], axis=2)
             np.testing.assert_array_equal(found, np.where(lack[..., None], want, 7.0))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_where_slots_are(platform, monkeypatch):
+    """Both ways to look for them, with slots that are free and such as are there twice."""
+    monkeypatch.setattr(host_memory, "target", lambda: SimpleNamespace(platform=platform))
+    random = np.random.default_rng(2)
+    slot = random.integers(-1, 40, (2, 3, 30)).astype(np.int32)
+    index = random.integers(0, 40, (2, 3, 25)).astype(np.int32)
+    place, there = host_memory.find(jnp.asarray(slot), jnp.asarray(index))
+    np.testing.assert_array_equal(there, (slot[:, :, None] == index[..., None]).any(axis=-1))
+    assert 0 < np.sum(there) < there.size
+    found = np.take_along_axis(slot, np.asarray(place), axis=-1)
+    np.testing.assert_array_equal(found[there], index[there])
 
 
 def test_no_copy_of_the_store_on_the_device(tiny):

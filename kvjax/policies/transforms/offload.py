@@ -12,8 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, host_memory
 from kvjax.models.config import ModelConfig
-from kvjax.pallas_kernels import fetch_slots, reads_host_memory
-from kvjax.pallas_kernels.device import target
 
 from .. import capabilities
 from ..base import Carry, Layer, Policy, State
@@ -22,9 +20,6 @@ from ..families.sparse import SparseLayer
 from ..fields import check_fields
 from ..info import PolicyError
 from .wrapper import Wrapper
-
-BLOCK = 128
-"""Slots of a head that are fetched at a time."""
 
 KV = tuple[Array, ...]
 """Keys and values, or whatever a policy has in its store."""
@@ -227,7 +222,7 @@ class OffloadedSparseLayer(OffloadedLayer):
         self, state: OffloadedSparseCache, index: Int[Array, "B R S"], valid: Bool[Array, "B R S"]
     ) -> tuple[OffloadedSparseCache, KV]:
         """Keys and values of what is selected, [B, R, S, H], and the state in which they are the most recent."""
-        place, cached = _find(state.slot, index)
+        place, cached = host_memory.find(state.slot, index)
         cached &= valid
         missing = valid & ~cached
         got: KV = jax.tree.map(
@@ -241,7 +236,7 @@ class OffloadedSparseLayer(OffloadedLayer):
         store = self.inner.store(state.inner)
         if self.policy.fetch == "layer":
             store = host_memory.to_device(store)
-        got = _filled(got, store, index, missing)
+        got = host_memory.read_missing(store, index, missing, got)
 
         def latest(new: Array, old: Array) -> Array:
             return jnp.concatenate([new, old], axis=2)[:, :, : old.shape[2]]
@@ -276,8 +271,9 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
     - Of one with sparse attention (a `SparseLayer`, such as `clusterkv` has), it is what a query selects and none of its head's last `steps` queries
       did: their selections stay on the device (ClusterKV, section IV-D), and so do the first tokens and the tail, which every
       query reads. This goes by tokens: of a cluster that was cut to fit the budget, those left out are not on the device. What is
-      missing travels in rounds of `BLOCK` slots for each head of each row, as many rounds as the head that misses most needs;
-      so a step moves more than its misses, though nothing if there are none.
+      missing travels in rounds of `host_memory.BLOCK` slots for each head of each row, as many rounds as the head that misses most needs;
+      so a step moves more than its misses, though nothing if there are none. A GPU whose kernels read the host's memory moves the misses
+      alone.
 
     `nbytes` and `host_nbytes` tell the bytes in the two memories; `hit_rate`, and the stats of `kvjax.generate`, the share of
     tokens that were there.
@@ -335,42 +331,3 @@ def _returned(after: State, near: State, far: State) -> State:
         return tuple(f if a is n else host_memory.to_host(a) for a, n, f in zip(after, near, far, strict=True))
 
     return cache.map_kv(back, after, near, far)
-
-
-def _find(slot: Int[Array, "B R F"], index: Int[Array, "B R S"]) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-    """Where in `slot` each of `index` is, and whether it is there."""
-    if slot.shape[-1] == 0:
-        return jnp.zeros_like(index), jnp.zeros(index.shape, bool)
-    if target().platform == "gpu":  # in one kernel, where sorting and searching are some thirty in a row
-        places = jnp.arange(slot.shape[-1], dtype=jnp.int32)
-        place = jnp.max(jnp.where(slot[:, :, None] == index[..., None], places, -1), axis=-1)
-        return jnp.maximum(place, 0), place >= 0
-    order = jnp.argsort(slot, axis=-1)
-    ranked = jnp.take_along_axis(slot, order, axis=-1)
-    rank = jax.vmap(jax.vmap(jnp.searchsorted))(ranked, index)
-    rank = jnp.minimum(rank, slot.shape[-1] - 1)
-    found = jnp.take_along_axis(ranked, rank, axis=-1) == index
-    return jnp.take_along_axis(order, rank, axis=-1), found
-
-
-def _filled(got: KV, store: KV, index: Int[Array, "B R S"], missing: Bool[Array, "B R S"]) -> KV:
-    """`got` with what is missing from it read from the store: by the device itself where it can, else block by block."""
-    if reads_host_memory(store, index, missing, got):
-        return tuple(fetch_slots(store, index, missing, got))
-    size = index.shape[-1]
-    block = min(BLOCK, size)
-    places, exists = cache.compact_indices(missing, -(-size // block) * block)
-    places = jnp.where(exists, places, size)  # out of range, hence dropped
-    most = jnp.max(jnp.sum(missing, axis=-1, dtype=jnp.int32))
-    rows, heads, _ = np.ogrid[: index.shape[0], : index.shape[1], :1]
-
-    def unfinished(loop: tuple[Array, KV]) -> Array:
-        return loop[0] < most
-
-    def step(loop: tuple[Array, KV]) -> tuple[Array, KV]:
-        start, got = loop
-        place = jax.lax.dynamic_slice_in_dim(places, start, block, axis=2)
-        new = host_memory.read(store, jnp.take_along_axis(index, place, axis=2, mode="clip"))
-        return start + block, jax.tree.map(lambda x, y: x.at[rows, heads, place].set(y, mode="drop"), got, new)
-
-    return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), got))[1]
