@@ -28,10 +28,11 @@ import jax
 import kvjax
 from benchmarks.equal_bytes import export, merged, page
 from benchmarks.equal_bytes.batches import Batch, Clock, Compiled, batches, run
-from benchmarks.equal_bytes.cells import SEEING, Cell, Wanted, cells, wanted
+from benchmarks.equal_bytes.cells import SEEING, Budgets, Cell, Wanted, cells, wanted
 from benchmarks.equal_bytes.suite import Data, Suite, make_suites
 from kvjax.evals import Format
 from kvjax.evals.report import ResultFile, header, model_fingerprint
+from kvjax.policies.profile import fingerprint
 from kvjax.policies.text import split_policies
 
 SHARED = Path(os.environ.get("KVJAX_SHARED", "shared")) / "data"
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=20, help="prompts that run together, and samples of a round")
     parser.add_argument("--ahead", type=int, default=4, help="policies compiled at a time, while others run")
     parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
+    parser.add_argument("--budgets", type=Path, default=None, help="file that keeps the budgets that were found")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the i-th of n parts of the policies and shares")
     parser.add_argument("--text", type=Path, default=SHARED / "text/books/1661_The_Adventures_of_Sherlock_Holmes.txt")
     parser.add_argument("--data", type=Path, default=SHARED / "tasks", help="folder of LongBench's and GSM8K's files")
@@ -93,7 +95,7 @@ def measure(args: argparse.Namespace) -> None:
     policies, seeing = split_policies(args.policies), args.seeing.split(",")
     shares = [float(share) for share in args.shares.split(",")]
     planned = [entry for suite in suites for entry in wanted(suite, policies, shares, seeing)]
-    mine = cells(params, part(planned, args.part))
+    mine = cells(params, part(planned, args.part), Budgets(args.budgets, fingerprint(params.config)))
     results = ResultFile(args.out, head(args, params, form, suites))
     check_same_budgets(mine, results.rows)
     done = {sample for row in results.rows for sample in samples_of(row, len(row.get("scores", [None])))}

@@ -170,29 +170,29 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     policy, shape = case.placed().bind(config), (case.rows, case.context, new, jnp.dtype(args.dtype))
     specs = layer_specs(config, *shape)
     start = time.perf_counter()
-    weights = jax.jit(lambda key: init(config, key, args.dtype))
-    params = jax.eval_shape(weights, jax.random.key(0))
+    made = jax.jit(lambda: init(config, jax.random.key(0), args.dtype))
+    params = jax.eval_shape(made)
     state = states_on_devices(policy, specs)
-    sampler, ends = Greedy(), jnp.zeros((0,), jnp.int32)
-    program = decoding.decode.compiled(policy, specs, params, state, jnp.int32(0), sampler, ends)
-    weights = weights.lower(jax.random.key(0)).compile()
+    sampler, ends = Greedy(), np.zeros((0,), np.int32)
+    program = decoding.decode.compiled(policy, specs, params, state, np.int32(0), sampler, ends)
+    weights = made.lower().compile()
     states.compile_filling(policy, specs)
     compile_s = time.perf_counter() - start
     print(f"{args.one}: compiled in {compile_s:.0f} s", file=sys.stderr, flush=True)
     with alone():
         start = time.perf_counter()
-        params = jax.block_until_ready(weights(jax.random.key(0)))
+        params = jax.block_until_ready(weights())
         state = jax.block_until_ready(states.filled(policy, specs, case.context))
         fill_s = time.perf_counter() - start
         leaves = jax.tree.leaves(state.caches)
         on_host = sum(x.nbytes for x in leaves if host_memory.on_host(x))
         on_device = sum(x.nbytes for x in leaves) - on_host
-        state = jax.block_until_ready(program(params, state, jnp.int32(16), sampler, ends)[0])
+        state = jax.block_until_ready(program(params, state, np.int32(16), sampler, ends)[0])
         before, needed = hits(state.caches), fetched_bytes(state.caches, 0)
         seconds = []
         for _ in range(CALLS):
             start = time.perf_counter()
-            state = jax.block_until_ready(program(params, state, jnp.int32(args.new_tokens), sampler, ends)[0])
+            state = jax.block_until_ready(program(params, state, np.int32(args.new_tokens), sampler, ends)[0])
             seconds.append(time.perf_counter() - start)
         steps = CALLS * args.new_tokens
         chosen, found = (b - a for a, b in zip(before, hits(state.caches), strict=True))

@@ -1,9 +1,11 @@
 """The kernels of a decoding step one by one: when each begins and how long it takes, as the GPU's profiler saw it.
 
     python -m benchmarks.timeline --policies full,catekv:share_adaptive=0.4 --context 16384 --batch 1 --layers 6
+    python -m benchmarks.timeline --policies full --mesh model=2 --layers 8
     python -m benchmarks.timeline --policies snapkv:4096,treekv:4096 --block 4096 --layers 4
 
-With `--block` it is those of reading a block of a text into a cache that is full, which are summed by name, the longest first.
+With `--block` it is those of reading a block of a text into a cache that is full, which are summed by name, the longest first. Over a mesh
+it is those of the first device.
 
 Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
 side one after the other. The time per token beside it is without the profiler.
@@ -28,7 +30,8 @@ from jax.profiler import ProfileData
 from benchmarks import report
 from kvjax.bench import states
 from kvjax.bench.case import Case, read_policy
-from kvjax.models import Params, init
+from kvjax.models import Params
+from kvjax.models.sharding import init_on
 from kvjax.policies.text import split_policies
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine
@@ -55,17 +58,19 @@ def main() -> None:
     parser.add_argument("--policies", default="full", help="as for `kvjax bench`")
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--mesh", default="", help="devices to decode over, such as model=2")
     parser.add_argument("--block", type=int, help="tokens that are read at a time; decoding steps if not given")
     parser.add_argument("--compile-jobs", type=int, default=8)
     parser.add_argument("--out", type=Path, help="result file; printed alone if not given")
     args = parser.parse_args()
-    header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, weights="random")
+    header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, mesh=args.mesh, weights="random")
     cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
         context = args.context if args.block is None else BLOCKS * args.block
-        cases.append(Case(name, settings, context, args.batch, args.shape, dtype=args.dtype, layers=args.layers))
-    params = init(cases[0].config, jax.random.key(0), cases[0].dtype)
+        given = {"dtype": args.dtype, "layers": args.layers, "mesh": args.mesh}
+        cases.append(Case(name, settings, context, args.batch, args.shape, **given))
+    params = init_on(cases[0].shard, cases[0].config, jax.random.key(0), cases[0].dtype)
     rows = reading(cases, params, args) if args.block is not None else [shown(measure(case, params)) for case in cases]
     if args.out is not None:
         report.write(args.out, header, rows)
@@ -151,18 +156,13 @@ def profiled(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
 
 
 def kernels(profile: Any) -> list[tuple[float, float, str]]:
-    """Begin and duration in nanoseconds, and name, of all that a GPU did in a `ProfileData`.
+    """Begin and duration in nanoseconds, and name, of all that the first GPU did in a `ProfileData`.
 
     Raises:
         ValueError: there is no GPU in it.
     """
-    lines = [
-        line
-        for plane in profile.planes
-        if "gpu" in plane.name.lower()
-        for line in plane.lines
-        if "stream" in (line.name or "").lower()
-    ]
+    planes = sorted((plane for plane in profile.planes if "gpu" in plane.name.lower()), key=lambda plane: plane.name)
+    lines = [line for plane in planes[:1] for line in plane.lines if "stream" in (line.name or "").lower()]
     if not lines:
         raise ValueError(f"the profile has no GPU's streams, but {[plane.name for plane in profile.planes]}")
     return sorted((event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)

@@ -8,7 +8,10 @@ Tree = TypeVar("Tree")
 
 
 def without_gradient(tree: Tree, error: Exception) -> Tree:
-    """The same, but that whoever asks for derivatives of what follows from its arrays gets the error."""
+    """The same, but that whoever asks for derivatives of what follows from its arrays gets the error.
+
+    An array that is there several times is one array still: kernels that change it in place would have it copied else.
+    """
 
     @jax.custom_jvp
     def same(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -19,5 +22,6 @@ def without_gradient(tree: Tree, error: Exception) -> Tree:
         raise error
 
     leaves, kind = jax.tree.flatten(tree)
-    arrays = iter(same([leaf for leaf in leaves if isinstance(leaf, jax.Array)]))
-    return jax.tree.unflatten(kind, [next(arrays) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+    arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+    arrays = dict(zip(arrays, same(list(arrays.values())), strict=True))
+    return jax.tree.unflatten(kind, [arrays.get(id(leaf), leaf) for leaf in leaves])

@@ -1,8 +1,10 @@
 """Of whom it is asked: every policy at the budget at which it holds a given share of the full cache's bytes."""
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.cache import layer_specs
@@ -78,11 +80,50 @@ def wanted(suite: Suite, policies: Sequence[str], shares: Sequence[float], seein
     return found
 
 
-def cells(params: Params, entries: Iterable[Wanted]) -> list[Cell]:
+class Budgets:
+    """A file of budgets that were found, JSON lines, so that they are found once: that takes the host minutes for many policies.
+
+    Args:
+        path: the file; None for none.
+        model: what tells the model.
+    """
+
+    def __init__(self, path: Path | None, model: str) -> None:
+        self._path, self._model = path, model
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        self._found = {tuple(row["key"]): row for row in map(json.loads, lines)}
+
+    def get(self, entry: Wanted) -> Cell | None:
+        """What was found, if it was."""
+        row = self._found.get(self._key(entry))
+        if row is None:
+            return None
+        fitted = None if row["fitted"] is None else get_policy(row["fitted"])
+        return Cell(*entry, fitted, row["held"], row["full"], row["why"])
+
+    def keep(self, entry: Wanted, cell: Cell) -> None:
+        """Note what was found, unless its policy says more than its text does, as one with a profile."""
+        text = None if cell.fitted is None else str(cell.fitted)
+        if self._path is None or (text is not None and get_policy(text) != cell.fitted):
+            return
+        row = {"key": self._key(entry), "fitted": text, "held": cell.held, "full": cell.full, "why": cell.why}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _key(self, entry: Wanted) -> tuple[str, ...]:
+        sizes = entry.suite.settings["sizes"]["seen" if entry.seen else "unseen"]
+        return tuple(map(str, (self._model, entry.suite.name, sizes, *entry[1:])))
+
+
+def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = None) -> list[Cell]:
     """With their budgets, and with a reason where there is none."""
     full: dict[tuple[str, bool], int] = {}
     found = []
-    for suite, policy, target, seen in entries:
+    for entry in entries:
+        if budgets is not None and (there := budgets.get(entry)) is not None:
+            found.append(there)
+            continue
+        suite, policy, target, seen = entry
         key = suite.name, seen
         if key not in full:
             full[key] = row_bytes(suite, params, Full(), seen)
@@ -91,6 +132,8 @@ def cells(params: Params, entries: Iterable[Wanted]) -> list[Cell]:
         else:
             fitted, held, why = fit(suite, params, policy, target, full[key], seen)
             found.append(Cell(suite, policy, target, seen, fitted, held, full[key], why))
+        if budgets is not None:
+            budgets.keep(entry, found[-1])
     return found
 
 

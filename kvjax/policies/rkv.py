@@ -113,34 +113,52 @@ def redundancy(
 ) -> Float[Array, "B K T"]:
     """How much each key repeats the others: a softmax over the mean cosines with all; what is not live has none.
 
-    Each key compares itself with all others, and does not charge the latest of those that are nearly its duplicates. Keys are compared
-    a number at a time, so that nothing of size T × T exists where T is large.
+    Each key compares itself with all others, and does not charge the latest of those that are nearly its duplicates.
 
     Args:
         k: keys, in order, 0 where there is none.
         live: where there are keys.
         threshold, spare_first: see `RKV`.
     """
-    size = k.shape[2]
+    size, place = k.shape[2], jnp.arange(k.shape[2], dtype=jnp.int32)
     norm = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
     inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
+    unit = k.astype(jnp.float32) * inverse[..., None]
+    newest = _newest_duplicate(k, inverse, live, threshold)
+    if spare_first:
+        newest = jnp.where(newest < 0, jnp.argmax(live, axis=-1)[..., None], newest)
+    spared = jnp.take_along_axis(unit, jnp.maximum(newest, 0)[..., None], axis=2)
+    spared = jnp.where((newest >= 0) & (newest != place), jnp.sum(unit * spared, axis=-1), 0.0)
+    # The sum of a key's cosines is its cosine with the sum of all, less that with itself: linear in the number of keys.
+    total = jnp.sum(unit * (jnp.sum(unit, axis=2, keepdims=True) - unit), axis=-1)
+    total -= jnp.sum(jnp.where(place[:, None] == newest[:, :, None], spared[:, :, None], 0.0), axis=-1)
+    count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
+    shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
+    return jnp.where(live, shares, 0.0)
+
+
+def _newest_duplicate(
+    k: Float[Array, "B K T H"], inverse: Float[Array, "B K T"], live: Bool[Array, "B K T"], threshold: float
+) -> Int[Array, "B K T"]:
+    """For each key the last of the others whose cosine with it is above the threshold; -1 where there is none.
+
+    A number of keys at a time, so that nothing of size T × T exists where T is large.
+
+    Args:
+        inverse: of norms; 0 where there is no key.
+    """
+    size = k.shape[2]
     block = min(size, max(COSINES // (k.shape[1] * size), 16))
     padding = -size % block
     rows, inverses = (jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (k, inverse))
     place = jnp.arange(size, dtype=jnp.int32)
-    first = jnp.argmax(live, axis=-1)[..., None] if spare_first else jnp.full((1, 1, 1), -1)
 
-    def add(i: Int[Array, ""], total: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def find(i: Int[Array, ""]) -> Int[Array, "B K S"]:
         own = i * block + jnp.arange(block, dtype=jnp.int32)
         keys, scale = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=2) for x in (rows, inverses))
         products = jnp.einsum("bkih,bkth->bkit", keys, k, preferred_element_type=jnp.float32)
-        cosines = jnp.where(own[:, None] == place, 0.0, products * scale[..., None] * inverse[:, :, None])
-        similar = (cosines > threshold) & live[:, :, None] & (own[:, None] != place)
-        newest = jnp.max(jnp.where(similar, place, -1), axis=-1)
-        newest = jnp.where(newest < 0, first, newest)[..., None]
-        return total + jnp.sum(jnp.where(place == newest, 0.0, cosines), axis=2)
+        similar = products * scale[..., None] * inverse[:, :, None] > threshold
+        return jnp.max(jnp.where(similar & live[:, :, None] & (own[:, None] != place), place, -1), axis=-1)
 
-    total = jax.lax.fori_loop(0, (size + padding) // block, add, jnp.zeros(live.shape, jnp.float32))
-    count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
-    shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
-    return jnp.where(live, shares, 0.0)
+    found = jax.lax.map(find, jnp.arange((size + padding) // block, dtype=jnp.int32))
+    return jnp.moveaxis(found, 0, 2).reshape(*live.shape[:2], -1)[..., :size]

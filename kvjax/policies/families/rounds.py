@@ -18,6 +18,9 @@ from kvjax.cache import LayerCache, Prompt, Token, TokenBlock
 from ..base import Carry, Layer, Traits
 from .scoring import PromptScorerLayer
 
+REWRITTEN = 2**21
+"""Numbers of a ring that is written as a whole with every token: one kernel, where a scatter is two."""
+
 
 @flax.struct.dataclass
 class ObservedCache:
@@ -77,10 +80,13 @@ class RoundsLayer(Layer[Any]):
         return ObservedCache(kept, queries, jnp.where(due, lengths, 0), prompt.total.astype(jnp.int32)), carry
 
     def append(self, state: ObservedCache, token: Token) -> ObservedCache:
-        queries = state.queries
-        if self._window:
-            rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
-            queries = queries.at[rows, state.cache.seen % self._window].set(token.q_rotated.astype(queries.dtype))
+        queries, q = state.queries, token.q_rotated.astype(state.queries.dtype)
+        place = state.cache.seen % max(self._window, 1)
+        if queries.size <= REWRITTEN:
+            own = jnp.arange(self._window, dtype=jnp.int32) == place[:, None]
+            queries = jnp.where(own[..., None, None], q[:, None], queries)
+        else:
+            queries = queries.at[jnp.arange(queries.shape[0], dtype=jnp.int32), place].set(q)
         return dataclasses.replace(state, cache=cache.insert(state.cache, token)[0], queries=queries)
 
     def attend(
