@@ -120,7 +120,7 @@ def redundancy(
         live: where there are keys.
         threshold, spare_first: see `RKV`.
     """
-    size, place = k.shape[2], jnp.arange(k.shape[2], dtype=jnp.int32)
+    place = jnp.arange(k.shape[2], dtype=jnp.int32)
     norm = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
     inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
     unit = k.astype(jnp.float32) * inverse[..., None]

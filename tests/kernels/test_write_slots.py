@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from kernels.lowering import on
+
 from kvjax.models.rope import Rope
 from kvjax.pallas_kernels import DeferredRope, SlotUpdate, write_sharded_slots, write_slots
 from kvjax.pallas_kernels.op import Unsupported
