@@ -31,6 +31,9 @@ MODEL = ("model",)
 LOGITS = 1, 64128
 """Those of half of Llama's vocabulary, which are put side by side."""
 
+CASES = (("device_sum", SHAPES), ("device_sum, residual", SHAPES), ("device_gather", (LOGITS,)))
+"""Operations, and shapes of each device's numbers in float32; the residual is in bfloat16."""
+
 
 def main() -> None:
     """Run every case, and write what was seen after each."""
@@ -45,7 +48,7 @@ def main() -> None:
         return
     cases = [
         {"operation": operation, "shape": shape, "implementation": implementation, "graph": graph}
-        for operation, shapes in (("device_sum", SHAPES), ("device_gather", (LOGITS,)))
+        for operation, shapes in CASES
         for shape in shapes
         for implementation, graph in (("gpu", True), ("gpu", False), ("xla", True))
     ]
@@ -71,20 +74,20 @@ def measure(times: int, operation: str, shape: list[int], implementation: Any, g
     """Microseconds of each, and whether the first results are right."""
     devices = jax.local_device_count()
     mesh = Mesh(np.array(jax.local_devices()), MODEL)
-    apply = partial(
-        device_sum if operation == "device_sum" else device_gather,
-        axes=MODEL,
-        mesh=mesh,
-        implementation=implementation,
-    )
+    gathers, added = operation == "device_gather", operation.endswith("residual")
+    apply = partial(device_gather if gathers else device_sum, axes=MODEL, mesh=mesh, implementation=implementation)
     placed = NamedSharding(mesh, PartitionSpec(MODEL))
 
+    def joined(x: jax.Array) -> jax.Array:
+        residual = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(jnp.bfloat16)
+        return apply(x, residual=residual).astype(jnp.float32) if added else apply(x)
+
     def once(x: jax.Array) -> jax.Array:
-        return apply(x[0])[None]
+        return joined(x[0])[None]
 
     def step(_: Any, x: jax.Array) -> jax.Array:
-        found = apply(x)
-        return jnp.tanh(found if operation == "device_sum" else jnp.max(found, axis=0)) + x * 0.5
+        found = joined(x)
+        return jnp.tanh(jnp.max(found, axis=0) if gathers else found) + x * 0.5
 
     def loop(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, times, step, x[0])[None]
@@ -101,7 +104,10 @@ def measure(times: int, operation: str, shape: list[int], implementation: Any, g
     numbers = np.random.default_rng(0).normal(size=(devices, *shape)).astype(np.float32)
     x = jax.device_put(numbers, placed)
     out = np.asarray(compiled(once)(x))
-    expected = numbers.sum(axis=0) if operation == "device_sum" else numbers
+    expected = numbers if gathers else numbers.sum(axis=0)
+    if added:
+        residual = np.cos(np.arange(expected.size, dtype=np.float32)).reshape(expected.shape)
+        expected = np.asarray(jnp.asarray(residual, jnp.bfloat16) + jnp.asarray(expected, jnp.bfloat16), np.float32)
     error = max(float(np.max(np.abs(part - expected))) for part in out)
     equal = all(np.array_equal(part, out[0]) for part in out)
     run, seconds, last = compiled(loop), [], x

@@ -72,9 +72,11 @@ class Shard:
         """All of them."""
         return self.data * self.model
 
-    def sum_over_model(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-        """The sum over the devices that share a model's matrices."""
-        return x if self.mesh is None or self.model == 1 else device_sum(x, MODEL, self.mesh)
+    def sum_over_model(self, x: Shaped[Array, "*S"], residual: Array | None = None) -> Shaped[Array, "*S"]:
+        """The sum over the devices that share a model's matrices; rounded and added to a residual, where there is one."""
+        if self.mesh is None or self.model == 1:
+            return x if residual is None else residual + x.astype(residual.dtype)
+        return device_sum(x, MODEL, self.mesh, residual=residual)
 
     def gather_over_model(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "..."]:
         """Their arrays one after the other along the last axis."""

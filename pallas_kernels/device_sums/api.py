@@ -36,6 +36,7 @@ def device_sum(
     axes: str | Sequence[str],
     mesh: Mesh | AbstractMesh,
     *,
+    residual: Shaped[Array, "*S"] | None = None,
     implementation: Implementation = "auto",
 ) -> Shaped[Array, "*S"]:
     """The sum of the arrays of all devices along some axes of a mesh, the same bits on all; within `jax.shard_map` over all of its axes.
@@ -45,11 +46,12 @@ def device_sum(
 
     Args:
         axes, mesh, implementation: as for `device_gather`.
+        residual: the same on all devices. The sum rounds to its type, and is added to it.
 
     Raises:
         Unsupported: an implementation was named that does not serve.
     """
-    return _SUM(x, _tuple(axes), mesh, implementation=implementation)
+    return _SUM(x, _tuple(axes), mesh, residual=residual, implementation=implementation)
 
 
 def _tuple(axes: str | Sequence[str]) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ XLA tells a kernel where its operands lie on the other devices, and starts it on
 free to be written to. Nothing is read from another device, so nobody has to wait for readers before the kernel ends.
 """
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ DEVICES = 8
 """The most devices, those of a host."""
 
 
-def unsupported_reason(x: Array, axes: tuple[str, ...], mesh: Any) -> str | None:
+def unsupported_reason(x: Array, axes: tuple[str, ...], mesh: Any, *, residual: Array | None = None) -> str | None:
     """Why these kernels do not serve a case, or None if they do."""
     if not hopper():
         return "this program is not for a Hopper GPU"
@@ -49,8 +51,9 @@ def unsupported_reason(x: Array, axes: tuple[str, ...], mesh: Any) -> str | None
         return "devices are not the host's first ones in their order"
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") not in ("default", "bfc"):
         return "memory is not from XLA's own pool, which other devices can write to"
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
-        return f"{x.dtype} is not float32, bfloat16 or int32"
+    for array in (x, *([] if residual is None else [residual])):
+        if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
+            return f"{array.dtype} is not float32, bfloat16 or int32"
     return None if 0 < x.size <= MOST else f"{x.size} numbers are none, or more than {MOST}"
 
 
@@ -58,6 +61,32 @@ def device_gather(
     x: Shaped[Array, "*S"], axes: tuple[str, ...], mesh: Any, *, interpret: bool = False
 ) -> Shaped[Array, "N *S"]:
     """See the public function."""
+    found, _ = _exchanged(x, axes, mesh, interpret=interpret)
+    return found[:, : x.size].reshape(mesh.devices.size, *x.shape)
+
+
+def device_sum(
+    x: Shaped[Array, "*S"], axes: tuple[str, ...], mesh: Any, *, residual: Array | None, interpret: bool = False
+) -> Shaped[Array, "*S"]:
+    """See the public function. Every device adds up in the devices' order."""
+    if residual is not None:
+        return _exchanged(x, axes, mesh, residual, interpret=interpret)[1][: x.size].reshape(x.shape)
+    parts = device_gather(x, axes, mesh, interpret=interpret)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _exchanged(
+    x: Shaped[Array, "*S"],
+    axes: tuple[str, ...],
+    mesh: Any,
+    residual: Shaped[Array, "*S"] | None = None,
+    *,
+    interpret: bool,
+) -> Any:
+    """Every device's numbers [N, size], padded; and their sum with a residual [size], where there is one."""
     # Here, as not all installations of JAX have it.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -69,45 +98,49 @@ def device_gather(
     vector = next(v for v in (8, 4, 2, 1) if v * x.dtype.itemsize <= 16 and size % (v * LANES) == 0)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
-    def body(own: Any, out: Any, arrived: Any) -> None:
+    def body(own: Any, *refs: Any) -> None:
+        residual_ref, out, summed, arrived = refs if residual is not None else (None, refs[0], None, refs[1])
         me = jax.lax.axis_index(axes).astype(jnp.int32)
         program = jax.lax.axis_index("program")
-        for i in range(-(-tiles // programs)):
-            tile = i * programs + program
 
-            @pl.when(tile < tiles)
-            def send(tile: Any = tile) -> None:
-                here = pl.ds(tile * size, size)
-                numbers = load_all(plgpu, own.at[here], layout)
-                out[me, here] = numbers
-                for step in range(1, devices):
-                    plgpu.remote_ref(out, _place(me + step, axes, mesh))[me, here] = numbers
+        def each_tile(work: Callable[[Any], None]) -> None:
+            for i in range(-(-tiles // programs)):
+                tile = i * programs + program
+                pl.when(tile < tiles)(functools.partial(work, pl.ds(tile * size, size)))
 
+        def send(here: Any) -> None:
+            numbers = load_all(plgpu, own.at[here], layout)
+            out[me, here] = numbers
+            for step in range(1, devices):
+                plgpu.remote_ref(out, _place(me + step, axes, mesh))[me, here] = numbers
+
+        def add(here: Any) -> None:
+            total = load_all(plgpu, out.at[0, here], layout)
+            for device in range(1, devices):
+                total = total + load_all(plgpu, out.at[device, here], layout)
+            rest = load_all(plgpu, residual_ref.at[here], layout)
+            wide = rest.astype(jnp.float32) + total.astype(rest.dtype).astype(jnp.float32)
+            summed[here] = wide.astype(rest.dtype)
+
+        each_tile(send)
         for step in range(1, devices):
             pl.semaphore_signal(arrived, device_id=_place(me + step, axes, mesh))
         pl.semaphore_wait(arrived, devices - 1)
+        if residual is not None:  # of the tiles that this program has sent, the others' same programs have sent theirs
+            each_tile(add)
 
-    flat = jnp.pad(x.reshape(-1), (0, tiles * size - x.size))
+    given = [jnp.pad(a.reshape(-1), (0, tiles * size - a.size)) for a in (x, residual) if a is not None]
+    outs = [jax.ShapeDtypeStruct((devices, tiles * size), x.dtype)]
+    outs += [] if residual is None else [jax.ShapeDtypeStruct((tiles * size,), residual.dtype)]
     found = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((devices, tiles * size), x.dtype),
+        out_type=outs,
         grid=(programs,),
         grid_names=("program",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],
-        kernel_name="device_gather",
-    )(flat)
-    return found[:, : x.size].reshape(devices, *x.shape)
-
-
-def device_sum(
-    x: Shaped[Array, "*S"], axes: tuple[str, ...], mesh: Any, *, interpret: bool = False
-) -> Shaped[Array, "*S"]:
-    """See the public function. Every device adds up in the devices' order."""
-    parts = device_gather(x, axes, mesh, interpret=interpret)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+        kernel_name="device_gather" if residual is None else "device_sum",
+    )(*given)
+    return found if residual is not None else (found[0], None)
 
 
 def _place(number: Array, axes: tuple[str, ...], mesh: Mesh) -> Any:

@@ -11,6 +11,9 @@ def device_gather(x: Shaped[Array, "*S"], axes: tuple[str, ...], mesh: Any) -> S
     return jax.lax.all_gather(x, axes)
 
 
-def device_sum(x: Shaped[Array, "*S"], axes: tuple[str, ...], mesh: Any) -> Shaped[Array, "*S"]:
+def device_sum(
+    x: Shaped[Array, "*S"], axes: tuple[str, ...], mesh: Any, *, residual: Array | None
+) -> Shaped[Array, "*S"]:
     """See the public function."""
-    return jax.lax.psum(x, axes)
+    total = jax.lax.psum(x, axes)
+    return total if residual is None else residual + total.astype(residual.dtype)
