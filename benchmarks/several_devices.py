@@ -52,24 +52,13 @@ PARTS = (
 TRIED = ((_EIGHT, "full", 16384, 1, "model=2"), (_SEVENTY, "full", 16384, 1, "model=2"))
 """What is measured with each of `VARIANTS`."""
 
-_COLLECTIVES = f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
-
-_XLA = {"KVJAX_WITHOUT_KERNELS": "device_sum,device_gather"}
-
 VARIANTS = {
-    "XLA's sums": _XLA,
-    # Without the last one NCCL brings nodes for events, which CUDA does not take inside a loop.
-    "XLA's sums in a graph": {
-        **_XLA,
-        "XLA_FLAGS": f"--xla_gpu_enable_command_buffer={_COLLECTIVES}",
-        "NCCL_GRAPH_MIXING_SUPPORT": "0",
-    },
-    "XLA's sums, none asynchronous": {
-        **_XLA,
-        "XLA_FLAGS": "--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER",
-    },
+    "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']}",
+    "no asynchronous sums": "--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER",
+    "one-shot sums": "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true",
+    "collective kernels": "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE",
 }
-"""Other ways to add up over devices: what is in the environment."""
+"""Other ways to add up over devices: XLA's flags."""
 
 READ = (("snapkv:4096", 1_003_520, 4096), ("full", 131_072, 8192))
 """Policy, tokens, and tokens in a block, each read by one GPU and over `model=2`."""
@@ -156,10 +145,9 @@ def chosen(args: argparse.Namespace) -> tuple[list[Case], dict[str, dict[str, st
         )
 
     cases, env = [case(*part) for part in PARTS], {}
-    for name, variables in VARIANTS.items():
+    for name, flags in VARIANTS.items():
         program = f"kvjax, {name}"
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {variables.get('XLA_FLAGS', '')}".strip()
-        env[program] = {**variables, "XLA_FLAGS": flags}
+        env[program] = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
         cases += [case(*part, program) for part in TRIED]
     return cases, env
 

@@ -392,23 +392,6 @@ def several_devices() -> str:
     return "\n".join(lines)
 
 
-def device_sums() -> str:
-    """Microseconds of small sums over two GPUs, one row per shape."""
-    measured = {
-        (row["operation"], *row["shape"], row["implementation"], row["graph"]): row
-        for row in rows("sums-two-h200.json")
-    }
-    lines = [
-        "| operation | rows × numbers | kernel, in a CUDA graph | kernel, by the host | XLA's collective |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for case in dict.fromkeys(key[:3] for key in measured):
-        found = (measured.get((*case, *how)) for how in (("gpu", True), ("gpu", False), ("xla", True)))
-        cells = ["" if row is None else f"{row['microseconds']:.0f}" for row in found]
-        lines.append(f"| `{case[0]}` | {case[1]} × {case[2]:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def rounds() -> str:
     """Decoding under policies that compress while a model reasons, one row per case."""
     lines = [
@@ -521,7 +504,6 @@ if __name__ == "__main__":
         fits(*FITS_70B),
         weights(),
         several_devices(),
-        device_sums(),
         rounds(),
         quantized_products(),
         peers(),

@@ -88,7 +88,8 @@ def reading(cases: list[Case], params: Params, args: argparse.Namespace) -> list
     """A row for each policy: the time that a block takes, and its kernels by name."""
 
     def engine(case: Case) -> Engine:
-        made = Engine(params, case.bound_policy(), batch=args.batch, prompt_len=case.context, block=args.block)
+        sizes = {"batch": args.batch, "prompt_len": case.context, "block": args.block, "mesh": case.mesh or None}
+        made = Engine(params, case.bound_policy(), **sizes)
         made.executables()
         return made
 

@@ -8,6 +8,7 @@ with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the voc
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -49,6 +50,9 @@ _ALLOWED = (
 def get_mesh(mesh: Mesh | str) -> Mesh:
     """A mesh of the axes `data`, `model` and `sequence`, from one that has some of them, or from text such as "data=2,model=4".
 
+    Has NCCL, unless it is told otherwise or has begun already, make graphs of its kernels alone: with nodes for events in them, which are for
+    programs that communicate in a graph and outside of one at the same time, CUDA takes no loop.
+
     Raises:
         ValueError: it has other axes, or there are fewer devices than it asks for.
     """
@@ -60,6 +64,7 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
         return get_mesh(Mesh(np.asarray(there[:count]).reshape(tuple(sizes.values())), axes))
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     _check_axes(mesh)
     devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names])
     processes = {device.process_index for device in devices.flat}
@@ -69,6 +74,11 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
             f"every process, of which there are {jax.device_count()} in all"
         )
     return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
+
+
+def is_of_one_process(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Whether all of a mesh's devices are this process' own."""
+    return isinstance(mesh, Mesh) and all(x.process_index == jax.process_index() for x in mesh.devices.flat)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -316,8 +316,6 @@ def _joined(
             x.size <= SMALL_SUM
         )  # each device's part is rounded before they are added up, unless that is no more to send
         (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
-        if bias is None and norm is None:
-            return shard.sum_over_model(y, x)
         y = shard.sum_over_model(y).astype(x.dtype)
     elif bias is None and norm is None:
         return projection(h, w, residual=x)[0]

@@ -25,8 +25,6 @@ from .decode_attention import partial_packed_attention as partial_packed_attenti
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
-from .device_sums import device_gather as device_gather
-from .device_sums import device_sum as device_sum
 from .fused_decode_block import BlockWeights as BlockWeights
 from .fused_decode_block import fused_decode_block as fused_decode_block
 from .gather_attention import fetch_slots as fetch_slots

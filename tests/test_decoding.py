@@ -1,5 +1,6 @@
 """The decode loop does what single steps do, also where layers compress only now and then."""
 
+import dataclasses
 from functools import partial
 
 import flax.struct
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax import cache
@@ -15,7 +17,7 @@ from kvjax.pallas_kernels.device import Target
 from kvjax.policies import Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
 from kvjax.policies.capabilities import needs_compression
 from kvjax.runtime import decoding, program
-from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS
+from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MESH_GRAPH_OPTIONS
 from kvjax.runtime.sampling import Greedy
 
 STEPS = 24
@@ -101,6 +103,19 @@ def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(ti
     assert decoding.decode._options((policy, specs)) == wanted
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert decoding.decode._options((policy, specs)) == (CONCURRENT_GRAPH_OPTIONS if together else {})
+
+
+def test_sums_over_devices_are_part_of_the_graph_where_all_are_of_one_process(tiny, monkeypatch):
+    """Over a network NCCL has the host do a part of them, which CUDA takes in no loop."""
+    (spec, *_) = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
+    monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(decoding, "layers_of", lambda *_: ())
+    for mesh, wanted in (
+        (Mesh(np.array(jax.devices()[:1]), ("data",)), MESH_GRAPH_OPTIONS),
+        (AbstractMesh((2,), ("data",)), CUDA_GRAPH_OPTIONS),
+    ):
+        over = dataclasses.replace(spec, shard=dataclasses.replace(spec.shard, mesh=mesh))
+        assert decoding.decode._options((Full(), (over,))) == wanted | CONCURRENT_GRAPH_OPTIONS
 
 
 END = 63

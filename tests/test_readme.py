@@ -113,7 +113,6 @@ def test_tables_are_those_of_the_result_files():
     assert tables.fits(*tables.FITS_70B) in SEVERAL_DEVICES
     assert tables.weights() in WEIGHTS
     assert tables.several_devices() in SEVERAL_DEVICES
-    assert tables.device_sums() in SEVERAL_DEVICES
     assert tables.rounds() in SPEED
 
 

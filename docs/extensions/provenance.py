@@ -14,7 +14,7 @@ PAGES = {
     "speed": ("decode-h200*", "decode-rounds*", "long-context*"),
     "kernels": ("kernels*", "quantized-products*"),
     "howto/weights": ("decode-weights*", "fits-v5e*"),
-    "howto/several_devices": ("decode-two*", "sums-two*", "fits-llama-70b*"),
+    "howto/several_devices": ("decode-two*", "fits-llama-70b*"),
 }
 """Patterns of the files in `benchmarks/results` that each page is of."""
 

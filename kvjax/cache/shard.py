@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, Shaped
 
-from kvjax.pallas_kernels import device_gather, device_sum
-
 DATA, HEADS, COPIES, SLOTS = "data", "heads", "copies", "slots"
 """Axes of a mesh: rows are dealt along the first, KV heads along the second; along the third devices hold the same heads, and along the
 fourth they hold the same heads and share their slots, where a layer's cache can be dealt so (`kvjax.cache.dealt`)."""
@@ -72,18 +70,15 @@ class Shard:
         """All of them."""
         return self.data * self.model
 
-    def sum_over_model(self, x: Shaped[Array, "*S"], residual: Array | None = None) -> Shaped[Array, "*S"]:
-        """The sum over the devices that share a model's matrices; rounded and added to a residual, where there is one."""
-        if self.mesh is None or self.model == 1:
-            return x if residual is None else residual + x.astype(residual.dtype)
-        return device_sum(x, MODEL, self.mesh, residual=residual)
+    def sum_over_model(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
+        """The sum over the devices that share a model's matrices."""
+        return x if self.mesh is None or self.model == 1 else jax.lax.psum(x, MODEL)
 
     def gather_over_model(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "..."]:
         """Their arrays one after the other along the last axis."""
         if self.mesh is None or self.model == 1:
             return x
-        parts = jnp.moveaxis(device_gather(x, MODEL, self.mesh), 0, -2)
-        return parts.reshape(*x.shape[:-1], -1)
+        return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def gather_over_same_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "..."]:
         """Arrays of the devices that hold the same KV heads, one after the other along the last axis."""
@@ -106,7 +101,7 @@ class Shard:
 
     def sum_over_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
         """The sum over the devices that hold a layer's KV heads."""
-        return x if self.mesh is None or self.heads == 1 else device_sum(x, HEADS, self.mesh)
+        return x if self.mesh is None or self.heads == 1 else jax.lax.psum(x, HEADS)
 
     def max_over_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
         """The highest on any of them."""

@@ -18,14 +18,20 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
-from kvjax.models.sharding import partitions
+from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.policies import Policy
 from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
 from kvjax.policies.dealt import dealt
 from kvjax.runtime import mesh, replay
 from kvjax.runtime.mesh import ALL, ROWS, on_host, placed, state_partitions
-from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, Partition, Program
+from kvjax.runtime.program import (
+    CONCURRENT_GRAPH_OPTIONS,
+    CUDA_GRAPH_OPTIONS,
+    MESH_GRAPH_OPTIONS,
+    Partition,
+    Program,
+)
 from kvjax.runtime.sampling import Sampler
 
 CHUNK = 256
@@ -166,7 +172,8 @@ def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     rows of 16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7).
     """
     lazy = any(layer.traits.compression == "when_full" for layer in layers_of(policy, specs))
-    return CUDA_GRAPH_OPTIONS if lazy else CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
+    graph = MESH_GRAPH_OPTIONS if is_of_one_process(specs[0].shard.mesh) else CUDA_GRAPH_OPTIONS
+    return graph if lazy else graph | CONCURRENT_GRAPH_OPTIONS
 
 
 def _empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:
