@@ -11,6 +11,7 @@ bytes, room for question and answer included. Policies that cannot hold so littl
 known; those of `--seeing`, which score tokens by queries, are asked with the question in sight as well.
 
 All tasks of a suite share one compiled program for each policy and share, and programs are compiled in threads while others run.
+Budgets are sought on the host, which takes minutes; `--budgets FILE` keeps them, as `benchmarks/equal_bytes/budgets-qwen2.5-coder-1.5b.jsonl` has those of RULER at 4k.
 Batches go round: `--batch` samples of every task for every policy, then as many again, so that all policies that a run which was cut
 short has asked twice it has asked once. A second process compiles anew: on a bare machine let a batch be all samples, that is one round.
 """

@@ -54,9 +54,7 @@ TRIED = ((_EIGHT, "full", 16384, 1, "model=2"), (_SEVENTY, "full", 16384, 1, "mo
 
 VARIANTS = {
     "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']}",
-    "no asynchronous sums": "--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER",
-    "one-shot sums": "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true",
-    "collective kernels": "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE",
+    "NCCL's sums in the graph": "--xla_gpu_experimental_use_collective_kernels=",
 }
 """Other ways to add up over devices: XLA's flags."""
 

@@ -385,8 +385,9 @@ def several_devices() -> str:
         "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows("decode-two-h200.json"):
+        how = ", ".join([row["mesh"] or "one GPU", *row["program"].split(", ")[1:]])
         lines.append(
-            f"| {row['shape']} | `{_name(row)}` | {row['context']:,} × {row['batch']} | {row['mesh'] or 'one GPU'} | {row['tpot_ms']:.2f} "
+            f"| {row['shape']} | `{_name(row)}` | {row['context']:,} × {row['batch']} | {how} | {row['tpot_ms']:.2f} "
             f"| {row['tokens_per_s']:.0f} | {row['times_floor']:.2f} × | {row['cache_bytes'] / 1e9:.1f} GB |"
         )
     return "\n".join(lines)

@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax import cache
+from kvjax.cache import Shard
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
-from kvjax.policies import Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
+from kvjax.policies import TOVA, Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
 from kvjax.policies.capabilities import needs_compression
 from kvjax.runtime import decoding, program
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MESH_GRAPH_OPTIONS
@@ -105,17 +106,29 @@ def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(ti
     assert decoding.decode._options((policy, specs)) == (CONCURRENT_GRAPH_OPTIONS if together else {})
 
 
-def test_sums_over_devices_are_part_of_the_graph_where_all_are_of_one_process(tiny, monkeypatch):
-    """Over a network NCCL has the host do a part of them, which CUDA takes in no loop."""
+@pytest.mark.parametrize(
+    ("rows", "policy", "wanted"),
+    [
+        (1, Full(), MESH_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS),
+        (1, TOVA(budget=8), MESH_GRAPH_OPTIONS),
+        (2, Full(), CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS),
+        (None, Full(), CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS),
+    ],
+)
+def test_sums_over_devices_are_part_of_the_graph_where_they_follow_one_another(tiny, rows, policy, wanted, monkeypatch):
+    """Not where devices share rows, nor where they are of several processes, whose sums the host has a part in."""
     (spec, *_) = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
-    monkeypatch.setattr(decoding, "layers_of", lambda *_: ())
-    for mesh, wanted in (
-        (Mesh(np.array(jax.devices()[:1]), ("data",)), MESH_GRAPH_OPTIONS),
-        (AbstractMesh((2,), ("data",)), CUDA_GRAPH_OPTIONS),
-    ):
-        over = dataclasses.replace(spec, shard=dataclasses.replace(spec.shard, mesh=mesh))
-        assert decoding.decode._options((Full(), (over,))) == wanted | CONCURRENT_GRAPH_OPTIONS
+    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    axes = ("data", "heads", "copies", "slots")
+    mesh = AbstractMesh((1, 1, 1, 1), axes)
+    if rows is not None:
+        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), axes)
+        monkeypatch.setattr(Shard, "data", rows)
+    shard = dataclasses.replace(spec.shard, mesh=mesh)
+    monkeypatch.setattr(decoding, "layers_of", lambda policy, specs: (policy.layer(spec),))
+    over = dataclasses.replace(spec, shard=shard)
+    assert decoding.decode._options((policy, (over,))) == wanted
 
 
 END = 63

@@ -122,11 +122,20 @@ def test_what_two_gpus_gain():
     )
     assert told is not None
     rate = {
-        (row["context"], row["batch"], row["mesh"]): row["tokens_per_s"] for row in tables.rows("decode-two-h200.json")
+        (row["context"], row["batch"], row["mesh"]): row["tokens_per_s"]
+        for row in tables.rows("decode-two-h200.json")
+        if row["program"] == "kvjax"
     }
     of = 65536, 8
     assert told[1] == f"{rate[*of, 'model=2'] / rate[*of, '']:.2f}"
     assert told[2] == f"{rate[*of, 'data=2'] / rate[65536, 4, '']:.2f}"
+
+
+def test_how_fast_two_gpus_read():
+    told = re.search(r"of 4,096 in (\S+) seconds over `model=2`, and in (\S+) by one GPU", SEVERAL_DEVICES)
+    assert told is not None
+    seconds = {row["mesh"]: row["seconds"] for row in tables.rows("long-context-two-h200.json")}
+    assert (told[1], told[2]) == (f"{seconds['model=2']:.1f}", f"{seconds['']:.1f}")
 
 
 def test_a_methods_page_has_the_needles_of_the_table():

@@ -138,6 +138,7 @@ class Traits:
             only rotated keys, and whose carry has what was learnt (`Replay.found`).
         surroundings: whether it is told what the model has around its attention (`Surroundings`).
         in_parts: it is a `capabilities.InParts`: groups of its KV heads are layers by themselves.
+        sums_heads: a step of it adds up over the devices among which its KV heads are dealt.
     """
 
     compression: Compression = "never"
@@ -152,6 +153,7 @@ class Traits:
     replays: tuple[Replay, ...] = ()
     surroundings: bool = False
     in_parts: bool = False
+    sums_heads: bool = False
 
     @property
     def deals_slots(self) -> bool:

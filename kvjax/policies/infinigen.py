@@ -139,7 +139,7 @@ class InfiniGen(Policy):
 class InfiniGenLayer(SparseLayer[InfiniGen]):
     """One layer that reads what was seen a layer ahead; see `InfiniGen`."""
 
-    traits: Traits = Traits(looks_ahead=True, sparse=True)
+    traits: Traits = Traits(looks_ahead=True, sparse=True, sums_heads=True)
 
     @property
     def selection_shape(self) -> tuple[int, int]:

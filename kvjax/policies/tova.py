@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt
 
+from .base import Layer
 from .families.scoring import ScoreEviction, last_queries
 from .info import PolicyInfo
 from .registry import register
@@ -42,6 +43,10 @@ class TOVA(ScoreEviction):
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + int(self.keep_newest)
+
+    def layer(self, spec: LayerSpec) -> Layer[Any]:
+        layer = super().layer(spec)
+        return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, sums_heads=True))
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         latest = last_queries(prompt, 1, spec)

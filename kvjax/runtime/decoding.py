@@ -169,11 +169,16 @@ def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     """How a GPU runs the loop.
 
     Not side by side where layers compress only when they are full: then it is all layers at once, and each takes memory (Chelsea with 8
-    rows of 16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7).
+    rows of 16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7). Nor where layers add up over devices beside the model's own
+    sums, which follow one another: devices that begin two of them in different order would wait for each other for ever. For that reason sums
+    are part of the graph only where all devices share heads, and none rows or slots.
     """
-    lazy = any(layer.traits.compression == "when_full" for layer in layers_of(policy, specs))
-    graph = MESH_GRAPH_OPTIONS if is_of_one_process(specs[0].shard.mesh) else CUDA_GRAPH_OPTIONS
-    return graph if lazy else graph | CONCURRENT_GRAPH_OPTIONS
+    layers, shard = layers_of(policy, specs), specs[0].shard
+    lazy = any(layer.traits.compression == "when_full" for layer in layers)
+    whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and "0.10." not in jax.__version__
+    ordered = lazy or (whole and any(layer.traits.sums_heads for layer in layers))
+    graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS
+    return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
 
 
 def _empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:

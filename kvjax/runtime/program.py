@@ -25,9 +25,12 @@ CUDA_GRAPH_OPTIONS = {
 """XLA options by which an NVIDIA GPU runs a loop on its own, as one CUDA graph: a step does not come back to the host."""
 
 MESH_GRAPH_OPTIONS = {
-    "xla_gpu_enable_command_buffer": f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
+    "xla_gpu_enable_command_buffer": f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES",
+    "xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE",
 }
-"""The same for a loop over several GPUs of one process, of which sums over devices are a part. See `kvjax.models.sharding.get_mesh`."""
+"""The same for a loop over several GPUs of one process: sums over devices are a part of it, small ones by kernels of XLA's own. (JAX 0.10
+does not have them.) See `kvjax.models.sharding.get_mesh`.
+"""
 
 CONCURRENT_GRAPH_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """XLA options by which kernels of such a graph that do not depend on each other run side by side: what a layer does to its cache

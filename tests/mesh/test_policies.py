@@ -14,6 +14,7 @@ from policies.random_cases import draw_policy
 from kvjax import Engine
 from kvjax.models import Params
 from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
+from kvjax.runtime import decoding
 
 from .conftest import model
 
@@ -42,6 +43,13 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
     return np.column_stack([begun, np.asarray(tokens)[:, :count]]), scores, kept, engine, state
 
 
+def sums(engine: Engine, state: Any) -> int:
+    """How many sums over devices the decoding program has."""
+    given = engine.policy, engine.specs, engine.weights, state, np.int32(1), *engine.how()
+    args = decoding.decode._placed(given, shapes=True)
+    return str(jax.make_jaxpr(decoding.decode._whole(*args))(*args[2:])).count("= psum")
+
+
 def agree(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
     """The same tokens and kept sets, and log-probabilities within what another order of sums makes of float32.
 
@@ -60,7 +68,12 @@ def test_policy_over_meshes(name, uneven, prompts):
     policy = POLICIES[name]
     one = generated(uneven, policy, prompts, None)
     for mesh in ("model=2", "data=2,model=4"):
-        agree(one, generated(uneven, policy, prompts, mesh))
+        many = generated(uneven, policy, prompts, mesh)
+        agree(one, many)
+        _, _, _, engine, state = many
+        if engine.shard.devices == engine.shard.heads:
+            told = any(layer.traits.sums_heads for layer in engine.layers)
+            assert (sums(engine, state) > 2 * engine.config.num_layers + 1) == told, "beside the model's own"
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def _traits(parts: Sequence[Traits]) -> Traits:
         looks_ahead=any(traits.looks_ahead for traits in parts),
         has_own_store=True,
         in_parts=True,
+        sums_heads=any(traits.sums_heads for traits in parts),
         reading="whole" if any(traits.reading == "whole" for traits in parts) else "blocks",
         surroundings=any(traits.surroundings for traits in parts),
         replays=tuple(dict.fromkeys(replay for traits in parts for replay in traits.replays)),
