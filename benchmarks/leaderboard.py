@@ -96,7 +96,9 @@ def measure(args: argparse.Namespace) -> None:
     policies, seeing = split_policies(args.policies), args.seeing.split(",")
     shares = [float(share) for share in args.shares.split(",")]
     planned = [entry for suite in suites for entry in wanted(suite, policies, shares, seeing)]
-    mine = cells(params, part(planned, args.part), Budgets(args.budgets, fingerprint(params.config)))
+    mine = cells(
+        params, part(planned, args.part), Budgets(args.budgets, f"{fingerprint(params.config)} {params.dtype.name}")
+    )
     results = ResultFile(args.out, head(args, params, form, suites))
     check_same_budgets(mine, results.rows)
     done = {sample for row in results.rows for sample in samples_of(row, len(row.get("scores", [None])))}

@@ -4,6 +4,9 @@
     python benchmarks/peer_presses.py FOLDER                        # kvpress' answers, by the Python that has it
     python -m benchmarks.peer_quality compare FOLDER    # writes benchmarks/results/peer-quality-<device>.json and the page's section
 
+kvpress' answers to the default prompts on Qwen2.5-Coder-1.5B-Instruct in bfloat16 are in benchmarks/results/peer-answers: beside `ask`'s files in
+FOLDER they need not be asked again.
+
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
 with kvpress' settings of every method, and new tokens are kept in both. Scores are compared in pairs; every prompt that the two answer

@@ -49,12 +49,18 @@ PARTS = (
 )
 """Shape, policy, tokens, rows and mesh, what matters most first."""
 
-TRIED = ((_EIGHT, "full", 16384, 1, "model=2"), (_SEVENTY, "full", 16384, 1, "model=2"))
+TRIED = (
+    (_EIGHT, "full", 16384, 1, "model=2"),
+    (_EIGHT, "full", 65536, 8, "model=2"),
+    (_SEVENTY, "full", 16384, 1, "model=2"),
+)
 """What is measured with each of `VARIANTS`."""
 
+_NCCL = "--xla_gpu_experimental_use_collective_kernels="
+
 VARIANTS = {
-    "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']}",
-    "NCCL's sums in the graph": "--xla_gpu_experimental_use_collective_kernels=",
+    "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']} {_NCCL}",
+    "NCCL's sums in the graph": _NCCL,
 }
 """Other ways to add up over devices: XLA's flags."""
 

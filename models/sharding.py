@@ -64,8 +64,8 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
         return get_mesh(Mesh(np.asarray(there[:count]).reshape(tuple(sizes.values())), axes))
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
-    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     _check_axes(mesh)
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names])
     processes = {device.process_index for device in devices.flat}
     if jax.process_count() > 1 and jax.process_index() not in processes:

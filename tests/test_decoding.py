@@ -120,6 +120,7 @@ def test_sums_over_devices_are_part_of_the_graph_where_they_follow_one_another(t
     (spec, *_) = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
     monkeypatch.setattr(jax, "__version__", "0.11.2")
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "0")
     axes = ("data", "heads", "copies", "slots")
     mesh = AbstractMesh((1, 1, 1, 1), axes)
     if rows is not None:
@@ -129,6 +130,9 @@ def test_sums_over_devices_are_part_of_the_graph_where_they_follow_one_another(t
     monkeypatch.setattr(decoding, "layers_of", lambda policy, specs: (policy.layer(spec),))
     over = dataclasses.replace(spec, shard=shard)
     assert decoding.decode._options((policy, (over,))) == wanted
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "1")
+    options = decoding.decode._options((policy, (over,)))
+    assert options == CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
 
 
 END = 63

@@ -85,28 +85,33 @@ class Budgets:
 
     Args:
         path: the file; None for none.
-        model: what tells the model.
+        model: what tells the model and the type of its cache.
     """
 
     def __init__(self, path: Path | None, model: str) -> None:
         self._path, self._model = path, model
-        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-        self._found = {tuple(row["key"]): row for row in map(json.loads, lines)}
+        text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if path is not None and whole != text:  # its last line was cut short
+            path.write_text(whole, encoding="utf-8")
+        self._found = {tuple(row["key"]): row for row in map(json.loads, whole.splitlines())}
 
     def get(self, entry: Wanted) -> Cell | None:
         """What was found, if it was."""
         row = self._found.get(self._key(entry))
-        if row is None:
-            return None
-        fitted = None if row["fitted"] is None else get_policy(row["fitted"])
-        return Cell(*entry, fitted, row["held"], row["full"], row["why"])
+        return None if row is None else Cell(*entry, get_policy(row["fitted"]), row["held"], row["full"], row["why"])
 
     def keep(self, entry: Wanted, cell: Cell) -> None:
-        """Note what was found, unless its policy says more than its text does, as one with a profile."""
-        text = None if cell.fitted is None else str(cell.fitted)
-        if self._path is None or (text is not None and get_policy(text) != cell.fitted):
+        """Note what was found, unless its policy says more than its text does, as one with a profile, or there is none, as without one."""
+        if self._path is None or cell.fitted is None or get_policy(str(cell.fitted)) != cell.fitted:
             return
-        row = {"key": self._key(entry), "fitted": text, "held": cell.held, "full": cell.full, "why": cell.why}
+        row = {
+            "key": self._key(entry),
+            "fitted": str(cell.fitted),
+            "held": cell.held,
+            "full": cell.full,
+            "why": cell.why,
+        }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -138,7 +138,8 @@ class Traits:
             only rotated keys, and whose carry has what was learnt (`Replay.found`).
         surroundings: whether it is told what the model has around its attention (`Surroundings`).
         in_parts: it is a `capabilities.InParts`: groups of its KV heads are layers by themselves.
-        sums_heads: a step of it adds up over the devices among which its KV heads are dealt.
+        sums_heads: a step of it adds up, or seeks the highest, over the devices among which its KV heads are dealt. GPUs that are not told may
+            wait for each other for ever.
     """
 
     compression: Compression = "never"

@@ -1,11 +1,12 @@
 """R-KV: while a model reasons, the tokens that are attended to and do not repeat others."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels.masking import MASKED
@@ -129,9 +130,11 @@ def redundancy(
         newest = jnp.where(newest < 0, jnp.argmax(live, axis=-1)[..., None], newest)
     spared = jnp.take_along_axis(unit, jnp.maximum(newest, 0)[..., None], axis=2)
     spared = jnp.where((newest >= 0) & (newest != place), jnp.sum(unit * spared, axis=-1), 0.0)
-    # The sum of a key's cosines is its cosine with the sum of all, less that with itself: linear in the number of keys.
+    # The sum of a key's cosines is its cosine with the sum of all, less that with itself.
     total = jnp.sum(unit * (jnp.sum(unit, axis=2, keepdims=True) - unit), axis=-1)
-    total -= jnp.sum(jnp.where(place[:, None] == newest[:, :, None], spared[:, :, None], 0.0), axis=-1)
+    total -= _in_parts(
+        k, lambda own: jnp.sum(jnp.where(newest[:, :, None] == own[:, None], spared[:, :, None], 0.0), axis=-1)
+    )
     count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
     shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
     return jnp.where(live, shares, 0.0)
@@ -142,23 +145,24 @@ def _newest_duplicate(
 ) -> Int[Array, "B K T"]:
     """For each key the last of the others whose cosine with it is above the threshold; -1 where there is none.
 
-    A number of keys at a time, so that nothing of size T × T exists where T is large.
-
     Args:
         inverse: of norms; 0 where there is no key.
     """
-    size = k.shape[2]
-    block = min(size, max(COSINES // (k.shape[1] * size), 16))
-    padding = -size % block
-    rows, inverses = (jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (k, inverse))
-    place = jnp.arange(size, dtype=jnp.int32)
+    place = jnp.arange(k.shape[2], dtype=jnp.int32)
 
-    def find(i: Int[Array, ""]) -> Int[Array, "B K S"]:
-        own = i * block + jnp.arange(block, dtype=jnp.int32)
-        keys, scale = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=2) for x in (rows, inverses))
+    def find(own: Int[Array, " S"]) -> Int[Array, "B K S"]:
+        keys, scale = (jnp.take(x, own, axis=2, mode="clip") for x in (k, inverse))
         products = jnp.einsum("bkih,bkth->bkit", keys, k, preferred_element_type=jnp.float32)
         similar = products * scale[..., None] * inverse[:, :, None] > threshold
         return jnp.max(jnp.where(similar & live[:, :, None] & (own[:, None] != place), place, -1), axis=-1)
 
-    found = jax.lax.map(find, jnp.arange((size + padding) // block, dtype=jnp.int32))
-    return jnp.moveaxis(found, 0, 2).reshape(*live.shape[:2], -1)[..., :size]
+    return _in_parts(k, find)
+
+
+def _in_parts(k: Float[Array, "B K T H"], part: Callable[[Int[Array, " S"]], Array]) -> Shaped[Array, "B K T"]:
+    """What `part` makes of the keys' places, a number of them at a time, so that nothing of size T × T exists where T is large."""
+    size = k.shape[2]
+    block = min(size, max(COSINES // (k.shape[1] * size), 16))
+    starts = jnp.arange(-(-size // block), dtype=jnp.int32) * block
+    found = jax.lax.map(lambda start: part(start + jnp.arange(block, dtype=jnp.int32)), starts)
+    return jnp.moveaxis(found, 0, 2).reshape(*k.shape[:2], -1)[..., :size]

@@ -28,8 +28,8 @@ MESH_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES",
     "xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE",
 }
-"""The same for a loop over several GPUs of one process: sums over devices are a part of it, small ones by kernels of XLA's own. (JAX 0.10
-does not have them.) See `kvjax.models.sharding.get_mesh`.
+"""The same for a loop over several GPUs of one process: sums over devices are a part of it, small ones by kernels of XLA's own, which JAX
+0.10 does not have. See `kvjax.models.sharding.get_mesh`.
 """
 
 CONCURRENT_GRAPH_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

@@ -197,6 +197,24 @@ def test_rows_hold_a_share_of_what_they_hold_in_full(talker, uneven):
     assert full[True] == pytest.approx(full[False], rel=0.05)
 
 
+def test_budgets_are_found_once(talker, uneven, tmp_path, monkeypatch):
+    """What a file has is not sought again, also after its last line was cut short; where there was none, there may be one now."""
+    entries = cells.wanted(uneven, ["tova", "catekv"], [0.5], [])
+    path = tmp_path / "budgets.jsonl"
+    first = cells.cells(talker, entries, cells.Budgets(path, "model"))
+    lines = path.read_text().splitlines(keepends=True)
+    assert [cell.why == "" for cell in first] == [True, True, False]
+    assert len(lines) == 2  # not that there is no profile
+    path.write_text("".join(lines) + lines[0][:20])
+    monkeypatch.setattr(cells, "_largest", lambda *_: pytest.fail("sought again"))
+    again = cells.cells(talker, entries[:2], cells.Budgets(path, "model"))
+    assert [(cell.fitted, cell.held, cell.full) for cell in again] == [
+        (cell.fitted, cell.held, cell.full) for cell in first[:2]
+    ]
+    assert path.read_text() == "".join(lines)
+    assert cells.Budgets(path, "another").get(entries[1]) is None
+
+
 def test_budgets_inside_a_transform_and_schemes_without_eight_bits(talker, uneven):
     """The budget of what a transform is around is fitted, and where a scheme has no codes of 8 bits, its others are tried."""
     entries = cells.wanted(uneven, ["critical(snapkv)", "turboquant"], [0.5], [])

@@ -8,8 +8,10 @@ def _forget_the_machine() -> None:
     jax: Any = importlib.import_module("jax")
     keys: Any = importlib.import_module("jax._src.cache_key")
     of_options = keys._hash_serialized_compile_options
-    keys._hash_platform = lambda key, backend: keys._hash_string(key, "GPU")
-    keys._hash_accelerator_config = lambda key, devices: keys._hash_string(key, str(devices.size))
+    keys._hash_platform = lambda key, backend: keys._hash_string(key, backend.platform)
+    keys._hash_accelerator_config = lambda key, devices: keys._hash_string(
+        key, f"{devices.size} {devices.flat[0].device_kind}"
+    )
     keys._hash_serialized_compile_options = lambda key, options, strip_device_assignment=False: of_options(
         key, options, True
     )
