@@ -176,7 +176,7 @@ def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     """
     layers, shard = layers_of(policy, specs), specs[0].shard
     lazy = any(layer.traits.compression == "when_full" for layer in layers)
-    whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and "0.10." not in jax.__version__
+    whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and not jax.__version__.startswith("0.10.")
     whole &= os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0"
     ordered = lazy or (whole and any(layer.traits.sums_heads for layer in layers))
     graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS

@@ -104,7 +104,7 @@ def test_divided_among_caches_as_if_alone(implementation):
 
 
 def test_a_slot_that_counts_is_given_once():
-    """Given twice, XLA would copy it before and after: 4 us for each layer of a step on an H200."""
+    """Given twice, XLA would copy it before and after, in each layer of a step."""
     array, slot = jnp.zeros((1, 2, 8, DIM), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
     with on():
         lowered = jax.jit(lambda array, slot: write_slots([array], slot, [1.0], [slot])).trace(array, slot)
