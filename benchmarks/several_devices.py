@@ -64,7 +64,7 @@ VARIANTS = {
 }
 """Other ways to add up over devices: XLA's flags."""
 
-READ = (("snapkv:4096", 1_003_520, 4096), ("full", 131_072, 8192))
+READ = (("snapkv:4096", 1_015_808, 16384), ("snapkv:4096", 1_003_520, 4096))
 """Policy, tokens, and tokens in a block, each read by one GPU and over `model=2`."""
 
 _READ_SECONDS = 45

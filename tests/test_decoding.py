@@ -106,6 +106,21 @@ def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(ti
     assert decoding.decode._options((policy, specs)) == (CONCURRENT_GRAPH_OPTIONS if together else {})
 
 
+@pytest.mark.parametrize("options", [MESH_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, CONCURRENT_GRAPH_OPTIONS], ids=len)
+def test_options_are_known_with_their_values_or_not_at_all(options, caplog):
+    """XLA checks names and values before it looks for a GPU; what another version does not know is left out, and said."""
+    program.compile_with(jax.jit(lambda x: x + 1).lower(jnp.zeros(3)), options)
+    assert "not a valid" not in caplog.text
+
+
+def test_an_option_that_is_refused_is_left_out(caplog):
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+    options = {"xla_gpu_command_buffer_scheduling_mode": "SIDEWAYS", "xla_gpu_that_never_was": "1"} | CUDA_GRAPH_OPTIONS
+    np.testing.assert_array_equal(program.compile_with(lowered, options)(jnp.zeros(3)), np.ones(3))
+    assert "SIDEWAYS" in caplog.text
+    assert "xla_gpu_that_never_was" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("rows", "policy", "wanted"),
     [

@@ -1,6 +1,7 @@
 """Compiled programs that know what they cost: `jax.jit` with compilation apart from execution."""
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -16,6 +17,8 @@ from kvjax.pallas_kernels.device import target
 from kvjax.runtime.compilation_cache import keep_unless_refused
 from kvjax.runtime.mesh import over_mesh, placed
 
+log = logging.getLogger(__name__)
+
 Partition = tuple[Shard, tuple[Any, ...], Any]
 """Devices, and how arguments and results are dealt to them."""
 
@@ -26,7 +29,7 @@ CUDA_GRAPH_OPTIONS = {
 
 MESH_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES",
-    "xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE",
+    "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE",
 }
 """The same for a loop over several GPUs of one process: sums over devices are a part of it, small ones by kernels of XLA's own, which JAX
 0.10 does not have. See `kvjax.models.sharding.get_mesh`.
@@ -100,9 +103,8 @@ class Program:
                 keep_unless_refused()
                 start = time.perf_counter()
                 arrays, donate = args[self._static :], tuple(i - self._static for i in self._donate)
-                jitted = jax.jit(self._whole(*args), donate_argnums=donate)
-                options = self._options(args[: self._static])
-                found = self._compiled[key] = jitted.lower(*arrays).compile(compiler_options=options)
+                lowered = jax.jit(self._whole(*args), donate_argnums=donate).lower(*arrays)
+                found = self._compiled[key] = compile_with(lowered, self._options(args[: self._static]))
                 with self._lock:
                     self.compile_seconds += time.perf_counter() - start
         return found
@@ -148,6 +150,20 @@ class Program:
         if self._canonical is None:
             return args
         return *self._canonical(*args[: self._static]), *args[self._static :]
+
+
+def compile_with(lowered: Any, options: Mapping[str, str | bool]) -> Any:
+    """A lowered program compiled with options of XLA's, without those that this version does not know: they cost speed alone, never the program."""
+    known = dict(options)
+    while True:
+        try:
+            return lowered.compile(compiler_options=known)
+        except jax.errors.JaxRuntimeError as error:
+            refused = [name for name in known if name in str(error)]
+            if not refused or not str(error).startswith("INVALID_ARGUMENT"):
+                raise
+            log.warning("compiled without %s, which this version of XLA refuses: %s", refused, error)
+            known = {name: value for name, value in known.items() if name not in refused}
 
 
 def _place(x: Any) -> Any:
