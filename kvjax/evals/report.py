@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import os
 import platform
 import warnings
 from collections.abc import Callable
@@ -26,10 +27,11 @@ _SAMPLED = 1024
 
 
 def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Versions, device and date of a run, the mesh it is over, if it is, and the settings it was made with."""
+    """Versions, device and date of a run, the mesh it is over and the flags that XLA was given, if any, and the settings it was made with."""
     device = jax.devices()[0]
     over = {} if mesh is None else {"mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())}
-    return over | {
+    flags = {"xla_flags": found} if (found := os.environ.get("XLA_FLAGS")) else {}
+    return over | flags | {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
         "host": platform.processor() or platform.machine(),
