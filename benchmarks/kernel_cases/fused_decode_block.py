@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import BlockWeights, Norm, fused_decode_block
+from kvjax.pallas_kernels import BlockWeights, Int8Matrix, Norm, fused_decode_block, is_quantized
 from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu, plan, reference
 
 from .case import Case, relative_error
@@ -25,27 +25,32 @@ MATRICES = (
 LAYERS = 2
 """With weights of their own."""
 
+SIZES = {"bfloat16": ((256, 4), (128, 8), (128, 10)), "int8": ((256, 6), (256, 8), (256, 10), (128, 16), (128, 20))}
+"""Chunks and slots to time, by type of the weights."""
+
 
 def cases() -> Iterator[Case]:
     """Normal weights, and what attention returned of the size that the residual stream has."""
     weights = sum(outputs * inputs for outputs, inputs in MATRICES)
-    for rows in (1, 2, 4, 8):
-        yield Case(
-            operation="fused_decode_block",
-            shape=f"{rows} x {WIDTH}, MLP of {WIDE}, {WIDTH} + {KEYS} + {KEYS} heads, {LAYERS} layers",
-            dtype="bfloat16",
-            inputs=partial(_inputs, rows),
-            variants={
-                "xla": partial(_way, implementation="xla"),
-                "kernels": partial(_way, implementation=None),
-                "auto": _way,
-                **{f"gpu chunk={c} slots={n}": partial(_way, sizes=(c, n)) for c, n in ((256, 4), (128, 8), (128, 10))},
-            },
-            error=_error,
-            tolerance=1e-2,
-            bytes=2 * LAYERS * weights,
-            flops=2 * LAYERS * rows * weights,
-        )
+    scales = sum(outputs for outputs, _ in MATRICES)
+    for dtype, size in (("bfloat16", 2 * weights), ("int8", weights + 4 * scales)):
+        for rows in (1, 2, 4, 8):
+            yield Case(
+                operation="fused_decode_block",
+                shape=f"{rows} x {WIDTH}, MLP of {WIDE}, {WIDTH} + {KEYS} + {KEYS} heads, {LAYERS} layers",
+                dtype=dtype,
+                inputs=partial(_inputs, rows, dtype),
+                variants={
+                    "xla": partial(_way, implementation="xla"),
+                    "kernels": partial(_way, implementation=None),
+                    "auto": _way,
+                    **{f"gpu chunk={c} slots={n}": partial(_way, sizes=(c, n)) for c, n in SIZES[dtype]},
+                },
+                error=_error,
+                tolerance=1e-2,
+                bytes=LAYERS * size,
+                flops=2 * LAYERS * rows * weights,
+            )
 
 
 def _weights(gains: list[Any], matrices: list[Any]) -> BlockWeights:
@@ -60,7 +65,7 @@ def _way(
     for layer in layers:
         weights = _weights(*layer)
         if sizes is not None:
-            found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS))
+            found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS), 1 if is_quantized(weights.o) else 2)
             assert isinstance(found, plan.Plan)
             held = found.inputs * found.chunk // sizes[0]
             found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
@@ -73,14 +78,16 @@ def _way(
     return list(out)
 
 
-def _inputs(rows: int, seed: int) -> tuple[Any, ...]:
+def _inputs(rows: int, dtype: str, seed: int) -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(seed), 2 + LAYERS * (2 + len(MATRICES))))
     attended, x = (jax.random.normal(next(keys), (rows, WIDTH), jnp.bfloat16) for _ in range(2))
     layers = [
         (
             [1 + jax.random.normal(next(keys), (WIDTH,), jnp.bfloat16) / 8 for _ in range(2)],
             [
-                jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * jnp.asarray(depth**-0.5, jnp.bfloat16)
+                _quantized(next(keys), out, depth)
+                if dtype == "int8"
+                else jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * jnp.asarray(depth**-0.5, jnp.bfloat16)
                 for out, depth in MATRICES
             ],
         )
@@ -89,9 +96,23 @@ def _inputs(rows: int, seed: int) -> tuple[Any, ...]:
     return attended, x, *layers
 
 
+def _quantized(key: Any, outputs: int, inputs: int) -> Int8Matrix:
+    """All levels alike often, and a scale of each output's own."""
+    of_levels, of_scale = jax.random.split(key)
+    levels = jax.random.randint(of_levels, (outputs, inputs), -127, 128, jnp.int8)
+    size = (inputs * 127 * 128 / 3) ** -0.5  # numbers have the variance of the floats' then
+    return Int8Matrix(levels, size * jax.random.uniform(of_scale, (outputs,), jnp.float32, 0.5, 1.5))
+
+
+def _exact(a: Any) -> np.ndarray:
+    if not is_quantized(a):
+        return np.asarray(a, np.float64)
+    return np.asarray(a.levels, np.float64) * np.asarray(a.scale, np.float64)[:, None]
+
+
 def _error(inputs: tuple[Any, ...], out: list[Any]) -> float:
     """Of the last layer's residual stream, q, k and v, the worst."""
-    attended, x, *layers = jax.tree.map(lambda a: np.asarray(a, np.float64), inputs)
+    attended, x, *layers = jax.tree.map(_exact, inputs, is_leaf=is_quantized)
 
     def normed(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain

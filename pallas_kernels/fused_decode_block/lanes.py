@@ -77,7 +77,9 @@ def sync() -> None:
     _wait()
 
 
-def add_diagonals(products: Array, out: Any, column: Array, *, parts: int, second: int, scale: Any = None) -> None:
+def add_diagonals(
+    products: Array, out: Any, column: Array, *, parts: int, second: int, scale: Any = None, scales: Any = None
+) -> None:
     """Write outputs, each the sum of the diagonal of a block [s, s] of products [64, B s].
 
     Args:
@@ -86,12 +88,14 @@ def add_diagonals(products: Array, out: Any, column: Array, *, parts: int, secon
         parts: s.
         second: where those of the second half go, from there; not asked for if they have an array of their own.
         scale: factors [8], one per row of inputs, in shared memory.
+        scales: factors of outputs, for each column of `out`, [columns] or [2, columns], in shared memory.
     """
     blocks, apart = products.shape[1] // 8, len(out.shape) == 3
-    scales = () if scale is None else (scale,)
+    of_rows, of_outputs = scale is not None, scales is not None
+    factors = [ref for ref in (scale, scales) if ref is not None]
 
-    @_inline(plgpu.Layout.WGMMA, SCALAR, *(REF for _ in (out, *scales)))
-    def _write(_: Any, products: Any, column: Any, out: Any, *scales: Any) -> None:
+    @_inline(plgpu.Layout.WGMMA, SCALAR, *(REF for _ in (out, *factors)))
+    def _write(_: Any, products: Any, column: Any, out: Any, *factors: Any) -> None:
         warp, lane = _warp_and_lane()
         down, across = arith.divui(lane, _int(4)), arith.muli(arith.remui(lane, _int(4)), _int(2))
         bits = [bit for bit in (4, 8, 16) if bit < 4 * parts] + [bit for bit in (1, 2) if 2 * bit < parts]
@@ -112,13 +116,16 @@ def add_diagonals(products: Array, out: Any, column: Array, *, parts: int, secon
             if not apart:
                 at = arith.addi(at, arith.muli(which, _int(second)))
             one = arith.andi(_equal(part, _int(0)), _equal(arith.remui(first, _int(parts)), _int(0)))
+            array = (which,) if apart else ()
             with _where(one):
-                for factors in scales:
-                    total = arith.mulf(total, memref.load(factors, _at(token)))
-                memref.store(total, out, _at(*((which,) if apart else ()), token, at))
+                if of_rows:
+                    total = arith.mulf(total, memref.load(factors[0], _at(token)))
+                if of_outputs:
+                    total = arith.mulf(total, memref.load(factors[-1], _at(*array, at)))
+                memref.store(total, out, _at(*array, token, at))
                 scf.yield_([])
 
-    _write(products, column, out, *scales)
+    _write(products, column, out, *factors)
 
 
 def sum_rows(x: Array, out: Any) -> None:
@@ -176,6 +183,22 @@ def bring(source: Any, out: Any, first: Array, *, count: int) -> None:
                 at = arith.addi(first.registers.item(), column)
                 value = memref.load(source, _at(at) if rows is None else _at(row, at))
                 memref.store(value, out, _at(row, column))
+                scf.yield_([])
+
+    _copy(source, out, first)
+
+
+def bring_scales(source: Any, out: Any, first: Array, *, count: int) -> None:
+    """Numbers [first, first + count) of an array [_] in global memory, into the first of one in shared memory [columns]."""
+
+    @_inline(REF, REF, SCALAR)
+    def _copy(_: Any, source: Any, out: Any, first: Any) -> None:
+        thread = arith.remui(utils.thread_idx(), _int(128))
+        for start in range(0, count, 128):
+            column = arith.addi(thread, _int(start))
+            with _where(_below(column, count)):
+                value = memref.load(source, _at(arith.addi(first.registers.item(), column)))
+                memref.store(value, out, _at(column))
                 scf.yield_([])
 
     _copy(source, out, first)

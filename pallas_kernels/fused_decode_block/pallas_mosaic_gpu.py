@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from ..device import hopper, target
-from ..projection import is_quantized
-from .plan import HALF, PROGRAMS, ROWS, WARPGROUPS, Plan, columns, plan
+from ..projection import Int8Matrix, Matrix, is_quantized
+from .plan import HALF, PROGRAMS, ROWS, SCALES, WARPGROUPS, Plan, columns, plan
 from .types import BlockWeights
 
 SWIZZLE = 128
@@ -43,19 +43,29 @@ def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str 
         return f"this GPU has {cores} multiprocessors, not {PROGRAMS}"
     if attended.ndim != 2:
         return f"inputs are {attended.shape}, not a token per row"
-    if any(map(is_quantized, weights)):
-        return "weights are in 8 or 4 bits"
-    kinds = {a.dtype for a in jax.tree.leaves((attended, x, [w for w in weights if isinstance(w, jax.Array)]))}
+    matrices = _matrices(weights)
+    held = {w.kind if is_quantized(w) else "floats" for w in matrices}
+    if len(held) > 1:
+        return f"some weights are {' and others '.join(sorted(held))}"
+    if not held <= {"int8", "floats"}:
+        return f"weights are {held.pop()}"
+    floats = [w for w in matrices if not is_quantized(w)]
+    kinds = {a.dtype for a in (attended, x, weights.mlp_norm.gain, weights.attn_norm.gain, *floats)}
     if kinds != {jnp.dtype(jnp.bfloat16)}:
-        return "not everything is bfloat16"
+        return f"not everything {'but weights ' if held == {'int8'} else ''}is bfloat16"
     found = _plan(attended, x, weights)
     return found if isinstance(found, str) else None
+
+
+def _matrices(weights: BlockWeights) -> tuple[Matrix, ...]:
+    return weights.o, weights.gate, weights.up, weights.down, weights.q, weights.k, weights.v
 
 
 def _plan(attended: Array, x: Array, weights: BlockWeights) -> Plan | str:
     heads = weights.q.shape[0], weights.k.shape[0]
     rows, inputs = attended.shape
-    return plan(rows, inputs, x.shape[1], weights.gate.shape[0], heads)
+    size = 1 if is_quantized(weights.o) else 2
+    return plan(rows, inputs, x.shape[1], weights.gate.shape[0], heads, size)
 
 
 def fused_decode_block(
@@ -69,9 +79,11 @@ def fused_decode_block(
     found = _plan(attended, x, weights) if sizes is None else sizes
     assert isinstance(found, Plan)
     eps = weights.mlp_norm.eps, weights.attn_norm.eps
-    matrices = weights.o, weights.gate, weights.up, weights.down, weights.q, weights.k, weights.v
+    matrices = _matrices(weights)
     gains = weights.mlp_norm.gain, weights.attn_norm.gain
-    return _call(attended, x, gains, matrices, sizes=found, eps=eps)
+    levels = tuple(w.levels if isinstance(w, Int8Matrix) else w for w in matrices)
+    scales = tuple(w.scale.astype(jnp.float32) for w in matrices if isinstance(w, Int8Matrix))
+    return _call(attended, x, gains, levels, scales, sizes=found, eps=eps)
 
 
 @jax.jit(static_argnames=("sizes", "eps"))
@@ -80,11 +92,17 @@ def _call(
     x: Array,
     gains: tuple[Array, Array],
     matrices: tuple[Array, ...],
+    scales: tuple[Array, ...],
     *,
     sizes: Plan,
     eps: tuple[float, float],
 ) -> tuple[Array, Array, Array, Array]:
-    """The kernel, traced and lowered once for all layers."""
+    """The kernel, traced and lowered once for all layers.
+
+    Args:
+        matrices: of floats, or levels of int8.
+        scales: of the outputs of each matrix of levels; none for floats.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from . import lanes
@@ -98,6 +116,7 @@ def _call(
     blocks = {"o": own * parts // ROWS, "wide": wide * parts // HALF, "q": own_q * parts // ROWS}
     a_block, a_half = ROWS // parts, HALF // parts
     apart = own_k * parts == ROWS  # k and v have a block each, not a half
+    quantized = bool(scales)
     wide_columns = columns(wide)
     bfloat16, float32 = jnp.bfloat16, jnp.float32
     narrow_layout = plgpu.Layout.WG_STRIDED((8, 64), vec_size=4)
@@ -108,12 +127,12 @@ def _call(
 
     def body(
         attended_ref: Any, x_ref: Any, mlp_gain_ref: Any, attn_gain_ref: Any, o_ref: Any, gate_ref: Any, up_ref: Any,
-        down_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, counters_ref: Any,
+        down_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, scale_refs: tuple[Any, ...], counters_ref: Any,
         x_out: Any, q_out: Any, k_out: Any, v_out: Any, normed_ref: Any, gated_ref: Any, next_ref: Any,
         squares_ref: Any, next_squares_ref: Any,
         weights_smem: Any, inputs_smem: Any, sums_smem: Any, wide_smem: Any, x_smem: Any, gains_smem: Any,
         normed_smem: Any, out_smem: Any, squares_smem: Any, all_squares_smem: Any, roots_smem: Any,
-        filled: Any, emptied: Any, arrived: Any, turned: Any, counted: Any, together: Any,
+        filled: Any, emptied: Any, arrived: Any, turned: Any, counted: Any, together: Any, scales_smem: Any = None,
     ) -> None:  # fmt: skip
         program, role = jax.lax.axis_index("program"), jax.lax.axis_index("role")
 
@@ -166,15 +185,33 @@ def _call(
             if squares is not None:
                 plgpu.copy_gmem_to_smem(squares, all_squares_smem, counted)
 
+        def multiply_chunk(total: Any, at: Any, inputs_at: Any) -> None:
+            """Add the products of a slot's weights with a chunk of inputs to `total`, and hand the slot back."""
+            if not quantized:
+                plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(emptied.at[at])
+                return
+            # The matrix units multiply no levels by bfloat16, but take what they multiply from registers, too. The slot is free as soon as
+            # all is in registers, and while a slice is multiplied the next one's levels become bfloat16, which is exact.
+            slices = [pl.ds(first, SWIZZLE) for first in range(0, chunk, SWIZZLE)]
+            levels = [lanes.load(weights_smem.at[at, :, taken], plgpu.Layout.WGMMA_UPCAST_2X) for taken in slices]
+            plgpu.barrier_arrive(emptied.at[at])
+            for taken, part in zip(slices, levels, strict=True):
+                numbers = plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(bfloat16)
+                plgpu.wgmma(total, numbers, inputs_smem.at[inputs_at, :, taken].T)
+            plgpu.wgmma_wait(0)
+
         def multiply(
             slot: int, count: int, chunks: int, ref: Any, out: Any, column: Callable[[Any], Any], second: int = 0,
-            eps: float | None = None, again: bool = False,
+            eps: float | None = None, again: bool = False, scales: Any = None,
         ) -> int:  # fmt: skip
             """Products of `count` blocks with the inputs in `ref`, into `out`; this warpgroup's half of the chunks, in every other slot.
 
             Args:
                 eps: of the norm of these inputs, if they are normed.
                 again: whether inputs and roots are there already.
+                scales: of the outputs, by columns of `out`, if weights are levels.
             """
             turns = chunks > held
             roots = None if eps is None else roots_smem.at[role]
@@ -192,9 +229,7 @@ def _call(
                             plgpu.barrier_wait(turned.at[inputs_at])
                         pl.when(fresh)(lambda: plgpu.barrier_wait(arrived.at[inputs_at]))
                         plgpu.barrier_wait(filled.at[at])
-                        plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(emptied.at[at])
+                        multiply_chunk(total, at, inputs_at)
                         if turns:
 
                             @pl.when(part + held < chunks)
@@ -222,7 +257,7 @@ def _call(
                         plgpu.barrier_wait(counted)
                         lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
 
-                lanes.add_diagonals(products, out, column(i), parts=parts, second=second, scale=roots)
+                lanes.add_diagonals(products, out, column(i), parts=parts, second=second, scale=roots, scales=scales)
 
             jax.lax.fori_loop(0, count, block, None)
             return slot + count * chunks
@@ -264,6 +299,8 @@ def _call(
         def _compute() -> None:
             plgpu.set_max_registers(216, action="increase")
             sums, gated = sums_smem.at[role], wide_smem.at[role]
+            of_wide = scales_smem.at[pl.ds(0, 2)] if quantized else None
+            of_o, of_down, of_q, of_kv = (scales_smem.at[2 + i] if quantized else None for i in range(4))
 
             def everyone() -> None:
                 plgpu.barrier_arrive(together)
@@ -282,6 +319,11 @@ def _call(
                 lanes.bring(x_ref, x_smem, program * own, count=own)
                 lanes.bring(mlp_gain_ref, gains_smem.at[0], program * own, count=own)
                 lanes.bring(attn_gain_ref, gains_smem.at[1], program * own, count=own)
+                if quantized:
+                    held = of_o, of_wide.at[0], of_wide.at[1], of_down, of_q, of_kv.at[pl.ds(0, 64)], of_kv.at[pl.ds(64, 64)]
+                    counts = own, wide, wide, own, own_q, own_k, own_k
+                    for ref, out, count in zip(scale_refs, held, counts, strict=True):
+                        lanes.bring_scales(ref, out, program * count, count=count)
                 lanes.sync()
 
             def gate() -> None:
@@ -319,21 +361,34 @@ def _call(
 
             lead(begin)
             everyone()
-            slot = multiply(0, blocks["o"], of_attended, attended_ref, sums, lambda i: i * a_block, a_half)
+            slot = multiply(
+                0, blocks["o"], of_attended, attended_ref, sums, lambda i: i * a_block, a_half, scales=of_o
+            )
             lead(gate)
-            slot = multiply(slot, blocks["wide"], of_width, normed_ref, gated, lambda i: i * a_half, eps=eps[0])
+            slot = multiply(
+                slot, blocks["wide"], of_width, normed_ref, gated, lambda i: i * a_half, eps=eps[0], scales=of_wide
+            )
             lead(down)
-            slot = multiply(slot, blocks["o"], of_inner, gated_ref, sums, lambda i: i * a_block, a_half)
+            slot = multiply(
+                slot, blocks["o"], of_inner, gated_ref, sums, lambda i: i * a_block, a_half, scales=of_down
+            )
             lead(heads)
             slot = multiply(
-                slot, blocks["q"], of_width, next_ref, gated.at[0], lambda i: i * a_block, a_half, eps=eps[1]
-            )
+                slot, blocks["q"], of_width, next_ref, gated.at[0], lambda i: i * a_block, a_half, eps=eps[1],
+                scales=of_q,
+            )  # fmt: skip
             pair = 2 if apart else 1
             beside = a_half if apart else 64
-            multiply(slot, pair, of_width, next_ref, gated.at[1], lambda i: i * 64, beside, eps=eps[1], again=True)
+            multiply(
+                slot, pair, of_width, next_ref, gated.at[1], lambda i: i * 64, beside, eps=eps[1], again=True,
+                scales=of_kv,
+            )  # fmt: skip
             lead(end)
 
-    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
+    def tiled(size: int) -> tuple[Any, ...]:
+        """How numbers of so many bytes lie in shared memory."""
+        return plgpu.TilingTransform((8, SWIZZLE // size)), plgpu.SwizzleTransform(SWIZZLE)
+
     shape, smem, barrier = jax.ShapeDtypeStruct, plgpu.SMEM, plgpu.Barrier
     # XLA is not told that these are written. It need not know: calls follow one another, as each takes what the one before made, and a call
     # does as well with zeros as with what another has left, in which only the last meeting's counter is not zero; the first clears it.
@@ -351,8 +406,8 @@ def _call(
         num_threads=WARPGROUPS + 1,
         thread_name="role",
         scratch_types=[
-            smem((slots, ROWS, chunk), bfloat16, transforms=tiled),
-            smem((held, batch * parts, chunk), bfloat16, transforms=tiled),
+            smem((slots, ROWS, chunk), matrices[0].dtype, transforms=tiled(sizes.bytes)),
+            smem((held, batch * parts, chunk), bfloat16, transforms=tiled(2)),
             smem((WARPGROUPS, 8, 64), float32),
             smem((WARPGROUPS, 2, 8, wide_columns), float32),
             smem((8, 64), bfloat16),
@@ -368,7 +423,8 @@ def _call(
             barrier(num_barriers=held),
             barrier(),
             barrier(num_arrivals=WARPGROUPS),
+            *([smem((SCALES, wide_columns), float32)] if quantized else []),
         ],
         kernel_name="fused_decode_block",
-    )(split(attended), x, *gains, *map(split, matrices), counters)
+    )(split(attended), x, *gains, *map(split, matrices), scales, counters)
     return out[0], out[1], out[2], out[3]

@@ -19,13 +19,19 @@ WARPGROUPS = 2
 SHARED = 227 * 1024
 """Bytes of shared memory of a program."""
 
-CHUNK = 128
-"""Inputs of a part that are multiplied at a time."""
+CHUNKS = {2: (128,), 1: (256, 128)}
+"""Inputs of a part that are multiplied at a time, by bytes of a weight: the first that all inputs are multiples of."""
+
+SLOT = 2 * 128
+"""Bytes of a row of weights that `SLOTS` counts."""
 
 SLOTS = 10, 8, 6, 4
-"""Chunks of weights under way, as many as fit. (Of Llama-3.1-8B's shape on an H200, two layers for a token: 218.0 us with 10, 218.2
-with 8, 219.8 with 4 chunks of 256.)
+"""Chunks of weights under way, as many as fit; twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
+layers for a token: 218.0 us with 10, 218.2 with 8, 219.8 with 4 chunks of 256.)
 """
+
+SCALES = 6
+"""Rows that a program's scales are kept in: of o, gate, up, down, q, and of k and v together."""
 
 PARTS = {1: 8, 2: 8, 4: 2, 8: 2}
 """s, by rows of inputs."""
@@ -43,6 +49,7 @@ class Plan(NamedTuple):
         chunk: inputs of a part that are multiplied at a time.
         slots: chunks of weights under way.
         inputs: chunks of inputs that are held at a time.
+        bytes: of a weight, 2 for bfloat16 or 1 for the levels of int8.
     """
 
     rows: int
@@ -53,10 +60,15 @@ class Plan(NamedTuple):
     chunk: int
     slots: int
     inputs: int
+    bytes: int = 2
 
 
-def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]) -> Plan | str:
-    """The sizes for inputs [rows, attended], a residual stream of `width`, an MLP of `wide` and q, k of `heads` outputs; or why none fit."""
+def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int], bytes: int = 2) -> Plan | str:
+    """The sizes for inputs [rows, attended], a residual stream of `width`, an MLP of `wide` and q, k of `heads` outputs; or why none fit.
+
+    Args:
+        bytes: of a weight.
+    """
     if rows not in PARTS:
         return f"{rows} rows, not one of {list(PARTS)}"
     parts = PARTS[rows]
@@ -68,12 +80,14 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
         return f"shares of {own}, {own_wide}, {q} and {k} outputs, by {parts}, are not whole blocks"
     if max(own, q) > 64 or k > 64 or (wide // parts) % own_wide or (width // parts) % own:
         return f"shares of {own}, {own_wide}, {q} and {k} outputs do not fit"
-    if any(size % (parts * CHUNK) for size in (attended, width, wide)):
-        return f"{attended}, {width} and {wide} inputs, by {parts}, are not multiples of {CHUNK}"
-    short, long = max(attended, width) // parts // CHUNK, wide // parts // CHUNK
+    chunks = [chunk for chunk in CHUNKS[bytes] if not any(size % (parts * chunk) for size in (attended, width, wide))]
+    if not chunks:
+        return f"{attended}, {width} and {wide} inputs, by {parts}, are not multiples of {CHUNKS[bytes][-1]}"
+    chunk = chunks[0]
+    short, long = max(attended, width) // parts // chunk, wide // parts // chunk
     for slots in SLOTS:
         for inputs in (max(short, long), short + short % 2):
-            found = Plan(rows, parts, own, own_wide, (q, k), CHUNK, slots, inputs)
+            found = Plan(rows, parts, own, own_wide, (q, k), chunk, slots * SLOT // (bytes * chunk), inputs, bytes)
             if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
                 return found
     return f"{rows} rows of {max(attended, width, wide)} inputs do not fit into shared memory"
@@ -88,9 +102,10 @@ def _turns(plan: Plan, attended: int, width: int) -> bool:
 
 
 def _bytes(plan: Plan) -> int:
-    """Shared memory: chunks of weights and of inputs, and what products are gathered in."""
-    chunks = 2 * plan.chunk * (plan.slots * ROWS + plan.inputs * plan.rows * plan.parts)
+    """Shared memory: chunks of weights and of inputs, what products are gathered in, and scales of int8."""
+    chunks = plan.chunk * (plan.bytes * plan.slots * ROWS + 2 * plan.inputs * plan.rows * plan.parts)
     sums = 4 * WARPGROUPS * 8 * (64 + 2 * columns(plan.wide))
+    sums += 4 * SCALES * columns(plan.wide) if plan.bytes == 1 else 0
     return chunks + sums + 2 * 8 * (4 * 64 + 2 * columns(plan.wide)) + 4 * 8 * PROGRAMS + 2048
 
 
