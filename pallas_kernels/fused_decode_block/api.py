@@ -19,7 +19,7 @@ def fused_decode_block(
     """Output projection, gated MLP (Shazeer 2020) and the next layer's queries, keys and values, with both residual sums and RMS norms.
 
     The Hopper kernel is one kernel for what else are four: weights go on arriving while programs wait for each other. It rounds
-    normed inputs before they are divided by their root mean square instead of after.
+    normed inputs before they are divided by their root mean square instead of after. It serves weights in bfloat16, or all in int8.
 
     Args:
         attended: what attention returned, heads side by side.

@@ -1,4 +1,4 @@
-"""From attention to attention in one kernel for Hopper GPUs, in Pallas' Mosaic dialect.
+"""From attention to attention in one kernel for Hopper GPUs, in Pallas' Mosaic dialect, with weights in bfloat16 or int8.
 
 A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
 one's outputs. One warpgroup does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots;
@@ -192,14 +192,13 @@ def _call(
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(emptied.at[at])
                 return
-            # The matrix units multiply no levels by bfloat16, but take what they multiply from registers, too. The slot is free as soon as
-            # all is in registers, and while a slice is multiplied the next one's levels become bfloat16, which is exact.
+            # The matrix units do not multiply int8 by bfloat16, but they take what they multiply from registers, too. A slot is free once
+            # its levels are there; they become bfloat16, which is exact, while those before are multiplied.
             slices = [pl.ds(first, SWIZZLE) for first in range(0, chunk, SWIZZLE)]
             levels = [lanes.load(weights_smem.at[at, :, taken], plgpu.Layout.WGMMA_UPCAST_2X) for taken in slices]
             plgpu.barrier_arrive(emptied.at[at])
             for taken, part in zip(slices, levels, strict=True):
-                numbers = plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(bfloat16)
-                plgpu.wgmma(total, numbers, inputs_smem.at[inputs_at, :, taken].T)
+                plgpu.wgmma(total, lanes.as_bfloat16(part), inputs_smem.at[inputs_at, :, taken].T)
             plgpu.wgmma_wait(0)
 
         def multiply(
@@ -299,8 +298,8 @@ def _call(
         def _compute() -> None:
             plgpu.set_max_registers(216, action="increase")
             sums, gated = sums_smem.at[role], wide_smem.at[role]
-            of_wide = scales_smem.at[pl.ds(0, 2)] if quantized else None
-            of_o, of_down, of_q, of_kv = (scales_smem.at[2 + i] if quantized else None for i in range(4))
+            rows = pl.ds(0, 2), 2, 3, 4, 5
+            of_wide, of_o, of_down, of_q, of_kv = (scales_smem.at[row] if quantized else None for row in rows)
 
             def everyone() -> None:
                 plgpu.barrier_arrive(together)
@@ -319,11 +318,10 @@ def _call(
                 lanes.bring(x_ref, x_smem, program * own, count=own)
                 lanes.bring(mlp_gain_ref, gains_smem.at[0], program * own, count=own)
                 lanes.bring(attn_gain_ref, gains_smem.at[1], program * own, count=own)
-                if quantized:
-                    held = of_o, of_wide.at[0], of_wide.at[1], of_down, of_q, of_kv.at[pl.ds(0, 64)], of_kv.at[pl.ds(64, 64)]
-                    counts = own, wide, wide, own, own_q, own_k, own_k
-                    for ref, out, count in zip(scale_refs, held, counts, strict=True):
-                        lanes.bring_scales(ref, out, program * count, count=count)
+                counts = own, wide, wide, own, own_q, own_k, own_k
+                places = (2, 0), (0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (5, 64)
+                for ref, count, (row, column) in zip(scale_refs, counts, places, strict=True) if quantized else ():
+                    lanes.bring_scales(ref, scales_smem.at[row, pl.ds(column, count)], program * count, count=count)
                 lanes.sync()
 
             def gate() -> None:
@@ -361,17 +359,13 @@ def _call(
 
             lead(begin)
             everyone()
-            slot = multiply(
-                0, blocks["o"], of_attended, attended_ref, sums, lambda i: i * a_block, a_half, scales=of_o
-            )
+            slot = multiply(0, blocks["o"], of_attended, attended_ref, sums, lambda i: i * a_block, a_half, scales=of_o)
             lead(gate)
             slot = multiply(
                 slot, blocks["wide"], of_width, normed_ref, gated, lambda i: i * a_half, eps=eps[0], scales=of_wide
             )
             lead(down)
-            slot = multiply(
-                slot, blocks["o"], of_inner, gated_ref, sums, lambda i: i * a_block, a_half, scales=of_down
-            )
+            slot = multiply(slot, blocks["o"], of_inner, gated_ref, sums, lambda i: i * a_block, a_half, scales=of_down)
             lead(heads)
             slot = multiply(
                 slot, blocks["q"], of_width, next_ref, gated.at[0], lambda i: i * a_block, a_half, eps=eps[1],

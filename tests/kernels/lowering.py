@@ -16,7 +16,7 @@ def on(kind="NVIDIA H200", cores=132):
 def decoding_step(case: Case) -> str:
     """A step of a model and policy, lowered for an H200."""
     with on():
-        engine = case.engine(case.config, case.batch)
+        engine = case.engine(case.shapes, case.batch)
         state = states.shapes(engine.policy, engine.specs)
 
         def step(params, caches, token, pos):

@@ -12,7 +12,7 @@ import pytest
 from kernels.lowering import decoding_step, on
 
 from kvjax.bench.case import Case
-from kvjax.pallas_kernels import BlockWeights, Norm, fused_decode_block
+from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block
 from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
 from kvjax.pallas_kernels.fused_decode_block.plan import HALF, PROGRAMS, ROWS, Plan, plan
 from kvjax.pallas_kernels.op import WITHOUT, Unsupported
@@ -20,8 +20,12 @@ from kvjax.pallas_kernels.op import WITHOUT, Unsupported
 LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
 
 
-def draw(rows, attended, width, wide, heads, dtype=jnp.float32):
-    """Inputs, residual stream and weights; where they are large, only their shapes."""
+def draw(rows, attended, width, wide, heads, dtype=jnp.float32, weights=None):
+    """Inputs, residual stream and weights; where they are large, only their shapes.
+
+    Args:
+        weights: what makes a matrix of one's shape and position among the seven, if not all are floats.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 11))
 
     def normal(*shape):
@@ -32,8 +36,26 @@ def draw(rows, attended, width, wide, heads, dtype=jnp.float32):
     q, k = heads
     o, gate, up, down = normal(width, attended), normal(wide, width), normal(wide, width), normal(width, wide)
     norms = [Norm(normal(width), 1e-5) for _ in range(2)]
-    weights = BlockWeights(o, norms[0], gate, up, down, norms[1], normal(q, width), normal(k, width), normal(k, width))
-    return normal(rows, attended), normal(rows, width), weights
+    matrices = o, gate, up, down, normal(q, width), normal(k, width), normal(k, width)
+    if weights is not None:
+        matrices = [weights(i, matrix.shape) for i, matrix in enumerate(matrices)]
+    block = BlockWeights(matrices[0], norms[0], *matrices[1:4], norms[1], *matrices[4:])
+    return normal(rows, attended), normal(rows, width), block
+
+
+def int8(_, shape):
+    return Int8Matrix(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:1], jnp.float32))
+
+
+def int4(_, shape):
+    outputs, inputs = shape
+    groups = inputs // 32
+    scale = jax.ShapeDtypeStruct((outputs, groups), jnp.bfloat16)
+    return GroupedMatrix(jax.ShapeDtypeStruct((outputs, 16, groups), jnp.uint8), scale)
+
+
+def mixed(at, shape):
+    return int8(at, shape) if at < 4 else jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
@@ -55,6 +77,7 @@ def test_products(implementation):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [2, 1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("shape", "served"),
@@ -63,13 +86,15 @@ def test_products(implementation):
         ({"attended": 3072, "width": 3072, "wide": 8192, "heads": (3072, 1024)}, (1, 2)),
     ],
 )
-def test_shares_cover_everything(rows, shape, served):
+def test_shares_cover_everything(rows, shape, served, size):
     """Every program has whole blocks, all programs together all outputs, chunks all inputs; what is held at a time suffices."""
-    sizes = plan(rows, **shape)
+    sizes = plan(rows, **shape, bytes=size)
     if rows not in served:
         assert isinstance(sizes, str)
         return
     assert isinstance(sizes, Plan)
+    assert sizes.bytes == size
+    assert size * sizes.chunk % 128 == 0  # whole rows of shared memory that are interleaved
     assert PROGRAMS * sizes.outputs == shape["width"]
     assert PROGRAMS * sizes.wide == shape["wide"]
     assert tuple(PROGRAMS * count for count in sizes.heads) == shape["heads"]
@@ -82,6 +107,14 @@ def test_shares_cover_everything(rows, shape, served):
     assert sizes.slots % 2 == 0
     assert sizes.inputs >= shape["width"] // sizes.parts // sizes.chunk
     assert sizes.inputs % 2 == 0 or sizes.inputs >= shape["wide"] // sizes.parts // sizes.chunk
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_as_many_bytes_under_way(rows):
+    """Of int8 as of bfloat16, but for what its scales take of the memory; in chunks of twice as many inputs, of as many bytes."""
+    floats, levels = plan(rows, **LLAMA), plan(rows, **LLAMA, bytes=1)
+    assert levels.chunk == 2 * floats.chunk
+    assert floats.slots - 2 <= levels.slots <= floats.slots
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
@@ -121,13 +154,13 @@ def abstractly(function, given):
     return jax.jit(of_arrays).trace(*shapes)
 
 
-def refusal(rows, dtype):
+def refusal(rows, dtype, weights=None):
     reasons = []
 
     def ask(*given):
         reasons.append(pallas_mosaic_gpu.unsupported_reason(*given))
 
-    abstractly(ask, draw(rows, **LLAMA, dtype=dtype))
+    abstractly(ask, draw(rows, **LLAMA, dtype=dtype, weights=weights))
     return reasons[0]
 
 
@@ -141,13 +174,23 @@ def test_refuses():
         assert refusal(16, jnp.bfloat16).startswith("16 rows")
 
 
+def test_refuses_weights():
+    with on():
+        assert refusal(1, jnp.bfloat16, int8) is None
+        assert refusal(1, jnp.float32, int8) == "not everything but weights is bfloat16"
+        assert refusal(1, jnp.bfloat16, int4) == "weights are int4"
+        assert refusal(1, jnp.bfloat16, mixed) == "some weights are floats and others int8"
+        assert refusal(16, jnp.bfloat16, int8).startswith("16 rows")
+
+
 def test_asked_for_by_name():
     with pytest.raises(Unsupported, match="not for a Hopper GPU"):
         fused_decode_block(*draw(1, 48, 32, 80, (48, 16)), implementation="gpu")
 
 
+@pytest.mark.parametrize("weights", [None, int8])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
-def test_lowers_for_hopper(rows):
+def test_lowers_for_hopper(rows, weights):
     """Not anew for each layer; the first one's inputs come from outside the mesh that stands for the device, and count as others."""
 
     def layers(attended, x, weights):
@@ -157,21 +200,24 @@ def test_lowers_for_hopper(rows):
         return moved
 
     with on():
-        traced = abstractly(layers, draw(rows, **LLAMA, dtype=jnp.bfloat16))
+        traced = abstractly(layers, draw(rows, **LLAMA, dtype=jnp.bfloat16, weights=weights))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @_call") == 4
     assert text.count("@mosaic_gpu_v2(") == 2
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("spared", [None, "nearest", "nearest, fused_decode_block"])
-def test_decoding_uses_it(spared, monkeypatch):
+@pytest.mark.parametrize(
+    ("weights", "spared"),
+    [("float", None), ("float", "nearest"), ("float", "nearest, fused_decode_block"), ("int8", None), ("int4", None)],
+)
+def test_decoding_uses_it(weights, spared, monkeypatch):
     """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to."""
     if spared:
         monkeypatch.setenv(WITHOUT, spared)
-    case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False)
+    case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False, weights=weights)
     text = decoding_step(case)
     kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
     calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
-    without = spared is not None and "fused_decode_block" in spared
+    without = weights == "int4" or (spared is not None and "fused_decode_block" in spared)
     assert len(calls) == (0 if without else case.config.num_layers - 1)
