@@ -2,7 +2,7 @@
 
 A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
 one's outputs. One warpgroup does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots;
-two multiply them, by turns, add residuals and norm. BlockWeights products the programs meet: slots go on being filled meanwhile, so that
+two multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
 memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us per layer, four kernels
 115, and reading the weights 98. From when the last program is done until all have their next inputs 2 to 4 us pass. Ordering weights into
 the L2 cache meanwhile made it 111 to 115, and the next layer's first ones into it while attention runs 1 to 4 us more than nothing; writing
