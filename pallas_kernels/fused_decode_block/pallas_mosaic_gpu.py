@@ -22,11 +22,14 @@ from jaxtyping import Array
 
 from ..device import hopper, target
 from ..projection import Int8Matrix, Matrix, is_quantized
-from .plan import HALF, PROGRAMS, ROWS, SCALES, WARPGROUPS, Plan, columns, plan
+from .plan import HALF, PROGRAMS, ROWS, SCALES, Plan, columns, plan
 from .types import BlockWeights
 
 SWIZZLE = 128
 """Bytes of a row of shared memory that are interleaved."""
+
+REGISTERS = {2: 216, 3: 152}
+"""Registers of a thread that multiplies, by how many warpgroups do: with those of the one that orders weights, all that there are."""
 
 COUNTERS = (509,)
 """Shape of the zeros that programs count meetings in, of which they need three: one that no other zeros have, or XLA would have one array
@@ -109,13 +112,14 @@ def _call(
 
     batch, parts = sizes.rows, sizes.parts
     own, wide, (own_q, own_k) = sizes.outputs, sizes.wide, sizes.heads
-    chunk, slots, held = sizes.chunk, sizes.slots, sizes.inputs
+    chunk, slots, held, groups = sizes.chunk, sizes.slots, sizes.inputs, sizes.warpgroups
     width, inner = matrices[0].shape[0], matrices[1].shape[0]
     counts = [size // parts // chunk for size in (attended.shape[1], width, inner)]
     of_attended, of_width, of_inner = counts
     blocks = {"o": own * parts // ROWS, "wide": wide * parts // HALF, "q": own_q * parts // ROWS}
     a_block, a_half = ROWS // parts, HALF // parts
     apart = own_k * parts == ROWS  # k and v have a block each, not a half
+    pair = 2 if apart else 1
     quantized = bool(scales)
     wide_columns = columns(wide)
     bfloat16, float32 = jnp.bfloat16, jnp.float32
@@ -136,7 +140,7 @@ def _call(
     ) -> None:  # fmt: skip
         program, role = jax.lax.axis_index("program"), jax.lax.axis_index("role")
 
-        @pl.when(role == WARPGROUPS)
+        @pl.when(role == groups)
         def _order() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
@@ -144,10 +148,12 @@ def _call(
                 slot: int, count: int, chunks: int, halves: Sequence[tuple[Any, Any]], rows: int, step: int
             ) -> int:
                 """Chunks of `count` blocks, each of two halves of `rows` rows, the first from a row of a matrix on."""
+                whole = sizes.whole(count, chunks)
 
                 def fill(i: Array, _: None) -> None:
                     block, part = jax.lax.div(i, chunks), jax.lax.rem(i, chunks)
                     at = jax.lax.rem(slot + i, slots)
+                    ready = filled.at[jax.lax.rem(block if whole else slot + i, groups) * slots + at]
 
                     @pl.when(slot + i >= slots)
                     def _wait() -> None:
@@ -155,7 +161,7 @@ def _call(
 
                     for half, (ref, first) in enumerate(halves):
                         taken = ref.at[pl.ds(first + block * step, rows), pl.ds(part * chunk, chunk)]
-                        plgpu.copy_gmem_to_smem(taken, weights_smem.at[at, pl.ds(half * HALF, rows)], filled.at[at])
+                        plgpu.copy_gmem_to_smem(taken, weights_smem.at[at, pl.ds(half * HALF, rows)], ready)
 
                 jax.lax.fori_loop(0, count * chunks, fill, None)
                 return slot + count * chunks
@@ -205,7 +211,7 @@ def _call(
             slot: int, count: int, chunks: int, ref: Any, out: Any, column: Callable[[Any], Any], second: int = 0,
             eps: float | None = None, again: bool = False, scales: Any = None,
         ) -> int:  # fmt: skip
-            """Products of `count` blocks with the inputs in `ref`, into `out`; this warpgroup's half of the chunks, in every other slot.
+            """Products of `count` blocks with the inputs in `ref`, into `out`; of the warpgroups each takes every so manieth chunk, or block.
 
             Args:
                 eps: of the norm of these inputs, if they are normed.
@@ -213,21 +219,25 @@ def _call(
                 scales: of the outputs, by columns of `out`, if weights are levels.
             """
             turns = chunks > held
+            whole = sizes.whole(count, chunks)
             roots = None if eps is None else roots_smem.at[role]
 
-            def block(i: Array, _: None) -> None:
+            def block(turn: Array, _: None) -> None:
+                i = role + groups * turn if whole else turn
                 start = slot + i * chunks
-                first = jax.lax.rem(role + start, WARPGROUPS)
-                fresh = (i == 0) & (not (turns or again))  # inputs that nothing has waited for
+                # Slots go round among the warpgroups, or all of a block's are one's own.
+                first = 0 if whole else jax.lax.rem(role + (groups - 1) * start, groups)
+                step = 1 if whole else groups
+                fresh = (turn == 0) & (not (turns or again))  # inputs that nothing has waited for
 
                 def add_up(total: Any) -> Array:
                     def add(j: Array, _: None) -> None:
-                        part = first + WARPGROUPS * j
+                        part = first + step * j
                         at, inputs_at = jax.lax.rem(start + part, slots), jax.lax.rem(part, held)
                         if turns:
                             plgpu.barrier_wait(turned.at[inputs_at])
                         pl.when(fresh)(lambda: plgpu.barrier_wait(arrived.at[inputs_at]))
-                        plgpu.barrier_wait(filled.at[at])
+                        plgpu.barrier_wait(filled.at[role * slots + at])
                         multiply_chunk(total, at, inputs_at)
                         if turns:
 
@@ -235,30 +245,33 @@ def _call(
                             def _next() -> None:
                                 fetch_one(ref, part + held, turned)
 
-                    jax.lax.fori_loop(0, jax.lax.div(chunks - first + WARPGROUPS - 1, WARPGROUPS), add, None)
+                    jax.lax.fori_loop(0, jax.lax.div(chunks - first + step - 1, step), add, None)
                     return total[...]
 
                 products = pl.run_scoped(add_up, plgpu.WGMMAAccumulatorRef((ROWS, batch * parts), float32))
 
-                @pl.when(fresh)
-                def _others() -> None:
-                    """Of every barrier each turn is waited for, or the next one would be taken for it."""
+                if not whole:
 
-                    def wait(j: Array, _: None) -> None:
-                        plgpu.barrier_wait(arrived.at[1 - first + WARPGROUPS * j])
+                    @pl.when(fresh)
+                    def _others() -> None:
+                        """Of every barrier each turn is waited for, or the next one would be taken for it."""
 
-                    jax.lax.fori_loop(0, jax.lax.div(chunks - (1 - first) + WARPGROUPS - 1, WARPGROUPS), wait, None)
+                        def wait(part: Array, _: None) -> None:
+                            pl.when(jax.lax.rem(part, groups) != first)(lambda: plgpu.barrier_wait(arrived.at[part]))
+
+                        jax.lax.fori_loop(0, chunks, wait, None)
 
                 if (added := eps) is not None and not again:
 
-                    @pl.when(i == 0)
+                    @pl.when(turn == 0)
                     def _roots() -> None:
                         plgpu.barrier_wait(counted)
                         lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
 
                 lanes.add_diagonals(products, out, column(i), parts=parts, second=second, scale=roots, scales=scales)
 
-            jax.lax.fori_loop(0, count, block, None)
+            own_blocks = jax.lax.div(count - role + groups - 1, groups) if whole else count
+            jax.lax.fori_loop(0, own_blocks, block, None)
             return slot + count * chunks
 
         def put(smem: Any, count: int, ref: Any) -> None:
@@ -275,9 +288,13 @@ def _call(
                 first += other
             return first.astype(bfloat16)
 
-        def join(gain: int, ref: Any, squares: Any, last: bool = False) -> None:
+        def places(sums: Any, count: int, chunks: int) -> list[Any]:
+            """Where warpgroups gather a product: one array for all if each has whole blocks, one each if they have parts of all sums."""
+            return [sums.at[i] for i in range(1 if sizes.whole(count, chunks) else groups)]
+
+        def join(gain: int, chunks: int, ref: Any, squares: Any, last: bool = False) -> None:
             """Add the product to the residual stream, and hand on what the next product takes."""
-            product = added_up([sums_smem.at[i] for i in range(WARPGROUPS)], narrow_layout)
+            product = added_up(places(sums_smem, blocks["o"], chunks), narrow_layout)
             x = product.astype(float32) + lanes.load(x_smem, narrow_layout).astype(float32)
             x = x.astype(bfloat16)
             x_smem[...], exact = x, x.astype(float32)
@@ -291,15 +308,17 @@ def _call(
                 plgpu.copy_smem_to_gmem(x_smem.at[row, pl.ds(0, own)], x_out.at[row, pl.ds(program * own, own)])
             plgpu.wait_smem_to_gmem(0)
 
-        def gathered(half: int) -> Array:
-            return added_up([wide_smem.at[i, half] for i in range(WARPGROUPS)], wide_layout)
+        def gathered(half: int, count: int) -> Array:
+            return added_up(places(wide_smem.at[:, half], count, of_width), wide_layout)
 
-        @pl.when(role < WARPGROUPS)
+        @pl.when(role < groups)
         def _compute() -> None:
-            plgpu.set_max_registers(216, action="increase")
-            sums, gated = sums_smem.at[role], wide_smem.at[role]
+            plgpu.set_max_registers(REGISTERS[groups], action="increase")
             rows = pl.ds(0, 2), 2, 3, 4, 5
             of_wide, of_o, of_down, of_q, of_kv = (scales_smem.at[row] if quantized else None for row in rows)
+
+            def into(sums: Any, count: int, chunks: int) -> Any:
+                return sums.at[0 if sizes.whole(count, chunks) else role]
 
             def everyone() -> None:
                 plgpu.barrier_arrive(together)
@@ -311,7 +330,7 @@ def _call(
 
             def begin() -> None:
                 fetch(attended_ref, of_attended)
-                for i in range(WARPGROUPS):
+                for i in range(groups):
                     sums_smem[i] = jnp.zeros((8, 64), float32)
                 x_smem[...] = jnp.zeros((8, 64), bfloat16)
                 lanes.sync()
@@ -325,12 +344,12 @@ def _call(
                 lanes.sync()
 
             def gate() -> None:
-                join(0, normed_ref, squares_ref)
+                join(0, of_attended, normed_ref, squares_ref)
                 lanes.meet(counters_ref, 0, 2, program)
                 fetch(normed_ref, of_width, squares_ref)
 
             def down() -> None:
-                gate, up = gathered(0).astype(float32), gathered(1).astype(float32)
+                gate, up = (gathered(half, blocks["wide"]).astype(float32) for half in range(2))
                 out_smem[0] = (gate * up / (1 + jnp.exp(-gate))).astype(bfloat16)
                 plgpu.commit_smem()
                 put(out_smem.at[0], wide, gated_ref)
@@ -339,13 +358,13 @@ def _call(
                 fetch(gated_ref, of_inner)
 
             def heads() -> None:
-                join(1, next_ref, next_squares_ref, last=True)
+                join(1, of_inner, next_ref, next_squares_ref, last=True)
                 lanes.meet(counters_ref, 2, 1, program)
                 fetch(next_ref, of_width, next_squares_ref)
 
             def end() -> None:
-                for half in range(2):
-                    out_smem[half] = gathered(half)
+                for half, count in enumerate((blocks["q"], pair)):
+                    out_smem[half] = gathered(half, count)
                 plgpu.commit_smem()
                 for row in range(batch):
                     for ref, half, first, count in (
@@ -359,24 +378,25 @@ def _call(
 
             lead(begin)
             everyone()
+            sums = into(sums_smem, blocks["o"], of_attended)
             slot = multiply(0, blocks["o"], of_attended, attended_ref, sums, lambda i: i * a_block, a_half, scales=of_o)
             lead(gate)
+            gated = into(wide_smem, blocks["wide"], of_width)
             slot = multiply(
                 slot, blocks["wide"], of_width, normed_ref, gated, lambda i: i * a_half, eps=eps[0], scales=of_wide
             )
             lead(down)
+            sums = into(sums_smem, blocks["o"], of_inner)
             slot = multiply(slot, blocks["o"], of_inner, gated_ref, sums, lambda i: i * a_block, a_half, scales=of_down)
             lead(heads)
+            queries, pairs = into(wide_smem, blocks["q"], of_width).at[0], into(wide_smem, pair, of_width).at[1]
             slot = multiply(
-                slot, blocks["q"], of_width, next_ref, gated.at[0], lambda i: i * a_block, a_half, eps=eps[1],
-                scales=of_q,
-            )  # fmt: skip
-            pair = 2 if apart else 1
+                slot, blocks["q"], of_width, next_ref, queries, lambda i: i * a_block, a_half, eps=eps[1], scales=of_q
+            )
             beside = a_half if apart else 64
             multiply(
-                slot, pair, of_width, next_ref, gated.at[1], lambda i: i * 64, beside, eps=eps[1], again=True,
-                scales=of_kv,
-            )  # fmt: skip
+                slot, pair, of_width, next_ref, pairs, lambda i: i * 64, beside, eps=eps[1], again=True, scales=of_kv
+            )
             lead(end)
 
     def tiled(size: int) -> tuple[Any, ...]:
@@ -397,26 +417,27 @@ def _call(
         ],
         grid=(PROGRAMS,),
         grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=groups + 1,
         thread_name="role",
         scratch_types=[
             smem((slots, ROWS, chunk), matrices[0].dtype, transforms=tiled(sizes.bytes)),
             smem((held, batch * parts, chunk), bfloat16, transforms=tiled(2)),
-            smem((WARPGROUPS, 8, 64), float32),
-            smem((WARPGROUPS, 2, 8, wide_columns), float32),
+            smem((groups, 8, 64), float32),
+            smem((groups, 2, 8, wide_columns), float32),
             smem((8, 64), bfloat16),
             smem((2, 8, 64), bfloat16),
             smem((8, 64), bfloat16),
             smem((2, 8, wide_columns), bfloat16),
             smem((8,), float32),
             smem((PROGRAMS, 8), float32),
-            smem((WARPGROUPS, 8), float32),
-            barrier(num_arrivals=2, num_barriers=slots),
+            smem((groups, 8), float32),
+            # A slot's for each warpgroup: of a barrier its waiters must see every turn.
+            barrier(num_arrivals=2, num_barriers=groups * slots),
             barrier(num_barriers=slots),
             barrier(num_barriers=held),
             barrier(num_barriers=held),
             barrier(),
-            barrier(num_arrivals=WARPGROUPS),
+            barrier(num_arrivals=groups),
             *([smem((SCALES, wide_columns), float32)] if quantized else []),
         ],
         kernel_name="fused_decode_block",

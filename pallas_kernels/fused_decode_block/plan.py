@@ -13,8 +13,13 @@ PROGRAMS = 128
 ROWS, HALF = 64, 32
 """Rows of a matrix that are multiplied at a time, and half of them: a slot holds as many of the gate as of the up projection."""
 
-WARPGROUPS = 2
-"""Warpgroups that multiply, taking turns."""
+WARPGROUPS = {2: 2, 1: 3}
+"""Warpgroups that multiply, taking turns, by bytes of a weight: levels of int8 are made floats on the way, which takes a warpgroup longer than
+to wait for them. Two do where inputs are read in turns.
+"""
+
+WHOLE = 2
+"""Chunks of a block up to which a warpgroup multiplies levels of whole blocks: then it adds up half as often."""
 
 SHARED = 227 * 1024
 """Bytes of shared memory of a program."""
@@ -25,10 +30,13 @@ CHUNKS = {2: (128,), 1: (256, 128)}
 SLOT = 2 * 128
 """Bytes of a row of weights that `SLOTS` counts."""
 
-SLOTS = 10, 8, 6, 4
-"""Chunks of weights under way, as many as fit; twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
+SLOTS = {2: (10, 8, 6, 4), 1: (10, 9, 8, 6, 4)}
+"""Chunks of weights under way, by bytes of a weight, as many as fit; twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
 layers for a token: 218.0 us with 10, 218.2 with 8, 219.8 with 4 chunks of 256.)
 """
+
+BARRIERS = 32
+"""That a kernel has at most in one array: one for each slot and warpgroup that multiplies."""
 
 SCALES = 6
 """Rows that a program's scales are kept in: of o, gate, up, down, q, and of k and v together."""
@@ -50,6 +58,7 @@ class Plan(NamedTuple):
         slots: chunks of weights under way.
         inputs: chunks of inputs that are held at a time.
         bytes: of a weight, 2 for bfloat16 or 1 for the levels of int8.
+        warpgroups: that multiply.
     """
 
     rows: int
@@ -61,6 +70,11 @@ class Plan(NamedTuple):
     slots: int
     inputs: int
     bytes: int = 2
+    warpgroups: int = 2
+
+    def whole(self, blocks: int, chunks: int) -> bool:
+        """Whether a warpgroup multiplies whole blocks of a product that has so many of so many chunks, and not some chunks of every block."""
+        return self.bytes == 1 and chunks <= min(WHOLE, self.inputs) and blocks >= self.warpgroups
 
 
 def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int], bytes: int = 2) -> Plan | str:
@@ -85,9 +99,11 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
         return f"{attended}, {width} and {wide} inputs, by {parts}, are not multiples of {CHUNKS[bytes][-1]}"
     chunk = chunks[0]
     short, long = max(attended, width) // parts // chunk, wide // parts // chunk
-    for slots in SLOTS:
+    for slots in SLOTS[bytes]:
         for inputs in (max(short, long), short + short % 2):
-            found = Plan(rows, parts, own, own_wide, (q, k), chunk, slots * SLOT // (bytes * chunk), inputs, bytes)
+            groups = WARPGROUPS[bytes] if inputs >= long else 2
+            ahead = min(slots * SLOT // (bytes * chunk), BARRIERS // groups)
+            found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bytes, groups)
             if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
                 return found
     return f"{rows} rows of {max(attended, width, wide)} inputs do not fit into shared memory"
@@ -98,13 +114,13 @@ def _turns(plan: Plan, attended: int, width: int) -> bool:
     chunks = [size // plan.parts // plan.chunk for size in (attended, width)]
     blocks = plan.outputs * plan.parts // ROWS, plan.wide * plan.parts // HALF
     before = blocks[0] * chunks[0] + blocks[1] * chunks[1]
-    return blocks[0] == 1 and before % WARPGROUPS == 0 and plan.inputs % WARPGROUPS == 0
+    return blocks[0] == 1 and before % plan.warpgroups == 0 and plan.inputs % plan.warpgroups == 0
 
 
 def _bytes(plan: Plan) -> int:
     """Shared memory: chunks of weights and of inputs, what products are gathered in, and scales of int8."""
     chunks = plan.chunk * (plan.bytes * plan.slots * ROWS + 2 * plan.inputs * plan.rows * plan.parts)
-    sums = 4 * WARPGROUPS * 8 * (64 + 2 * columns(plan.wide))
+    sums = 4 * plan.warpgroups * 8 * (64 + 2 * columns(plan.wide))
     sums += 4 * SCALES * columns(plan.wide) if plan.bytes == 1 else 0
     return chunks + sums + 2 * 8 * (4 * 64 + 2 * columns(plan.wide)) + 4 * 8 * PROGRAMS + 2048
 
