@@ -14,7 +14,7 @@ from kernels.lowering import decoding_step, on
 from kvjax.bench.case import Case
 from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block
 from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
-from kvjax.pallas_kernels.fused_decode_block.plan import HALF, PROGRAMS, ROWS, Plan, plan
+from kvjax.pallas_kernels.fused_decode_block.plan import BARRIERS, HALF, PROGRAMS, ROWS, Plan, plan
 from kvjax.pallas_kernels.op import WITHOUT, Unsupported
 
 LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
@@ -103,8 +103,8 @@ def test_shares_cover_everything(rows, shape, served, size):
     assert sizes.wide * sizes.parts % HALF == 0
     for size in (shape["attended"], shape["width"], shape["wide"]):
         assert size % (sizes.parts * sizes.chunk) == 0
-    # Warpgroups find what is theirs by the parity of slots, and of inputs where these come in turns.
-    assert sizes.slots % 2 == 0
+    # Each warpgroup has a barrier of its own for each slot.
+    assert sizes.slots * sizes.warpgroups <= BARRIERS
     assert sizes.inputs >= shape["width"] // sizes.parts // sizes.chunk
     assert sizes.inputs % 2 == 0 or sizes.inputs >= shape["wide"] // sizes.parts // sizes.chunk
 
