@@ -141,7 +141,7 @@ class Compiled:
 
     def __init__(self, params: Params, order: Sequence[Cell], size: int, ahead: int, clock: Clock) -> None:
         self._params, self._order, self._size, self._clock = params, list(order), size, clock
-        self._pool = ThreadPoolExecutor(ahead, thread_name_prefix="compile")
+        self._pool = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="compile")
         self._begun: dict[int, Future[Roomy]] = {}
         self._ahead = ahead
 
