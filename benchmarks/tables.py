@@ -393,6 +393,55 @@ def several_devices() -> str:
     return "\n".join(lines)
 
 
+PROFILES = {
+    "a step, one GPU": "timeline-decode-one-h200.json",
+    "a step, two": "timeline-decode-two-h200.json",
+    "a block, one GPU": "timeline-read-one-h200.json",
+    "a block, two": "timeline-read-two-h200.json",
+}
+"""Columns of `profiles`."""
+
+_KINDS = {
+    "matrices": ("nvjet", "projection", "fused_decode_block"),
+    "attention": ("decode_attention", "body_mosaic_gpu_kernel"),
+    "sums over devices": ("nccl",),
+}
+"""What kernels' names begin with, by what they do."""
+
+
+def profiles() -> str:
+    """Milliseconds of 8 layers that a GPU spends on what, by itself and as one of two."""
+    columns = []
+    for file in PROFILES.values():
+        (row,) = rows(file)
+        spent = dict.fromkeys((*_KINDS, "other kernels"), 0.0)
+        for kernel in row["kernels"]:
+            kind = next((kind for kind, begins in _KINDS.items() if kernel["name"].startswith(begins)), "other kernels")
+            spent[kind] += kernel.get("us", kernel.get("microseconds")) / 1e3
+        took = row.get("block_ms", row.get("tpot_ms"))
+        columns.append([*(f"{ms:.2f}" if ms else "" for ms in spent.values()), f"{took:.2f}"])
+    lines = [f"| ms | {' | '.join(PROFILES)} |", f"| --- |{' ---: |' * len(PROFILES)}"]
+    names = *_KINDS, "other kernels", "time without the profiler"
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, *cells in zip(names, *columns, strict=True))])
+
+
+def offload() -> str:
+    """What it costs to keep keys and values in the host's memory, one row per case."""
+    lines = [
+        "| policy | cache | TPOT, ms | hit rate | over the bus per step | cache on the device |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows("offload-h200.json"):
+        if "tpot_ms" not in row:
+            continue
+        policy, mode, *rest = row["case"].split("@")
+        how = ", ".join(["on the device" if mode == "plain" else "on the host", *rest])
+        hits = "" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.1f} %"
+        bus = f"{row['bus_bytes_per_step'] / 1e6:,.0f} MB" if row["bus_bytes_per_step"] else ""
+        lines.append(f"| `{policy}` | {how} | {row['tpot_ms']:.1f} | {hits} | {bus} | {row['device_bytes'] / 1e9:.2f} GB |")
+    return "\n".join(lines)
+
+
 def rounds() -> str:
     """Decoding under policies that compress while a model reasons, one row per case."""
     lines = [
@@ -505,7 +554,9 @@ if __name__ == "__main__":
         fits(*FITS_70B),
         weights(),
         several_devices(),
+        profiles(),
         rounds(),
+        offload(),
         quantized_products(),
         peers(),
         kernels(),

@@ -113,7 +113,9 @@ def test_tables_are_those_of_the_result_files():
     assert tables.fits(*tables.FITS_70B) in SEVERAL_DEVICES
     assert tables.weights() in WEIGHTS
     assert tables.several_devices() in SEVERAL_DEVICES
+    assert tables.profiles() in SEVERAL_DEVICES
     assert tables.rounds() in SPEED
+    assert tables.offload() in SPEED
 
 
 def test_what_two_gpus_gain():

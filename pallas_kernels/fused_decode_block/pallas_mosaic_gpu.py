@@ -121,6 +121,8 @@ def _call(
     apart = own_k * parts == ROWS  # k and v have a block each, not a half
     pair = 2 if apart else 1
     quantized = bool(scales)
+    # Who waits at a barrier must see all of its turns. So a slot has a barrier for each warpgroup, unless it is always the same one's.
+    fixed = not quantized and slots % groups == 0
     wide_columns = columns(wide)
     bfloat16, float32 = jnp.bfloat16, jnp.float32
     narrow_layout = plgpu.Layout.WG_STRIDED((8, 64), vec_size=4)
@@ -153,7 +155,8 @@ def _call(
                 def fill(i: Array, _: None) -> None:
                     block, part = jax.lax.div(i, chunks), jax.lax.rem(i, chunks)
                     at = jax.lax.rem(slot + i, slots)
-                    ready = filled.at[jax.lax.rem(block if whole else slot + i, groups) * slots + at]
+                    turn = block if whole else slot + i
+                    ready = filled.at[at if fixed else jax.lax.rem(turn, groups) * slots + at]
 
                     @pl.when(slot + i >= slots)
                     def _wait() -> None:
@@ -226,7 +229,7 @@ def _call(
                 i = role + groups * turn if whole else turn
                 start = slot + i * chunks
                 # Slots go round among the warpgroups, or all of a block's are one's own.
-                first = 0 if whole else jax.lax.rem(role + (groups - 1) * start, groups)
+                first = 0 if whole else jax.lax.rem(role + (groups - 1) * start if groups > 2 else role + start, groups)
                 step = 1 if whole else groups
                 fresh = (turn == 0) & (not (turns or again))  # inputs that nothing has waited for
 
@@ -237,7 +240,7 @@ def _call(
                         if turns:
                             plgpu.barrier_wait(turned.at[inputs_at])
                         pl.when(fresh)(lambda: plgpu.barrier_wait(arrived.at[inputs_at]))
-                        plgpu.barrier_wait(filled.at[role * slots + at])
+                        plgpu.barrier_wait(filled.at[at if fixed else role * slots + at])
                         multiply_chunk(total, at, inputs_at)
                         if turns:
 
@@ -255,11 +258,13 @@ def _call(
                     @pl.when(fresh)
                     def _others() -> None:
                         """Of every barrier each turn is waited for, or the next one would be taken for it."""
+                        for other in range(1, groups):
+                            begin = 1 - first if groups == 2 else jax.lax.rem(first + other, groups)
 
-                        def wait(part: Array, _: None) -> None:
-                            pl.when(jax.lax.rem(part, groups) != first)(lambda: plgpu.barrier_wait(arrived.at[part]))
+                            def wait(j: Array, _: None, begin: Array = begin) -> None:
+                                plgpu.barrier_wait(arrived.at[begin + groups * j])
 
-                        jax.lax.fori_loop(0, chunks, wait, None)
+                            jax.lax.fori_loop(0, jax.lax.div(chunks - begin + groups - 1, groups), wait, None)
 
                 if (added := eps) is not None and not again:
 
@@ -431,8 +436,7 @@ def _call(
             smem((8,), float32),
             smem((PROGRAMS, 8), float32),
             smem((groups, 8), float32),
-            # A slot's for each warpgroup: of a barrier its waiters must see every turn.
-            barrier(num_arrivals=2, num_barriers=groups * slots),
+            barrier(num_arrivals=2, num_barriers=slots if fixed else groups * slots),
             barrier(num_barriers=slots),
             barrier(num_barriers=held),
             barrier(num_barriers=held),
