@@ -10,7 +10,7 @@ A budget means different things to different methods; here each gets the largest
 bytes, room for question and answer included. Policies that cannot hold so little say so. The prompt is compressed before its question is
 known; those of `--seeing`, which score tokens by queries, are asked with the question in sight as well.
 
-All tasks of a suite share one compiled program for each policy and share, and programs are compiled in threads while others run.
+All tasks of a suite share one compiled program for each policy and share; off GPUs programs are compiled in threads while others run.
 Budgets are sought on the host, which takes minutes; `--budgets FILE` keeps them, as `benchmarks/equal_bytes/budgets-qwen2.5-coder-1.5b.jsonl` has those of RULER at 4k.
 Batches go round: `--batch` samples of every task for every policy, then as many again, so that all policies that a run which was cut
 short has asked twice it has asked once. A second process compiles anew: on a bare machine let a batch be all samples, that is one round.
@@ -28,7 +28,7 @@ import jax
 
 import kvjax
 from benchmarks.equal_bytes import export, merged, page
-from benchmarks.equal_bytes.batches import Batch, Clock, Compiled, batches, run
+from benchmarks.equal_bytes.batches import Batch, Clock, Compiled, ahead_of_turn, batches, run
 from benchmarks.equal_bytes.cells import SEEING, Budgets, Cell, Wanted, cells, wanted
 from benchmarks.equal_bytes.suite import Data, Suite, make_suites
 from kvjax.evals import Format
@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20, help="of every task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=20, help="prompts that run together, and samples of a round")
-    parser.add_argument("--ahead", type=int, default=4, help="policies compiled at a time, while others run")
+    parser.add_argument(
+        "--ahead", type=int, help="policies compiled at a time, while others run; by default 4, and none on GPUs"
+    )
     parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
     parser.add_argument("--budgets", type=Path, default=None, help="file that keeps the budgets that were found")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the i-th of n parts of the policies and shares")
@@ -119,7 +121,9 @@ def run_all(
     args: argparse.Namespace, params: kvjax.Params, work: Sequence[Batch], results: ResultFile, clock: Clock
 ) -> int:
     """Run batches in order; how many are left when time is up. What fails is told, and left out."""
-    compiled = Compiled(params, list(dict.fromkeys(batch.cell for batch in work)), args.batch, args.ahead, clock)
+    compiled = Compiled(
+        params, list(dict.fromkeys(batch.cell for batch in work)), args.batch, ahead_of_turn(args.ahead), clock
+    )
     previous, failed = None, 0
     broken: set[Cell] = set()
     for i, batch in enumerate(work):

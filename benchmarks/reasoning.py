@@ -5,7 +5,7 @@
     python -m benchmarks.reasoning --record part.jsonl     # writes benchmarks/results/reasoning-<device>.json and docs/quality.md
 
 Every policy has the same budget, in slots of each head, for the problem and what is written. All answer the same problems, decoding
-greedily. Batches go round: the first problems under every policy, then the next. Programs are compiled in threads while others run.
+greedily. Batches go round: the first problems under every policy, then the next. Off GPUs programs are compiled in threads while others run.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import report, sections
-from benchmarks.equal_bytes.batches import Clock, FixedRun
+from benchmarks.equal_bytes.batches import Clock, FixedRun, ahead_of_turn
 from benchmarks.make_profiles import path as profile_path
 from benchmarks.sections import Section, device
 from kvjax.cache import bucket
@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=1024, help="of an answer at most")
     parser.add_argument("--samples", type=int, default=256, help="problems, from the file's beginning")
     parser.add_argument("--batch", type=int, default=128, help="problems that run together")
-    parser.add_argument("--ahead", type=int, default=4, help="policies compiled at a time")
+    parser.add_argument(
+        "--ahead", type=int, help="policies compiled at a time, while others run; by default 4, and none on GPUs"
+    )
     parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
     parser.add_argument("--out", type=Path, default=Path("reasoning.jsonl"), help="JSON lines; what is there goes on")
     parser.add_argument("--record", type=Path, metavar="PART", help="make the result file and the section of this one")
@@ -91,10 +93,13 @@ def measure(args: argparse.Namespace) -> None:
         engine.compile()
         return engine
 
-    pool = ThreadPoolExecutor(args.ahead, thread_name_prefix="compile")
-    engines: dict[str, Future[Engine]] = {
-        name: pool.submit(made, name) for name in dict.fromkeys(name for name, _ in work)
-    }
+    ahead = ahead_of_turn(args.ahead)
+    pool = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="compile")
+    engines: dict[str, Future[Engine]] = {}
+    for name in dict.fromkeys(name for name, _ in work):
+        engines[name] = pool.submit(made, name)
+        if not ahead:
+            engines[name].exception()  # until it is there
     left = 0
     for name, first in work:
         chosen = slice(first, first + args.batch)

@@ -4,7 +4,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks.registers projection --shape "down: 1" --dtype int4 --variant " 64 4 1 0"
 
 Kernels that spill, or bring tiles from one layout to another by way of shared memory, are slow; this tells before a GPU is there to time
-them (`python -m benchmarks.kernels --tune`). Kernels in Mosaic are compiled when they are loaded, and are not told of.
+them (`python -m benchmarks.kernels --tune`). Kernels in Mosaic are not told of here: with MOSAIC_GPU_DUMP_PTX=1, MOSAIC_GPU_DUMP_PTXAS=1 and MOSAIC_GPU_DUMP_TO=FOLDER in the environment
+JAX 0.11 writes what their assembler says.
 """
 
 import argparse

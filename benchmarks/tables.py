@@ -422,7 +422,9 @@ def profiles() -> str:
         columns.append([*(f"{ms:.2f}" if ms else "" for ms in spent.values()), f"{took:.2f}"])
     lines = [f"| ms | {' | '.join(PROFILES)} |", f"| --- |{' ---: |' * len(PROFILES)}"]
     names = *_KINDS, "other kernels", "time without the profiler"
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, *cells in zip(names, *columns, strict=True))])
+    return "\n".join(
+        [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, *cells in zip(names, *columns, strict=True))]
+    )
 
 
 def offload() -> str:
@@ -438,7 +440,9 @@ def offload() -> str:
         how = ", ".join(["on the device" if mode == "plain" else "on the host", *rest])
         hits = "" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.1f} %"
         bus = f"{row['bus_bytes_per_step'] / 1e6:,.0f} MB" if row["bus_bytes_per_step"] else ""
-        lines.append(f"| `{policy}` | {how} | {row['tpot_ms']:.1f} | {hits} | {bus} | {row['device_bytes'] / 1e9:.2f} GB |")
+        lines.append(
+            f"| `{policy}` | {how} | {row['tpot_ms']:.1f} | {hits} | {bus} | {row['device_bytes'] / 1e9:.2f} GB |"
+        )
     return "\n".join(lines)
 
 

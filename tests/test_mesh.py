@@ -94,7 +94,6 @@ def test_no_mesh_is_one_device(tiny):
         shard.gather_over_model,
         shard.own_columns,
         shard.sum_over_heads,
-        shard.max_over_heads,
         shard.gather_over_same_heads,
         shard.max_over_data,
         shard.gather_over_data,

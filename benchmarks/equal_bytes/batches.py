@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 from kvjax.evals.runner import described
 from kvjax.models import Params
 from kvjax.policies import Policy
@@ -131,12 +133,21 @@ class Clock:
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
 
 
+def ahead_of_turn(asked: int | None) -> int:
+    """How many programs are compiled at a time while others run, if nobody says.
+
+    None on GPUs: JAX 0.11 makes CUDA graphs with cuDNN in them by capturing a stream, which on an H200 failed ("capturing stream has unjoined work"),
+    or never ended, while another thread compiled or loaded a program.
+    """
+    return asked if asked is not None else 0 if jax.default_backend() == "gpu" else 4
+
+
 class Compiled:
     """Engines of cells, compiled in threads ahead of their turn; as they are used up, the next ones are begun.
 
     Args:
         order: cells, in the order of their turns.
-        ahead: how many are compiled at a time.
+        ahead: how many are compiled at a time, while others run; 0: each in its turn.
     """
 
     def __init__(self, params: Params, order: Sequence[Cell], size: int, ahead: int, clock: Clock) -> None:

@@ -11,10 +11,10 @@ PAGES = {
     "quality": ("policy-quality*", "streaming-perplexity*", "block-sizes*", "constant-memory*"),
     "leaderboard": ("leaderboard*",),
     "reproduction": ("reproduction*", "decode-h200*"),
-    "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*"),
+    "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*", "offload*"),
     "kernels": ("kernels*", "quantized-products*"),
     "howto/weights": ("decode-weights*", "fits-v5e*"),
-    "howto/several_devices": ("decode-two*", "long-context-two*", "fits-llama-70b*"),
+    "howto/several_devices": ("decode-two*", "long-context-two*", "timeline*", "fits-llama-70b*"),
 }
 """Patterns of the files in `benchmarks/results` that each page is of."""
 

@@ -103,10 +103,6 @@ class Shard:
         """The sum over the devices that hold a layer's KV heads. A layer that asks for it in a step says so (`Traits.sums_heads`)."""
         return x if self.mesh is None or self.heads == 1 else jax.lax.psum(x, HEADS)
 
-    def max_over_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-        """The highest on any of them; of a layer that asks for it in a step the same holds."""
-        return x if self.heads == 1 else jax.lax.pmax(x, HEADS)
-
     def head_ids(self, count: int) -> Int[Array, " K"]:
         """Which of a layer's KV heads the `count` of this device are."""
         own = jnp.arange(count, dtype=jnp.int32)

@@ -31,7 +31,7 @@ def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
     device = jax.devices()[0]
     over = {} if mesh is None else {"mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())}
     flags = {"xla_flags": found} if (found := os.environ.get("XLA_FLAGS")) else {}
-    return over | flags | {
+    about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
         "host": platform.processor() or platform.machine(),
@@ -39,6 +39,7 @@ def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
         | {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
         "settings": settings,
     }
+    return over | flags | about
 
 
 def model_fingerprint(params: Params) -> str:

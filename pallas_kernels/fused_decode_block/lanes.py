@@ -24,8 +24,8 @@ def load(ref: Any, layout: Any) -> Array:
     return load_all(plgpu, ref, layout)
 
 
-def _inline(*types: Any) -> Callable[[Any], Any]:
-    return plgpu.inline_mgpu(arg_types=types, return_type=None)
+def _inline(*types: Any, returns: Any = None) -> Callable[[Any], Any]:
+    return plgpu.inline_mgpu(arg_types=types, return_type=returns)
 
 
 def _int(value: int) -> Any:
@@ -199,7 +199,7 @@ def as_bfloat16(levels: Array) -> Array:
     """
     kind = plgpu.ShapeDtypeStruct(levels.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_UPCAST_2X,), return_type=kind)
+    @_inline(plgpu.Layout.WGMMA_UPCAST_2X, returns=kind)
     def _convert(_: Any, levels: Any) -> Any:
         integer = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
@@ -210,7 +210,7 @@ def as_bfloat16(levels: Array) -> Array:
         registers = np.empty(WGMMA_LAYOUT.registers_shape(levels.shape), dtype=object)
         for place, register in np.ndenumerate(levels.registers):
             held = utils.bitcast(register, integer)
-            pairs = llvm.inline_asm(both, [held, utils.shfl_bfly(held, 1), *chosen], _CONVERT, "=r,=r,r,r,r,r")
+            pairs: Any = llvm.inline_asm(both, [held, utils.shfl_bfly(held, 1), *chosen], _CONVERT, "=r,=r,r,r,r,r")
             for half in range(2):
                 numbers = utils.bitcast(llvm.extractvalue(integer, pairs, [half]), pair)
                 registers[(place[0], 2 * place[1] + half, *place[2:-1])] = numbers

@@ -47,12 +47,12 @@ def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str 
     if attended.ndim != 2:
         return f"inputs are {attended.shape}, not a token per row"
     matrices = _matrices(weights)
-    held = {w.kind if is_quantized(w) else "floats" for w in matrices}
+    held = {"floats" if isinstance(w, jax.Array) else w.kind for w in matrices}
     if len(held) > 1:
         return f"some weights are {' and others '.join(sorted(held))}"
     if not held <= {"int8", "floats"}:
         return f"weights are {held.pop()}"
-    floats = [w for w in matrices if not is_quantized(w)]
+    floats = [w for w in matrices if isinstance(w, jax.Array)]
     kinds = {a.dtype for a in (attended, x, weights.mlp_norm.gain, weights.attn_norm.gain, *floats)}
     if kinds != {jnp.dtype(jnp.bfloat16)}:
         return f"not everything {'but weights ' if held == {'int8'} else ''}is bfloat16"
@@ -259,9 +259,9 @@ def _call(
                     def _others() -> None:
                         """Of every barrier each turn is waited for, or the next one would be taken for it."""
                         for other in range(1, groups):
-                            begin = 1 - first if groups == 2 else jax.lax.rem(first + other, groups)
+                            begin: Any = 1 - first if groups == 2 else jax.lax.rem(first + other, groups)
 
-                            def wait(j: Array, _: None, begin: Array = begin) -> None:
+                            def wait(j: Array, _: None, begin: Any = begin) -> None:
                                 plgpu.barrier_wait(arrived.at[begin + groups * j])
 
                             jax.lax.fori_loop(0, jax.lax.div(chunks - begin + groups - 1, groups), wait, None)
