@@ -3,6 +3,7 @@
     python -m benchmarks.leaderboard --model MODEL --out part.jsonl --seconds 500     # again and again: goes on until all is done
     python -m benchmarks.leaderboard --model MODEL --out part-2.jsonl --part 2/5      # a fifth of the work, on a machine of its own
     python -m benchmarks.leaderboard --merge part*.jsonl        # writes benchmarks/results/leaderboard-<device>.json, the page, the picture
+    python -m benchmarks.leaderboard --merge benchmarks/results/leaderboard-h200.json part*.jsonl   # the same with what has come since
     python -m benchmarks.leaderboard --export FOLDER part*.jsonl                      # the same as kvpress' leaderboard has results
     python -m benchmarks.leaderboard --render                                         # the page again, from the result file
 

@@ -31,7 +31,7 @@ def write(parts: Sequence[Path]) -> Path:
 
 
 def merge(parts: Sequence[Path]) -> dict[str, Any]:
-    """Header and rows of all parts together. A batch that two parts have is taken from the first."""
+    """Header and rows of all parts together, of which a result file may be one. A batch that two parts have is taken from the first."""
     headers = [_header(part) for part in parts]
     first = headers[0]
     for part, other in zip(parts, headers, strict=True):
@@ -46,7 +46,7 @@ def merge(parts: Sequence[Path]) -> dict[str, Any]:
     suites = {name: settings for each in headers for name, settings in each["settings"]["suites"].items()}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for part in parts:
-        for row in read_rows(part):
+        for row in _rows(part):
             _add(found, row)
     rows = [{**row, "scores": _listed(row["scores"])} if "scores" in row else row for row in found.values()]
     date = max(each["date"] for each in headers)
@@ -63,8 +63,9 @@ def _add(found: dict[tuple[Any, ...], dict[str, Any]], row: Mapping[str, Any]) -
             raise SystemExit(f"{key}: {name} is {row[name]} in one part, and {entry.get(name)} in another")
     if "scores" in row:
         scores = entry.setdefault("scores", {})
-        for i, score in enumerate(row["scores"], row["first"]):
-            scores.setdefault(i, score)
+        for i, score in enumerate(row["scores"], row.get("first", 0)):
+            if score is not None:
+                scores.setdefault(i, score)
 
 
 def _listed(scores: Mapping[int, float]) -> list[float | None]:
@@ -72,7 +73,13 @@ def _listed(scores: Mapping[int, float]) -> list[float | None]:
     return [scores.get(i) for i in range(max(scores) + 1)]
 
 
+def _rows(part: Path) -> Iterable[dict[str, Any]]:
+    return read(part)["rows"] if part.suffix == ".json" else read_rows(part)
+
+
 def _header(part: Path) -> dict[str, Any]:
+    if part.suffix == ".json":
+        return read(part)["header"]
     with part.open(encoding="utf-8") as file:
         return strict_json.loads(file.readline())["header"]
 

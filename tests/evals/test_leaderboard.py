@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks import leaderboard
+from benchmarks import report
 from benchmarks.equal_bytes import batches, cells, export, merged, page
 from benchmarks.equal_bytes.batches import Clock
 from benchmarks.equal_bytes.suite import Asked, Suite
@@ -93,6 +94,14 @@ def test_parts_make_one_table(tmp_path):
     assert rows["snapkv", "cwe"]["scores"] == [None, 1, 1]
     assert rows["quest", None]["why"] == "no"
     assert "answers" not in rows["snapkv", "vt"]
+    whole = merged.merge([one, two])
+    recorded = tmp_path / "recorded.json"
+    report.write(recorded, whole["header"], whole["rows"])
+    assert merged.merge([recorded])["rows"] == whole["rows"]
+    more = written(tmp_path / "more", [row("snapkv", "cwe", [0]), row("tova", "vt", [1])])
+    rows = {(each["policy"], each["task"]): each for each in merged.merge([recorded, more])["rows"]}
+    assert rows["snapkv", "cwe"]["scores"] == [0, 1, 1]
+    assert rows["tova", "vt"]["scores"] == [1]
     other = HEADER | {"settings": HEADER["settings"] | {"seed": 1}}
     with pytest.raises(SystemExit, match="measured with other settings"):
         merged.merge([one, written(tmp_path / "3", [], other)])
