@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import leaderboard
-from benchmarks import report
+from benchmarks import leaderboard, report
 from benchmarks.equal_bytes import batches, cells, export, merged, page
 from benchmarks.equal_bytes.batches import Clock
 from benchmarks.equal_bytes.suite import Asked, Suite
