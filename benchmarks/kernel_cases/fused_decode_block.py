@@ -25,7 +25,7 @@ MATRICES = (
 LAYERS = 2
 """With weights of their own."""
 
-SIZES = {"bfloat16": ((256, 4), (128, 8), (128, 10)), "int8": ((256, 6), (256, 8), (256, 10), (128, 16), (128, 20))}
+SIZES = {"bfloat16": ((256, 4), (128, 8), (128, 10)), "int8": ((256, 6), (256, 8), (256, 9), (128, 10))}
 """Chunks and slots to time, by type of the weights."""
 
 

@@ -74,7 +74,8 @@ class Plan(NamedTuple):
 
     def whole(self, blocks: int, chunks: int) -> bool:
         """Whether a warpgroup multiplies whole blocks of a product that has so many of so many chunks, and not some chunks of every block."""
-        return self.bytes == 1 and chunks <= min(WHOLE, self.inputs) and blocks >= self.warpgroups
+        # Never of a pair, such as keys and values, whose blocks are ordered one by one.
+        return self.bytes == 1 and chunks <= min(WHOLE, self.inputs) and blocks >= max(self.warpgroups, 3)
 
 
 def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int], bytes: int = 2) -> Plan | str:

@@ -221,3 +221,11 @@ def test_decoding_uses_it(weights, spared, monkeypatch):
     calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
     without = weights != "float" or (spared is not None and "fused_decode_block" in spared)
     assert len(calls) == (0 if without else case.config.num_layers - 1)
+
+
+def test_a_pair_is_never_multiplied_in_whole_blocks():
+    """Keys and values may be ordered one after the other, as two products of a block each: who is told of a chunk must be who waits for it."""
+    sizes = plan(2, 2048, 1024, 22528, (1024, 1024), 1)
+    assert isinstance(sizes, Plan)
+    assert sizes.warpgroups == 2
+    assert sizes.whole(2, 2) == sizes.whole(1, 2)
