@@ -56,11 +56,11 @@ TRIED = (
 )
 """What is measured with each of `VARIANTS`."""
 
-_NCCL = "--xla_gpu_experimental_use_collective_kernels="
+_KERNELS = "--xla_gpu_experimental_use_collective_kernels="
 
 VARIANTS = {
-    "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']} {_NCCL}",
-    "NCCL's sums in the graph": _NCCL,
+    "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']} {_KERNELS}",
+    "XLA's sums in the graph": f"{_KERNELS}ALL_REDUCE",
 }
 """Other ways to add up over devices: XLA's flags."""
 

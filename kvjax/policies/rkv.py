@@ -1,14 +1,14 @@
 """R-KV: while a model reasons, the tokens that are attended to and do not repeat others."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import LayerSpec, Prompt
+from kvjax.pallas_kernels import newest_duplicate
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.window_scores.types import Observers
 
@@ -18,9 +18,6 @@ from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
-
-COSINES = 2**22
-"""Cosines of one row that are held at a time: 16 MiB."""
 
 
 @register
@@ -121,48 +118,21 @@ def redundancy(
         live: where there are keys.
         threshold, spare_first: see `RKV`.
     """
-    place = jnp.arange(k.shape[2], dtype=jnp.int32)
+    newest = newest_duplicate(k, live, threshold)
+    if spare_first:
+        newest = jnp.where(newest < 0, jnp.argmax(live, axis=-1)[..., None], newest)
     norm = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
     inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
     unit = k.astype(jnp.float32) * inverse[..., None]
-    newest = _newest_duplicate(k, inverse, live, threshold)
-    if spare_first:
-        newest = jnp.where(newest < 0, jnp.argmax(live, axis=-1)[..., None], newest)
-    spared = jnp.take_along_axis(unit, jnp.maximum(newest, 0)[..., None], axis=2)
-    spared = jnp.where((newest >= 0) & (newest != place), jnp.sum(unit * spared, axis=-1), 0.0)
+    at = jnp.maximum(newest, 0)
+    spared = jnp.sum(k.astype(jnp.float32) * jnp.take_along_axis(k, at[..., None], axis=2), axis=-1)
+    spared *= inverse * jnp.take_along_axis(inverse, at, axis=2)
+    place = jnp.arange(k.shape[2], dtype=jnp.int32)
+    spared = jnp.where((newest >= 0) & (newest != place), spared, 0.0)
     # The sum of a key's cosines is its cosine with the sum of all, less that with itself.
     total = jnp.sum(unit * (jnp.sum(unit, axis=2, keepdims=True) - unit), axis=-1)
-    total -= _in_parts(
-        k, lambda own: jnp.sum(jnp.where(newest[:, :, None] == own[:, None], spared[:, :, None], 0.0), axis=-1)
-    )
+    # A comparison of all pairs instead of a scatter, which adds in any order; nothing of that size is ever written.
+    total -= jnp.sum(jnp.where(newest[..., None] == place, spared[..., None], 0.0), axis=2)
     count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
     shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
     return jnp.where(live, shares, 0.0)
-
-
-def _newest_duplicate(
-    k: Float[Array, "B K T H"], inverse: Float[Array, "B K T"], live: Bool[Array, "B K T"], threshold: float
-) -> Int[Array, "B K T"]:
-    """For each key the last of the others whose cosine with it is above the threshold; -1 where there is none.
-
-    Args:
-        inverse: of norms; 0 where there is no key.
-    """
-    place = jnp.arange(k.shape[2], dtype=jnp.int32)
-
-    def find(own: Int[Array, " S"]) -> Int[Array, "B K S"]:
-        keys, scale = (jnp.take(x, own, axis=2, mode="clip") for x in (k, inverse))
-        products = jnp.einsum("bkih,bkth->bkit", keys, k, preferred_element_type=jnp.float32)
-        similar = products * scale[..., None] * inverse[:, :, None] > threshold
-        return jnp.max(jnp.where(similar & live[:, :, None] & (own[:, None] != place), place, -1), axis=-1)
-
-    return _in_parts(k, find)
-
-
-def _in_parts(k: Float[Array, "B K T H"], part: Callable[[Int[Array, " S"]], Array]) -> Shaped[Array, "B K T"]:
-    """What `part` makes of the keys' places, a number of them at a time, so that nothing of size T × T exists where T is large."""
-    size = k.shape[2]
-    block = min(size, max(COSINES // (k.shape[1] * size), 16))
-    starts = jnp.arange(-(-size // block), dtype=jnp.int32) * block
-    found = jax.lax.map(lambda start: part(start + jnp.arange(block, dtype=jnp.int32)), starts)
-    return jnp.moveaxis(found, 0, 2).reshape(*k.shape[:2], -1)[..., :size]

@@ -6,7 +6,7 @@ its memory does not depend on how many tokens are decoded in all.
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -147,13 +147,21 @@ def _loop(
         # Over layers first: over rows first, XLA would ask every layer by a kernel of its own.
         return jnp.any(reduce(jnp.logical_or, [needs_compression(layers[i], loop[1].caches[i]) for i in lazy]))
 
-    def compress(caches: tuple[Any, ...], which: Collection[int]) -> tuple[Any, ...]:
-        return tuple(layers[i].compress(cache) if i in which else cache for i, cache in enumerate(caches))
+    def compress_eager(caches: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(layers[i].compress(cache) if i in eager else cache for i, cache in enumerate(caches))
+
+    def compress_lazy(caches: Sequence[Any]) -> tuple[Any, ...]:
+        # One after the other, as each takes memory, also where a GPU runs side by side what does not depend on each other.
+        caches, before = list(caches), None
+        for i in lazy:
+            cache, _ = jax.lax.optimization_barrier((caches[i], before))
+            caches[i] = before = layers[i].compress(cache)
+        return tuple(caches)
 
     def body(loop: Loop) -> Loop:
         i, state, *buffers = loop
         logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers)
-        return sample((i, state.replace(caches=compress(caches, eager)), *buffers), logits)
+        return sample((i, state.replace(caches=compress_eager(caches)), *buffers), logits)
 
     def until_full(loop: Loop) -> Loop:
         # A step at least: what is full still, once it has been compressed, waits for the next one, as it does in `step`.
@@ -161,7 +169,7 @@ def _loop(
         i, state, *buffers = jax.lax.while_loop(
             lambda now: should_continue(now) & ((now[0] == begun) | ~full(now)), body, loop
         )
-        return i, state.replace(caches=compress(state.caches, lazy)), *buffers
+        return i, state.replace(caches=compress_lazy(state.caches)), *buffers
 
     return jax.lax.while_loop(should_continue, until_full if lazy else body, start)
 
@@ -169,16 +177,14 @@ def _loop(
 def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     """How a GPU runs the loop.
 
-    Not side by side where layers compress only when they are full: then it is all layers at once, and each takes memory (Chelsea with 8
-    rows of 16384 tokens: 23 GB for Llama-3.1-8B's 32 layers instead of 0.7). Nor where layers add up over devices beside the model's own
-    sums, which follow one another: devices that begin two of them in different order would wait for each other for ever. For that reason sums
-    are part of the graph only where all devices share heads, and none rows or slots.
+    Not side by side where layers add up over devices beside the model's own sums, which follow one another: devices that begin two of them
+    in different order would wait for each other for ever. For that reason sums are part of the graph only where all devices share heads,
+    and none rows or slots.
     """
     layers, shard = layers_of(policy, specs), specs[0].shard
-    lazy = any(layer.traits.compression == "when_full" for layer in layers)
     whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and not jax.__version__.startswith("0.10.")
     whole &= os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0"
-    ordered = lazy or (whole and any(layer.traits.sums_heads for layer in layers))
+    ordered = whole and any(layer.traits.sums_heads for layer in layers)
     graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS
     return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
 

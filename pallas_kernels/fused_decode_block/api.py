@@ -3,19 +3,11 @@
 from jaxtyping import Array, Float
 
 from ..op import Implementation, Op
-from ..projection import is_quantized
 from .reference import multiply_apart
 from .types import BlockOutput, BlockWeights
 
 
-def _prefer_xla_reason(attended: Array, x: Array, weights: BlockWeights) -> str | None:
-    """Why products are made one after the other, without being asked for otherwise."""
-    if is_quantized(weights.o):
-        return "what the kernel makes of weights in int8 has not been compared with float64 on a GPU"
-    return None
-
-
-_OP = Op("fused_decode_block", __name__, gpu=("pallas_mosaic_gpu",), prefer_xla_reason=_prefer_xla_reason)
+_OP = Op("fused_decode_block", __name__, gpu=("pallas_mosaic_gpu",))
 
 
 def fused_decode_block(
@@ -28,8 +20,8 @@ def fused_decode_block(
     """Output projection, gated MLP (Shazeer 2020) and the next layer's queries, keys and values, with both residual sums and RMS norms.
 
     The Hopper kernel is one kernel for what else are four: weights go on arriving while programs wait for each other. It rounds
-    normed inputs before they are divided by their root mean square instead of after. It serves weights in bfloat16,
-    and all in int8 where it is asked for by name: those results have run on an H200, but have not been compared there yet.
+    normed inputs before they are divided by their root mean square instead of after. It serves weights that are all in
+    bfloat16, or all in int8.
 
     Args:
         attended: what attention returned, heads side by side.

@@ -1,0 +1,85 @@
+"""The search on GPUs, as a Triton kernel.
+
+A program holds a block of keys and walks all of them: products, comparisons and the newest place of a block stay in registers.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from ..kmeans.nearest_pallas_triton import block_within, load_rows, products, store_rows
+from ..triton import entry, triton_call, triton_unsupported
+from ..tuning import tuned
+from .reference import inverse_lengths
+
+
+def unsupported_reason(keys: Array, live: Array, *, threshold: float) -> str | None:
+    """Why this kernel does not serve a case, or None if it does."""
+    if reason := triton_unsupported(dim=keys.shape[-1]):
+        return reason
+    if keys.dtype not in (jnp.bfloat16, jnp.float16):  # products of float32 are faster in XLA
+        return f"keys are {keys.dtype}"
+    return None
+
+
+def newest_duplicate(
+    keys: Float[Array, "B K T H"],
+    live: Bool[Array, "B K T"],
+    *,
+    threshold: float,
+    interpret: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> Int[Array, "B K T"]:
+    """Places of the newest duplicates; see the public function.
+
+    Args:
+        sizes: `rows` of keys a program holds, `columns` of those it compares them with at a time, its `warps` and `stages`, instead of
+            the tuned ones.
+    """
+    batch, heads, count, dim = keys.shape
+    sizes = sizes or _sizes(keys)
+    inputs = [keys.reshape(-1, count, dim), inverse_lengths(keys, live).reshape(-1, count)]
+    out = jax.ShapeDtypeStruct((batch * heads, count), jnp.int32)
+    found = triton_call(
+        functools.partial(_body, rows=sizes["rows"], columns=sizes["columns"], threshold=threshold),
+        grid=(batch * heads, pl.cdiv(count, sizes["rows"])),
+        in_specs=[*map(entry, inputs)],
+        out_specs=entry(out),
+        out_shape=out,
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        interpret=interpret,
+        name="newest_duplicate",
+    )(*inputs)
+    return found.reshape(batch, heads, count)
+
+
+def _sizes(keys: Float[Array, "B K T H"]) -> dict[str, int]:
+    """Block sizes: large enough that loading keys is a small part of the work, and small enough for the registers."""
+    batch, heads, count, dim = keys.shape
+    default = {"rows": min(64, block_within(count)), "columns": min(128, block_within(count)), "warps": 4, "stages": 3}
+    case = {"heads": batch * heads, "keys": count, "head_dim": dim, "dtype": keys.dtype.name}
+    return tuned("newest_duplicate", case, default)
+
+
+def _body(keys_ref: Any, inverse_ref: Any, newest_ref: Any, *, rows: int, columns: int, threshold: float) -> None:
+    count = keys_ref.shape[0]
+    first = pl.program_id(1) * rows
+    own, place = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
+    keys, scale = load_rows(keys_ref, first, rows, count), load_rows(inverse_ref, first, rows, count)
+
+    def compare(j: Array, newest: Int[Array, " R"]) -> Int[Array, " R"]:
+        start = j * columns
+        other, inverse = (load_rows(ref, start, columns, count) for ref in (keys_ref, inverse_ref))
+        similar = products(keys, other) * scale[:, None] * inverse[None] > threshold
+        similar &= own[:, None] != start + place[None]
+        if count % columns:
+            similar &= start + place[None] < count
+        return jnp.maximum(newest, jnp.max(jnp.where(similar, start + place[None], -1), axis=1))
+
+    none = jnp.full((rows,), -1, jnp.int32)
+    store_rows(newest_ref, first, jax.lax.fori_loop(0, pl.cdiv(count, columns), compare, none), count)
