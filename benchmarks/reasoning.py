@@ -5,7 +5,8 @@
     python -m benchmarks.reasoning --record part.jsonl     # writes benchmarks/results/reasoning-<device>.json and docs/quality.md
 
 Every policy has the same budget, in slots of each head, for the problem and what is written. All answer the same problems, decoding
-greedily. Batches go round: the first problems under every policy, then the next. Off GPUs programs are compiled in threads while others run.
+greedily. Batches go round: the first problems under every policy, then the next. Off GPUs programs are compiled in threads while others run,
+on GPUs each policy's in its turn.
 """
 
 import argparse
@@ -88,26 +89,35 @@ def measure(args: argparse.Namespace) -> None:
     size = bucket(max(map(len, prompts)))
 
     def made(name: str) -> Engine:
+        start = time.monotonic()
         policy = policy_of(name, args.budget, args.profiles, params)
         engine = Engine(params, policy, batch=args.batch, prompt_len=size, max_new_tokens=args.new_tokens)
         engine.compile()
+        clock.took("compile", time.monotonic() - start)
         return engine
 
     ahead = ahead_of_turn(args.ahead)
     pool = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="compile")
-    engines: dict[str, Future[Engine]] = {}
-    for name in dict.fromkeys(name for name, _ in work):
-        engines[name] = pool.submit(made, name)
-        if not ahead:
-            engines[name].exception()  # until it is there
+    begun = dict.fromkeys(name for name, _ in work) if ahead else ()
+    engines: dict[str, Future[Engine]] = {name: pool.submit(made, name) for name in begun}
+
+    def in_turn(name: str) -> Engine | None:
+        """Compiled, if that is not done yet; None where there is no time for that or for a batch."""
+        if name not in engines:
+            if not clock.allows("compile", "run"):
+                return None
+            engines[name] = pool.submit(made, name)
+        engine = engines[name].result()
+        return engine if clock.allows("run") else None
+
     left = 0
-    for name, first in work:
+    for i, (name, first) in enumerate(work):
         chosen = slice(first, first + args.batch)
         try:
-            engine, start = engines[name].result(), time.monotonic()
-            if not clock.allows("run"):
-                left += 1
-                continue
+            engine, start = in_turn(name), time.monotonic()
+            if engine is None:
+                left += len(work) - i
+                break
             row = answered(params, engine, task, prompts[chosen], examples[chosen], args.new_tokens)
         except Exception as error:  # of one policy: the others are to have their turns
             left += 1

@@ -106,19 +106,40 @@ def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(ti
     assert decoding.decode._options((policy, specs)) == (CONCURRENT_GRAPH_OPTIONS if together else {})
 
 
+@pytest.fixture
+def untold(monkeypatch):
+    """No option of XLA's has been said to be refused."""
+    monkeypatch.setattr(program, "_told", set())
+
+
 @pytest.mark.parametrize("options", [MESH_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, CONCURRENT_GRAPH_OPTIONS], ids=len)
-def test_options_are_known_with_their_values_or_not_at_all(options, caplog):
+def test_options_are_known_with_their_values_or_not_at_all(options, untold, caplog):
     """XLA checks names and values before it looks for a GPU; what another version does not know is left out, and said."""
     program.compile_with(jax.jit(lambda x: x + 1).lower(jnp.zeros(3)), options)
     assert "not a valid" not in caplog.text
 
 
-def test_an_option_that_is_refused_is_left_out(caplog):
+def test_an_option_that_is_refused_is_left_out_and_said_once(untold, caplog):
     lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
     options = {"xla_gpu_command_buffer_scheduling_mode": "SIDEWAYS", "xla_gpu_that_never_was": "1"} | CUDA_GRAPH_OPTIONS
-    np.testing.assert_array_equal(program.compile_with(lowered, options)(jnp.zeros(3)), np.ones(3))
-    assert "SIDEWAYS" in caplog.text
-    assert "xla_gpu_that_never_was" in caplog.text
+    for _ in range(2):
+        np.testing.assert_array_equal(program.compile_with(lowered, options)(jnp.zeros(3)), np.ones(3))
+        assert caplog.text.count("SIDEWAYS") == 1
+        assert caplog.text.count("compiled without ['xla_gpu_that_never_was']") == 1
+    program.compile_with(lowered, {"xla_gpu_command_buffer_scheduling_mode": "UPWARDS"})
+    assert "UPWARDS" in caplog.text
+
+
+def test_an_option_stays_whose_name_is_a_part_of_one_that_is_refused(untold, caplog):
+    class Lowered:
+        def compile(self, compiler_options):
+            if "xla_gpu_graph_level" in compiler_options:
+                raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_gpu_graph_level'")
+            return compiler_options
+
+    options = {"xla_gpu_graph": "1", "graph_level": "1", "xla_gpu_graph_level": "1"}
+    assert program.compile_with(Lowered(), options) == {"xla_gpu_graph": "1", "graph_level": "1"}
+    assert "compiled without ['xla_gpu_graph_level']" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,16 @@ def test_an_engine_takes_other_weights_of_its_shape(tiny):
         shapes.of(abstract(tiny.config, jnp.bfloat16))
 
 
+def test_end_tokens_are_on_no_device(tiny):
+    """So that programs can be compiled for one that runs nothing; there is one at least, and they are as many whether they count or not."""
+    engine = Engine(tiny, prompt_len=40)
+    for ids in ((), (7,)):
+        _, ends = engine.how(eos_ids=ids)
+        assert isinstance(ends, np.ndarray)
+        assert (ends.dtype, ends.shape) == (np.int32, (max(len(tiny.config.eos), 1),))
+        assert ends.tolist()[: len(ids)] == list(ids)
+
+
 def test_what_does_not_fit_is_refused(tiny):
     engine = Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8)
     for prompts in (PROMPTS[:1], [[], [1]], [[1], [2] * 65]):

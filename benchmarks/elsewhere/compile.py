@@ -4,16 +4,13 @@ import argparse
 import importlib
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.registers import TARGETS
 from kvjax.policies import chelsea, pyramidkv
-from kvjax.runtime.engine import Engine
-from kvjax.runtime.sampling import Greedy
 
 
 def main() -> None:
@@ -49,13 +46,8 @@ def take(count: int, target: str) -> None:
 
         return call
 
-    def how(engine: Engine, sampler: Any = None, eos_ids: Sequence[int] = ()) -> tuple[Any, Any]:
-        ids = [*eos_ids, *[-1] * (max(len(engine.config.eos), 1) - len(eos_ids))]
-        return Greedy() if sampler is None else sampler, np.asarray(ids, np.int32)
-
     for place, name in ((chelsea, "_usual"), (pyramidkv.PyramidKV, "max_budget")):
         setattr(place, name, on_cpu(getattr(place, name)))
-    setattr(Engine, "how", how)  # noqa: B010 - a method is not assigned to
 
 
 if __name__ == "__main__":

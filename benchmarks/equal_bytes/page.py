@@ -31,13 +31,16 @@ more than a share of the bytes that they themselves would hold in full: on devic
 Room for a suite's longest question and answer is included, once; other settings are as they are by default. (Slots are rounded, so
 up to 2 % more counts as equal.)
 
-*Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of. *Seen*: the
-question is part of the prompt, for some policies that score tokens by queries; most of the methods' papers measure so.
+*Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of.{seen}
 
 Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
 **Bold** are those that no other of the column is clearly above, where there is headroom: the 95 % interval of the paired difference
 (Student's t) reaches zero. Of many comparisons of equals one in forty does not by chance.
 """
+
+SEEN = """ *Seen*: the
+question is part of the prompt, for some policies that score tokens by queries; most of the methods' papers measure so."""
+"""What the introduction has besides, where a table has such a column."""
 
 
 def write(path: Path) -> None:
@@ -55,7 +58,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
     parts = [
-        INTRODUCTION,
+        INTRODUCTION.format(seen=SEEN if any(row["seen"] for row in rows if "scores" in row) else ""),
         f"Measured with {settings['model']} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
         f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
         "```bash\n" + command(settings, rows) + "\n```\n",
@@ -77,7 +80,9 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
     shares = sorted({row["target"] for row in rows if row["target"] is not None}, reverse=True)
     policies = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
     most = max(len(row["scores"]) for row in rows if "scores" in row)
-    tasks = dict.fromkeys(task for suite in settings["suites"].values() for task in suite["tasks"])
+    tasks = {task: given for suite in settings["suites"].values() for task, given in suite["tasks"].items()}
+    seeing = dict.fromkeys(row["policy"].partition(":")[0] for row in rows if row["seen"])
+    files = [f"--{name.replace('_', '-')} {tasks[name]['data']}" for name in ("qa_1", "qa_2") if name in tasks]
     default = settings["model"].endswith("(the default model)")
     model = "" if default else f" --model {settings['model']}"
     return " \\\n    ".join(
@@ -86,7 +91,9 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
             f"--suites {','.join(suites)} --samples {most} --seed {settings['seed']}",
             f"--shares {','.join(f'{share:g}' for share in shares)}",
             f"--tasks {','.join(tasks)}",
+            *([" ".join(files)] if files else []),
             f"--policies {','.join(policies)}",
+            f'--seeing "{",".join(seeing)}"',
             "--out part.jsonl",
         ]
     )
@@ -105,6 +112,8 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
             "StreamingLLM,\nso differences between policies say nothing there.\n"
         )
     unable = [row for row in rows if row["task"] is None]
+    if empty := _unreached(rows, columns):
+        parts.append(empty)
     if unable:
         parts.append(_unable(unable))
     if len(tasks) > 1:
@@ -191,6 +200,19 @@ def _tasks(
             cells = [f"{100 * np.nanmean(mine[task]):.0f}" if task in mine else "" for task in tasks]
             lines.append(f"| `{policy}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
+    """Which cells are empty for want of time alone; empty if none is."""
+    there = {(row["policy"], row["target"], row["seen"]) for row in rows}
+    asked = {(policy, seen) for policy, target, seen in there if target is not None}
+    found: dict[str, list[str]] = {}
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        for column in columns:
+            if (policy, column[1]) in asked and (policy, *column) not in there:
+                found.setdefault(policy, []).append(_titled(column))
+    told = ", ".join(f"`{policy}` ({'; '.join(titles)})" for policy, titles in found.items())
+    return f"Empty, as the run did not reach them: {told}.\n" if told else ""
 
 
 def _unable(rows: Sequence[Mapping[str, Any]]) -> str:

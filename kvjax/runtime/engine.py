@@ -413,14 +413,15 @@ class Engine:
         layers = [self.policy.layer(spec.whole) for spec in self.specs]
         return tuple(as_cache(layer, cache) for layer, cache in zip(layers, caches, strict=True))
 
-    def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[Array, " E"]]:
+    def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[np.ndarray, " E"]]:
         """How tokens are sampled, as programs take it; arguments as for `prefill`.
 
         There are as many end tokens as the model has, and one at least, so that ignoring them is no other program; none is below 0.
-        (An array without elements in a loop over a mesh ends JAX 0.11.2's process.)
+        (An array without elements in a loop over a mesh ends JAX 0.11.2's process.) They are not on a device yet, so that a program can be
+        compiled for one that is not here.
         """
         ids = [*eos_ids, *[-1] * (max(len(self.config.eos), 1) - len(eos_ids))]
-        return Greedy() if sampler is None else sampler, jnp.asarray(ids, jnp.int32)
+        return Greedy() if sampler is None else sampler, np.asarray(ids, np.int32)
 
     def ready(self, program: Program, *args: Any) -> Callable[[], Any]:
         """A program of `decoding` for this model, policy and sizes, compiled if it has not been, that is run by calling it."""

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import threading
 import time
 from collections import defaultdict
@@ -152,17 +153,26 @@ class Program:
         return *self._canonical(*args[: self._static]), *args[self._static :]
 
 
+_told: set[frozenset[tuple[str, str | bool]]] = set()
+"""Options that were refused together, with their values, and have been said to be: many programs are compiled with the same."""
+
+
 def compile_with(lowered: Any, options: Mapping[str, str | bool]) -> Any:
-    """A lowered program compiled with options of XLA's, without those that this version does not know: they cost speed alone, never the program."""
+    """A lowered program compiled with options of XLA's, without those that this version does not know: they cost speed alone, never the program.
+    Which these are is said once.
+    """
     known = dict(options)
     while True:
         try:
             return lowered.compile(compiler_options=known)
         except jax.errors.JaxRuntimeError as error:
-            refused = [name for name in known if name in str(error)]
+            # Whole names: that of one option may be a part of another's.
+            refused = [name for name in known if re.search(rf"\b{re.escape(name)}\b", str(error))]
             if not refused or not str(error).startswith("INVALID_ARGUMENT"):
                 raise
-            log.warning("compiled without %s, which this version of XLA refuses: %s", refused, error)
+            if (these := frozenset((name, known[name]) for name in refused)) not in _told:
+                _told.add(these)
+                log.warning("compiled without %s, which this version of XLA refuses: %s", refused, error)
             known = {name: value for name, value in known.items() if name not in refused}
 
 

@@ -132,6 +132,32 @@ def test_the_page_of_made_up_numbers(tmp_path):
     assert "| `snapkv` | 90.0 ± 4.1 (50.0 %) |" in text
 
 
+def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
+    """Cells without a score or a reason are named, and questions in sight where there are such columns; the command asks the same."""
+
+    def rendered(rows: list[dict], tasks: dict) -> str:
+        settings = HEADER["settings"]
+        suites = {"ruler-64": settings["suites"]["ruler-64"] | {"tasks": tasks}}
+        header = HEADER | {"settings": settings | {"suites": suites}}
+        return page.render(merged.merge([written(tmp_path / "part", rows, header)]), "leaderboard-abacus.json")
+
+    rows = [row("full", "vt", [1.0, 1.0], None), row("snapkv", "vt", [1.0, 0.5]), row("tova", "vt", [1.0, 0.5])]
+    text = rendered(rows, {"vt": {}})
+    assert "did not reach" not in text
+    assert "*Seen*" not in text
+    assert '--seeing ""' in text
+    assert "--qa" not in text
+    unable = {**row("quest", "vt", [], 0.25), "task": None, "why": "holds 101.0 % at the least"}
+    del unable["scores"]
+    rows += [row("snapkv", "vt", [1.0, 0.5], 0.25), row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
+    text = rendered([*rows, unable, unable | {"target": 0.5}], {"vt": {}, "qa_2": {"data": "hotpot.json"}})
+    assert "Empty, as the run did not reach them: `tova` (25 %, unseen)." in text
+    assert "*Seen*" in text
+    assert '--seeing "snapkv"' in text
+    assert "--qa-2 hotpot.json" in text
+    assert "--qa-1" not in text
+
+
 def test_kvpress_finds_what_it_expects(tmp_path):
     """Names, files and columns of its `evaluate.py`, and scores in percent."""
     rows = [row("h2o", "vt", [1.0, 0.5]), row("h2o", "vt", [0.0], first=2), row("full", "vt", [1.0], None)]

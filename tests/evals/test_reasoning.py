@@ -2,11 +2,14 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import peer_quality, reasoning, sections, weights_quality
+from benchmarks.equal_bytes import batches
 from kvjax.evals.report import read_rows
 
 
@@ -65,6 +68,59 @@ def test_pages_have_the_section_of_a_result_file(module):
     file = module.SECTION.file()
     assert (f"## {module.SECTION.title}\n" in page) is (file is not None)
     assert file is None or module.SECTION.of(file) in page
+
+
+@pytest.fixture
+def told(talker, monkeypatch, tmp_path):
+    """Runs the program, in which to compile takes ten seconds and a batch one, and tells what it did in order."""
+    now, events = 0.0, []
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n" for _ in range(4)))
+
+    def took(event: str, policy: str, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        events.append((event, policy))
+
+    def run(compiling, *options: str) -> list[tuple[str, str]]:
+        class Engine:
+            def __init__(self, params, policy, **sizes):
+                self.policy = policy
+
+            def compile(self):
+                compiling()
+                took("compile", self.policy.info.name, 10)
+
+        def answered(params, engine, *_):
+            took("run", engine.policy.info.name, 1)
+            return {"scores": [1.0]}
+
+        monkeypatch.setattr(reasoning, "Engine", Engine)
+        monkeypatch.setattr(reasoning, "answered", answered)
+        monkeypatch.setattr(reasoning.kvjax, "load", lambda model, dtype: talker)
+        monkeypatch.setattr(reasoning, "time", SimpleNamespace(monotonic=lambda: now))
+        monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: now))
+        sizes = ["--data", str(problems), "--samples", "4", "--batch", "2", "--policies", "h2o,tova,treekv"]
+        monkeypatch.setattr(sys, "argv", ["reasoning", *sizes, "--out", str(tmp_path / "part"), *options])
+        reasoning.main()
+        return events
+
+    return run
+
+
+def test_programs_are_compiled_in_their_turn(told, capsys):
+    """In less than all would take to compile, the first policies have their batches; what there is no time for is not begun."""
+    events = told(lambda: None, "--ahead", "0", "--seconds", "24")
+    assert events == [("compile", "h2o"), ("run", "h2o"), ("compile", "tova"), ("run", "tova")]
+    assert "4 batches left" in capsys.readouterr().out
+
+
+def test_programs_are_compiled_ahead(told, capsys):
+    """So many at a time."""
+    together = threading.Barrier(3)
+    events = told(lambda: together.wait(timeout=60), "--ahead", "3")
+    assert [policy for event, policy in events if event == "run"] == ["h2o", "tova", "treekv"] * 2
+    assert "done" in capsys.readouterr().out
 
 
 @pytest.mark.slow
