@@ -95,15 +95,25 @@ def test_who_never_compresses_and_who_always(tiny):
     assert short.layer(spec).traits.compression == "never"
 
 
-@pytest.mark.parametrize(("policy", "together"), [(Full(), True), (CLUSTERKV, False), (CHELSEA, False)])
-def test_kernels_run_side_by_side_where_room_for_all_layers_at_once_is_little(tiny, policy, together, monkeypatch):
+@pytest.mark.parametrize("policy", [Full(), CLUSTERKV, CHELSEA])
+def test_kernels_run_side_by_side_unless_told_not_to(tiny, policy, monkeypatch):
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     assert decoding.decode._options((policy, specs)) == {}  # these are for GPUs alone
     monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
-    wanted = CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS if together else CUDA_GRAPH_OPTIONS
-    assert decoding.decode._options((policy, specs)) == wanted
+    assert decoding.decode._options((policy, specs)) == CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-    assert decoding.decode._options((policy, specs)) == (CONCURRENT_GRAPH_OPTIONS if together else {})
+    assert decoding.decode._options((policy, specs)) == CONCURRENT_GRAPH_OPTIONS
+
+
+@pytest.mark.parametrize(("policy", "waits"), [(Full(), False), (CLUSTERKV, True), (CHELSEA, True)])
+def test_layers_that_are_full_compress_one_after_the_other(tiny, policy, waits):
+    """Each waits for the one before, whose room it takes over."""
+    specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
+    state = decoding.empty(policy, specs, jnp.zeros(2, jnp.uint32))
+    ends = jnp.asarray([-1], jnp.int32)
+    step = jax.jit(decoding._decode, static_argnums=(0, 1, 5))
+    text = step.lower(policy, specs, tiny, state, jnp.int32(1), Greedy(), ends).as_text()
+    assert text.count("optimization_barrier") == (len(specs) if waits else 0)
 
 
 @pytest.fixture

@@ -92,9 +92,13 @@ class Program:
 
         `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
         """
-        args = self._placed(args, shapes=True)
+        return self._executable(self._placed(args, shapes=True))
+
+    def _executable(self, args: tuple[Any, ...]) -> Any:
+        """The executable for arguments that are where it wants them."""
         leaves, tree = jax.tree.flatten(args[self._static :])
-        key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x)) for x in leaves))
+        default = SingleDeviceSharding(jax.devices()[0])
+        key = (args[: self._static], tree, tuple((x.shape, x.dtype, _place(x, default)) for x in leaves))
         if (found := self._compiled.get(key)) is not None:
             return found
         with self._lock:
@@ -125,7 +129,7 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""
         args = self._placed(args)
-        return self.compiled(*args)(*args[self._static :])
+        return self._executable(args)(*args[self._static :])
 
     def shapes(self, *args: Any) -> Any:
         """Shapes of the results; of a program over a mesh, those of all devices' parts together."""
@@ -176,7 +180,7 @@ def compile_with(lowered: Any, options: Mapping[str, str | bool]) -> Any:
             known = {name: value for name, value in known.items() if name not in refused}
 
 
-def _place(x: Any) -> Any:
+def _place(x: Any, default: SingleDeviceSharding) -> Any:
     """Where an array is, or is to be; None for the default device's own memory, which shapes without a place mean."""
     sharding = getattr(x, "sharding", None)
-    return None if sharding == SingleDeviceSharding(jax.devices()[0]) else sharding
+    return None if sharding == default else sharding

@@ -6,7 +6,6 @@ from ..op import Implementation, Op
 from .reference import multiply_apart
 from .types import BlockOutput, BlockWeights
 
-
 _OP = Op("fused_decode_block", __name__, gpu=("pallas_mosaic_gpu",))
 
 
