@@ -34,7 +34,7 @@ from .kmeans import Distance as Distance
 from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
 from .kmeans import nearest as nearest
-from .newest_duplicate import newest_duplicate as newest_duplicate
+from .kmeans import newest_duplicate as newest_duplicate
 from .prefill_attention import Run as Run
 from .prefill_attention import Stripes as Stripes
 from .prefill_attention import block_attention as block_attention

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import newest_duplicate
-from kvjax.pallas_kernels.newest_duplicate import pallas_triton
+from kvjax.pallas_kernels.kmeans import newest_duplicate_pallas_triton as pallas_triton
 
 from .case import Case
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import newest_duplicate
-from kvjax.pallas_kernels.newest_duplicate import reference
+from kvjax.pallas_kernels.kmeans import reference
 from kvjax.pallas_kernels.op import Unsupported
 
 SHAPES = [(2, 2, 50, 16, "float16"), (1, 2, 64, 16, "bfloat16"), (1, 1, 7, 32, "float16")]

@@ -1,4 +1,4 @@
-"""The search on GPUs, as a Triton kernel.
+"""Search for near duplicates on GPUs, as a Triton kernel.
 
 A program holds a block of keys and walks all of them: products, comparisons and the newest place of a block stay in registers.
 """
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from ..kmeans.nearest_pallas_triton import block_within, load_rows, products, store_rows
 from ..triton import entry, triton_call, triton_unsupported
 from ..tuning import tuned
+from .nearest_pallas_triton import block_within, load_rows, products, store_rows
 from .reference import inverse_lengths
 
 
