@@ -15,9 +15,6 @@ from .tokens import Prompt, TokenBlock
 
 S = TypeVar("S")
 
-MOVED = 2**26
-"""Bytes of keys that are moved within a cache at a time: 64 MiB. A cache of more is moved in up to eight parts."""
-
 
 def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
     """A prompt of what is kept, in order and up against the block that follows.
@@ -88,9 +85,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
     slot = jnp.take_along_axis(order, index, axis=-1)
-    # Capacities are multiples of 32. Of few bytes all are one part: a kernel each for keys and values instead of several a part.
-    size = kept.k.size * kept.k.dtype.itemsize
-    part = capacity // next((n for n in (1, 2, 4) if size <= n * MOVED), 8)
+    part = max(capacity // 8, 16)  # capacities are multiples of 32
 
     def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
         def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:

@@ -125,7 +125,8 @@ def redundancy(
     inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
     unit = k.astype(jnp.float32) * inverse[..., None]
     at = jnp.maximum(newest, 0)
-    spared = jnp.sum(k.astype(jnp.float32) * jnp.take_along_axis(k, at[..., None], axis=2), axis=-1)
+    other = jnp.take_along_axis(k, at[..., None], axis=2)
+    spared = jnp.sum(k.astype(jnp.float32) * other.astype(jnp.float32), axis=-1)
     spared *= inverse * jnp.take_along_axis(inverse, at, axis=2)
     place = jnp.arange(k.shape[2], dtype=jnp.int32)
     spared = jnp.where((newest >= 0) & (newest != place), spared, 0.0)

@@ -7,7 +7,7 @@ from policies import oracle_rkv as oracle
 from policies.driver import make_case
 from policies.test_recompress import equals
 
-from kvjax.cache import Prompt, blocks
+from kvjax.cache import Prompt
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import RKV, PolicyError, rkv
 
@@ -98,13 +98,6 @@ def test_equals_the_literal_algorithm(name):
     """Ragged rows, prompts shorter and longer than the budget and a round: what is kept and put out at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
     equals(RKV(**options), oracle.RKV, options, heads, kv_heads, rows=40, steps=16)
-
-
-def test_a_large_cache_is_compressed_in_parts(monkeypatch):
-    """As one that is moved at once."""
-    monkeypatch.setattr(blocks, "MOVED", 0)
-    options, heads, kv_heads = CONFIGURATIONS[FAST]
-    equals(RKV(**options), oracle.RKV, options, heads, kv_heads, rows=5, steps=16)
 
 
 @pytest.mark.parametrize(
