@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import newest_duplicate
@@ -18,6 +18,9 @@ from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
+
+COMPARED = 2**24
+"""Pairs of one row's tokens that are compared at a time: some compilers write what comes of it."""
 
 
 @register
@@ -132,8 +135,20 @@ def redundancy(
     spared = jnp.where((newest >= 0) & (newest != place), spared, 0.0)
     # The sum of a key's cosines is its cosine with the sum of all, less that with itself.
     total = jnp.sum(unit * (jnp.sum(unit, axis=2, keepdims=True) - unit), axis=-1)
-    # A comparison of all pairs instead of a scatter, which adds in any order; nothing of that size is ever written.
-    total -= jnp.sum(jnp.where(newest[..., None] == place, spared[..., None], 0.0), axis=2)
+    total -= _added_up(newest, spared)
     count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
     shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
     return jnp.where(live, shares, 0.0)
+
+
+def _added_up(target: Int[Array, "B K T"], share: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    """For each token the sum of the shares whose target it is: all pairs compared, since a scatter adds in any order."""
+    count = target.shape[-1]
+    size = min(count, max(COMPARED // (target.shape[1] * count), 16))
+
+    def part(start: Int[Array, ""]) -> Float[Array, "B K S"]:
+        own = start + jnp.arange(size, dtype=jnp.int32)
+        return jnp.sum(jnp.where(target[:, :, None] == own[:, None], share[:, :, None], 0.0), axis=-1)
+
+    found = jax.lax.map(part, jnp.arange(-(-count // size), dtype=jnp.int32) * size)
+    return jnp.moveaxis(found, 0, 2).reshape(*target.shape[:2], -1)[..., :count]

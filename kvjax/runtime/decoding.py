@@ -154,8 +154,7 @@ def _loop(
         # One after the other, as each takes memory, also where a GPU runs side by side what does not depend on each other.
         caches, before = list(caches), None
         for i in lazy:
-            cache, _ = jax.lax.optimization_barrier((caches[i], before))
-            caches[i] = before = layers[i].compress(cache)
+            caches[i] = before = layers[i].compress(_after(before, caches[i]))
         return tuple(caches)
 
     def body(loop: Loop) -> Loop:
@@ -174,17 +173,34 @@ def _loop(
     return jax.lax.while_loop(should_continue, until_full if lazy else body, start)
 
 
+def _after(before: Any, cache: Any) -> Any:
+    """A cache that is there once another one is; what of them is in the host's memory stays out of it."""
+    leaves, tree = jax.tree.flatten(cache)
+    own = [i for i, leaf in enumerate(leaves) if _on_device(leaf)]
+    others = list(filter(_on_device, jax.tree.leaves(before)))
+    if others:
+        there, _ = jax.lax.optimization_barrier(([leaves[i] for i in own], others))
+        for i, leaf in zip(own, there, strict=True):
+            leaves[i] = leaf
+    return tree.unflatten(leaves)
+
+
+def _on_device(x: Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Device
+
+
 def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     """How a GPU runs the loop.
 
     Not side by side where layers add up over devices beside the model's own sums, which follow one another: devices that begin two of them
     in different order would wait for each other for ever. For that reason sums are part of the graph only where all devices share heads,
-    and none rows or slots.
+    and none rows or slots. Over several devices layers that compress only when they are full are left out, too: that has not been tried.
     """
     layers, shard = layers_of(policy, specs), specs[0].shard
+    lazy = any(layer.traits.compression == "when_full" for layer in layers)
     whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and not jax.__version__.startswith("0.10.")
     whole &= os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0"
-    ordered = whole and any(layer.traits.sums_heads for layer in layers)
+    ordered = (lazy and shard.mesh is not None) or (whole and any(layer.traits.sums_heads for layer in layers))
     graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS
     return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
 

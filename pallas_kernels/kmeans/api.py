@@ -98,7 +98,7 @@ def newest_duplicate(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Int[Array, "B K T"]:
-    """For each key the place of the last other one whose cosine with it is above a threshold; -1 where there is none.
+    """For each key the place of the last other one whose cosine with it is above a threshold; -1 where there is none, or no key.
 
     The token that R-KV does not charge for its duplicate (Cai et al. 2025, R-KV, section 3.3). A key of length 0 has a cosine of 0 with all.
 

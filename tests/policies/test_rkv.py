@@ -1,5 +1,6 @@
 """R-KV against the literal algorithm."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,10 +75,20 @@ def test_the_group_takes_its_largest_logits():
     np.testing.assert_allclose(got[0, 0], [0.4683, 0.4683, 0.0634, 0], atol=5e-5)
 
 
-def test_many_keys_are_charged_as_by_the_oracle():
-    """More than a few, in any direction."""
+def test_keys_are_compared_a_number_at_a_time(monkeypatch):
+    """Parts that do not divide their number give what all at once do."""
     keys = np.random.default_rng(0).normal(size=(50, 8))
-    np.testing.assert_allclose(charged(keys), oracle.redundancy(keys)[1], rtol=1e-5)
+    expected = charged(keys)
+    np.testing.assert_allclose(expected, oracle.redundancy(keys)[1], rtol=1e-5)
+    monkeypatch.setattr(rkv, "COMPARED", 0)
+    np.testing.assert_allclose(charged(keys), expected, rtol=1e-6)
+
+
+def test_a_long_prompt_takes_no_room_for_all_pairs():
+    """Of 8192 keys in two heads they would be 537 MB."""
+    keys = jax.ShapeDtypeStruct((1, 2, 8192, 16), jnp.float32)
+    compiled = jax.jit(rkv.redundancy).lower(keys, jax.ShapeDtypeStruct((1, 2, 8192), bool)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 200e6
 
 
 # Random cases against the oracle.
