@@ -46,8 +46,8 @@ class Op:
             `OPERATION_BACKEND` in every folder whose operations do not share one module a backend (operations that do are named for
             the first).
         forward_only: whether somebody may ask for a gradient through it, which its Pallas kernels do not have: then they say so.
-        prefer_xla_reason: tells why XLA is to compute a case that a kernel serves, as where it is as fast, or where what the kernel makes
-            has not been compared; None where the kernel computes it. `"auto"` heeds it.
+        prefer_xla_reason: tells why XLA is to compute a case that a kernel serves, as where it is as fast; None where the kernel
+            computes it. `"auto"` heeds it.
     """
 
     name: str

@@ -212,7 +212,7 @@ def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> 
             if (policy, column[1]) in asked and (policy, *column) not in there:
                 found.setdefault(policy, []).append(_titled(column))
     told = ", ".join(f"`{policy}` ({'; '.join(titles)})" for policy, titles in found.items())
-    return f"Empty, as the run did not reach them: {told}.\n" if told else ""
+    return f"Empty, as they lack scores of some tasks or all: {told}.\n" if told else ""
 
 
 def _unable(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,13 +8,13 @@ from benchmarks import tables
 from kvjax.policies import policies
 
 PAGES = {
-    "quality": ("policy-quality*", "streaming-perplexity*", "block-sizes*", "constant-memory*"),
+    "quality": ("policy-quality*", "streaming-perplexity*", "block-sizes*", "constant-memory*", "reasoning*"),
     "leaderboard": ("leaderboard*",),
     "reproduction": ("reproduction*", "decode-h200*"),
-    "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*", "offload*"),
+    "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*", "offload*", "beside*"),
     "kernels": ("kernels*", "quantized-products*"),
     "howto/from_kvpress": ("peer-quality*",),
-    "howto/weights": ("decode-weights*", "fits-v5e*"),
+    "howto/weights": ("decode-weights*", "fits-v5e*", "weights-quality*"),
     "howto/several_devices": ("decode-two*", "long-context-two*", "timeline*", "fits-llama-70b*"),
 }
 """Patterns of the files in `benchmarks/results` that each page is of."""

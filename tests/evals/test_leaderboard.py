@@ -143,7 +143,7 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
 
     rows = [row("full", "vt", [1.0, 1.0], None), row("snapkv", "vt", [1.0, 0.5]), row("tova", "vt", [1.0, 0.5])]
     text = rendered(rows, {"vt": {}})
-    assert "did not reach" not in text
+    assert "lack scores" not in text
     assert "*Seen*" not in text
     assert '--seeing ""' in text
     assert "--qa" not in text
@@ -151,7 +151,7 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
     del unable["scores"]
     rows += [row("snapkv", "vt", [1.0, 0.5], 0.25), row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
     text = rendered([*rows, unable, unable | {"target": 0.5}], {"vt": {}, "qa_2": {"data": "hotpot.json"}})
-    assert "Empty, as the run did not reach them: `tova` (25 %, unseen)." in text
+    assert "Empty, as they lack scores of some tasks or all: `tova` (25 %, unseen)." in text
     assert "*Seen*" in text
     assert '--seeing "snapkv"' in text
     assert "--qa-2 hotpot.json" in text
