@@ -15,6 +15,9 @@ from .tokens import Prompt, TokenBlock
 
 S = TypeVar("S")
 
+MOVED = 2**25
+"""Numbers of a cache that moves within itself in two parts, with room for half of it; one of more moves in eight."""
+
 
 def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
     """A prompt of what is kept, in order and up against the block that follows.
@@ -85,7 +88,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
     slot = jnp.take_along_axis(order, index, axis=-1)
-    part = max(capacity // 8, 16)  # capacities are multiples of 32
+    part = max(capacity // (2 if kept.k.size <= MOVED else 8), 16)  # capacities are multiples of 32
 
     def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
         def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:

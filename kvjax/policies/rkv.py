@@ -1,6 +1,7 @@
 """R-KV: while a model reasons, the tokens that are attended to and do not repeat others."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -18,9 +19,6 @@ from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
-
-COMPARED = 2**24
-"""Pairs of one row's tokens that are compared at a time: some compilers write what comes of it."""
 
 
 @register
@@ -142,13 +140,13 @@ def redundancy(
 
 
 def _added_up(target: Int[Array, "B K T"], share: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-    """For each token the sum of the shares whose target it is: all pairs compared, since a scatter adds in any order."""
+    """For each token the sum of the shares whose target it is; a target below 0 is none.
+
+    As products of what stands in which row and which column of a square: a scatter adds in any order, and T × T comparisons are T / 2√T
+    times the numbers.
+    """
     count = target.shape[-1]
-    size = min(count, max(COMPARED // (target.shape[1] * count), 16))
-
-    def part(start: Int[Array, ""]) -> Float[Array, "B K S"]:
-        own = start + jnp.arange(size, dtype=jnp.int32)
-        return jnp.sum(jnp.where(target[:, :, None] == own[:, None], share[:, :, None], 0.0), axis=-1)
-
-    found = jax.lax.map(part, jnp.arange(-(-count // size), dtype=jnp.int32) * size)
-    return jnp.moveaxis(found, 0, 2).reshape(*target.shape[:2], -1)[..., :count]
+    side = math.isqrt(count - 1) + 1
+    row, column = (jax.nn.one_hot(place, side, dtype=share.dtype) for place in (target // side, target % side))
+    square = jnp.einsum("bktr,bktc->bkrc", row * share[..., None], column, precision="highest")
+    return square.reshape(*target.shape[:2], -1)[..., :count]

@@ -75,13 +75,17 @@ def test_the_group_takes_its_largest_logits():
     np.testing.assert_allclose(got[0, 0], [0.4683, 0.4683, 0.0634, 0], atol=5e-5)
 
 
-def test_keys_are_compared_a_number_at_a_time(monkeypatch):
-    """Parts that do not divide their number give what all at once do."""
-    keys = np.random.default_rng(0).normal(size=(50, 8))
-    expected = charged(keys)
-    np.testing.assert_allclose(expected, oracle.redundancy(keys)[1], rtol=1e-5)
-    monkeypatch.setattr(rkv, "COMPARED", 0)
-    np.testing.assert_allclose(charged(keys), expected, rtol=1e-6)
+def test_what_others_are_spared_is_added_up():
+    """For tokens of every number, whether it is a square or not, and for none of a target below 0."""
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 16, 17, 50):
+        target, share = rng.integers(-1, count, (2, 3, count)), rng.normal(size=(2, 3, count)).astype(np.float32)
+        expected = np.zeros_like(share)
+        for b, h, j in np.ndindex(share.shape):
+            if target[b, h, j] >= 0:
+                expected[b, h, target[b, h, j]] += share[b, h, j]
+        got = rkv._added_up(jnp.asarray(target, jnp.int32), jnp.asarray(share))
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_a_long_prompt_takes_no_room_for_all_pairs():
