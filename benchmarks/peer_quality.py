@@ -4,14 +4,15 @@
     python benchmarks/peer_presses.py FOLDER                        # kvpress' answers, by the Python that has it
     python -m benchmarks.peer_quality compare FOLDER    # writes benchmarks/results/peer-quality-<device>.json and the page's section
 
+With `--dtype float32` the two are asked in exact products of float32, `compare` writes peer-float32-<device>.json, and the page has another section:
+what the two still answer differently is not of bfloat16's rounding.
 kvpress' answers to the default prompts on Qwen2.5-Coder-1.5B-Instruct in bfloat16 are in benchmarks/results/peer-answers: beside `ask`'s files in
 FOLDER they need not be asked again.
 
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
 with kvpress' settings of every method, and new tokens are kept in both. Scores are compared in pairs; every prompt that the two answer
-differently is listed. No difference between the two is known but rounding: of tokens with almost equal scores, or words with almost equal
-probabilities.
+differently is listed.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import kvjax
@@ -89,6 +91,8 @@ def main() -> None:
 def ask(args: argparse.Namespace) -> None:
     """Write the model and the prompts, if they are not there, and answer them."""
     end = None if args.seconds is None else time.monotonic() + args.seconds
+    if args.dtype == "float32":  # as PyTorch multiplies it; by default GPUs round to 10 bits of mantissa
+        jax.config.update("jax_default_matmul_precision", "highest")
     params = kvjax.load(args.model, dtype=args.dtype)
     tokenizer = params.tokenizer
     assert tokenizer is not None
@@ -185,13 +189,14 @@ def compare(folder: Path, out: Path | None) -> None:
         raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
     begun["peer"] = theirs_header
     rows = compared(prompts, ours, theirs)
-    path = out or sections.RESULTS / f"peer-quality-{sections.slug(begun)}.json"
+    written = EXACT if begun["settings"]["dtype"] == "float32" else SECTION
+    path = out or sections.RESULTS / f"{written.results}-{sections.slug(begun)}.json"
     report.write(path, begun, rows)
     for row in rows:
         print(line(row))
     print(f"wrote {path}")
     if out is None:
-        SECTION.write()
+        written.write()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -277,7 +282,27 @@ def section(content: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def exact_section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file in float32: how many answers are the same, and which are not."""
+    header, rows = content["header"], content["rows"]
+    lines = [
+        f"The same {rows[0]['prompts']} prompts and weights as above in {header['settings']['dtype']}, products without rounding to fewer bits in both "
+        "(`--dtype float32`):",
+        "",
+        "| method | kvjax | kvpress | same answers | scores that differ |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        differing = [f"{each['prompt']} (`{each['task']}`)" for each in row["differing"]]
+        scores = [f"{100 * row[library]:.1f}" for library in ("kvjax", "kvpress")]
+        same = f"{row['same_answers']} of {row['prompts']}"
+        lines.append(f"| `{row['method']}` | {' | '.join(scores)} | {same} | {', '.join(differing) or 'none'} |")
+    return "\n".join(lines)
+
+
 SECTION = Section("howto/from_kvpress.md", "The same prompts in both", "peer-quality", section)
+
+EXACT = Section("howto/from_kvpress.md", "The same prompts in float32", "peer-float32", exact_section)
 
 
 if __name__ == "__main__":

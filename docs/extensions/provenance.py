@@ -13,7 +13,7 @@ PAGES = {
     "reproduction": ("reproduction*", "decode-h200*"),
     "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*", "offload*", "beside*"),
     "kernels": ("kernels*", "quantized-products*"),
-    "howto/from_kvpress": ("peer-quality*",),
+    "howto/from_kvpress": ("peer-quality*", "peer-float32*"),
     "howto/weights": ("decode-weights*", "fits-v5e*", "weights-quality*"),
     "howto/several_devices": ("decode-two*", "long-context-two*", "timeline*", "fits-llama-70b*"),
 }

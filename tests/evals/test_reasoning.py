@@ -61,13 +61,15 @@ def test_the_table_by_hand(part, tmp_path, monkeypatch):
     assert page.read_text() == f"# Page\n\n{reasoning.SECTION.of(file)}"
 
 
-@pytest.mark.parametrize("module", [reasoning, peer_quality, weights_quality])
-def test_pages_have_the_section_of_a_result_file(module):
+@pytest.mark.parametrize(
+    "section", [reasoning.SECTION, peer_quality.SECTION, peer_quality.EXACT, weights_quality.SECTION]
+)
+def test_pages_have_the_section_of_a_result_file(section):
     """No section without a file, and that of the file where there is one."""
-    page = (sections.DOCS / module.SECTION.page).read_text(encoding="utf-8")
-    file = module.SECTION.file()
-    assert (f"## {module.SECTION.title}\n" in page) is (file is not None)
-    assert file is None or module.SECTION.of(file) in page
+    page = (sections.DOCS / section.page).read_text(encoding="utf-8")
+    file = section.file()
+    assert (f"## {section.title}\n" in page) is (file is not None)
+    assert file is None or section.of(file) in page
 
 
 @pytest.fixture
