@@ -114,6 +114,8 @@ def reading(cases: list[Case], params: Params, args: argparse.Namespace) -> list
             spent[re.sub(r"[._]\d+", "", name)].append(duration)
         longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:LONGEST]
         found = [{"us": sum(times) / 1e3, "count": len(times), "name": name} for name, times in longest]
+        others = [time for name, times in spent.items() if name not in dict(longest) for time in times]
+        found.append({"us": sum(others) / 1e3, "count": len(others), "name": "all others"})
         row = {"policy": case.policy, "settings": case.settings, "block": args.block, "batch": args.batch}
         rows.append(shown(row | {"block_ms": 1e3 * seconds, "kernels": found}))
     return rows

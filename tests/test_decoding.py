@@ -157,6 +157,7 @@ def test_an_option_stays_whose_name_is_a_part_of_one_that_is_refused(untold, cap
     [
         (1, Full(), MESH_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS),
         (1, TOVA(budget=8), MESH_GRAPH_OPTIONS),
+        (1, CHELSEA, MESH_GRAPH_OPTIONS),
         (2, Full(), CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS),
         (None, Full(), CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS),
     ],
@@ -177,8 +178,10 @@ def test_sums_over_devices_are_part_of_the_graph_where_they_follow_one_another(t
     over = dataclasses.replace(spec, shard=shard)
     assert decoding.decode._options((policy, (over,))) == wanted
     monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "1")
-    options = decoding.decode._options((policy, (over,)))
-    assert options == CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
+    side_by_side = (
+        {} if policy == CHELSEA else CONCURRENT_GRAPH_OPTIONS
+    )  # what compresses when it is full does not, over devices
+    assert decoding.decode._options((policy, (over,))) == CUDA_GRAPH_OPTIONS | side_by_side
 
 
 END = 63
