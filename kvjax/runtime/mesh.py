@@ -106,16 +106,17 @@ def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) 
         shapes: give shapes with these places, and leave arrays where they are.
     """
 
-    def put(partition: PartitionSpec, tree: Any) -> Any:
+    def dealt(partition: PartitionSpec, tree: Any) -> Any:
         sharding = NamedSharding(_mesh(shard), partition)
         if shapes:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-        return jax.tree.map(lambda x: _put(x, sharding), tree)
+        return jax.tree.map(lambda x: put(x, sharding), tree)
 
-    return jax.tree.map(put, partitions, arrays, is_leaf=_is_partition)
+    return jax.tree.map(dealt, partitions, arrays, is_leaf=_is_partition)
 
 
-def _put(x: Any, sharding: NamedSharding) -> Any:
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """An array where a mesh wants it; one that is there already is not copied."""
     there = getattr(x, "sharding", None)
     if there is not None and there.is_equivalent_to(sharding, x.ndim):
         return x

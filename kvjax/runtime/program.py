@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from kvjax.cache import Shard
 from kvjax.pallas_kernels.device import target
 from kvjax.runtime.compilation_cache import keep_unless_refused
-from kvjax.runtime.mesh import over_mesh, placed
+from kvjax.runtime.mesh import over_mesh, placed, put
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class Program:
         self._gpu_options = gpu_options
         self._partition = partition
         self._canonical = canonical
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, tuple[Any, list[Any] | None]] = {}
+        self._dealt: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
         self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
         self.compile_seconds = 0.0
@@ -83,7 +84,7 @@ class Program:
     @property
     def executables(self) -> list[Any]:
         """All executables so far, in the order they were compiled."""
-        return list(self._compiled.values())
+        return [executable for executable, _ in self._compiled.values()]
 
     def compiled(self, *args: Any) -> Any:
         """The executable for these arguments (arrays or `jax.ShapeDtypeStruct`), compiled if there is none yet.
@@ -92,17 +93,16 @@ class Program:
 
         `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
         """
-        return self._executable(*self._placed(args, shapes=True))
+        args = self._with_canonical(args)
+        return self._found(args, *jax.tree.flatten(args[self._static :]))[0]
 
-    def _executable(self, args: tuple[Any, ...], dealt: bool) -> Any:
-        """The executable for arguments that are where it wants them; over a mesh that follows from the static ones."""
-        leaves, tree = jax.tree.flatten(args[self._static :])
+    def _found(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any) -> tuple[Any, list[Any] | None]:
+        """The executable for arguments, of which these are the arrays, and where it wants those over a mesh."""
+        static = args[: self._static]
+        if (dealt := self._dealt.get(static)) is None:
+            dealt = self._dealt[static] = self._partition is not None and self._partition(*args) is not None
         default = SingleDeviceSharding(jax.devices()[0])
-        key = (
-            args[: self._static],
-            tree,
-            tuple((x.shape, x.dtype, None if dealt else _place(x, default)) for x in leaves),
-        )
+        key = static, tree, tuple((x.shape, x.dtype, None if dealt else _place(x, default)) for x in leaves)
         if (found := self._compiled.get(key)) is not None:
             return found
         with self._lock:
@@ -111,9 +111,10 @@ class Program:
             if (found := self._compiled.get(key)) is None:
                 keep_unless_refused()
                 start = time.perf_counter()
-                arrays, donate = args[self._static :], tuple(i - self._static for i in self._donate)
+                arrays, donate = self._shapes(args), tuple(i - self._static for i in self._donate)
                 lowered = jax.jit(self._whole(*args), donate_argnums=donate).lower(*arrays)
-                found = self._compiled[key] = compile_with(lowered, self._options(args[: self._static]))
+                places = [x.sharding for x in jax.tree.leaves(arrays)] if dealt else None
+                found = self._compiled[key] = compile_with(lowered, self._options(static)), places
                 with self._lock:
                     self.compile_seconds += time.perf_counter() - start
         return found
@@ -132,8 +133,17 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""
-        args, dealt = self._placed(args)
-        return self._executable(args, dealt)(*args[self._static :])
+        args = self._with_canonical(args)
+        leaves, tree = jax.tree.flatten(args[self._static :])
+        executable, places = self._found(args, leaves, tree)
+        if places is None:
+            return executable(*args[self._static :])
+        for i, x in enumerate(leaves):
+            # Nearly all arrays of a call are where they were in the one before: a look at each, while the devices wait.
+            if getattr(x, "sharding", None) is not places[i]:
+                leaves[i] = there = put(x, places[i])
+                places[i] = there.sharding
+        return executable(*tree.unflatten(leaves))
 
     def shapes(self, *args: Any) -> Any:
         """Shapes of the results; of a program over a mesh, those of all devices' parts together."""
@@ -146,14 +156,11 @@ class Program:
         dealt = None if self._partition is None else self._partition(*args)
         return function if dealt is None else over_mesh(function, *dealt)
 
-    def _placed(self, args: tuple[Any, ...], *, shapes: bool = False) -> tuple[tuple[Any, ...], bool]:
-        """The arguments, with arrays, or their shapes, where a program over a mesh wants them, and whether it is one."""
-        args = self._with_canonical(args)
+    def _shapes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arrays among arguments, as they are, or for a mesh their shapes, where a program wants them."""
+        arrays = args[self._static :]
         dealt = None if self._partition is None else self._partition(*args)
-        if dealt is None:
-            return args, False
-        shard, inputs, _ = dealt
-        return (*args[: self._static], *placed(shard, inputs, args[self._static :], shapes=shapes)), True
+        return arrays if dealt is None else placed(dealt[0], dealt[1], arrays, shapes=True)
 
     def _with_canonical(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._canonical is None:

@@ -46,8 +46,7 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
 def sums(engine: Engine, state: Any) -> int:
     """How many sums over devices the decoding program has."""
     given = engine.policy, engine.specs, engine.weights, state, np.int32(1), *engine.how()
-    args, _ = decoding.decode._placed(given, shapes=True)
-    return str(jax.make_jaxpr(decoding.decode._whole(*args))(*args[2:])).count("= psum")
+    return str(jax.make_jaxpr(decoding.decode._whole(*given))(*decoding.decode._shapes(given))).count("= psum")
 
 
 def agree(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
