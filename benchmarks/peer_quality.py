@@ -285,9 +285,18 @@ def section(content: Mapping[str, Any]) -> str:
 def exact_section(content: Mapping[str, Any]) -> str:
     """What the page has of a result file in float32: how many answers are the same, and which are not."""
     header, rows = content["header"], content["rows"]
+    peer = header["peer"]
+    same, asked = (sum(row[count] for row in rows) for count in ("same_answers", "prompts"))
     lines = [
-        f"The same {rows[0]['prompts']} prompts and weights as above in {header['settings']['dtype']}, products without rounding to fewer bits in both "
-        "(`--dtype float32`):",
+        f"The prompts and weights of above in {header['settings']['dtype']}, with products that neither library rounds to fewer bits (`--dtype float32`; kvpress "
+        f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}):",
+        f"{same} of {asked} answers are the same{', word for word' if same == asked else ''}."
+        + (
+            " So what differs above is bfloat16's rounding: of tokens with almost equal scores, and words with"
+            if same == asked
+            else ""
+        ),
+        *(["almost equal probabilities."] if same == asked else []),
         "",
         "| method | kvjax | kvpress | same answers | scores that differ |",
         "| --- | ---: | ---: | ---: | --- |",
@@ -295,8 +304,8 @@ def exact_section(content: Mapping[str, Any]) -> str:
     for row in rows:
         differing = [f"{each['prompt']} (`{each['task']}`)" for each in row["differing"]]
         scores = [f"{100 * row[library]:.1f}" for library in ("kvjax", "kvpress")]
-        same = f"{row['same_answers']} of {row['prompts']}"
-        lines.append(f"| `{row['method']}` | {' | '.join(scores)} | {same} | {', '.join(differing) or 'none'} |")
+        alike = f"{row['same_answers']} of {row['prompts']}"
+        lines.append(f"| `{row['method']}` | {' | '.join(scores)} | {alike} | {', '.join(differing) or 'none'} |")
     return "\n".join(lines)
 
 

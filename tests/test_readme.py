@@ -134,10 +134,27 @@ def test_what_two_gpus_gain():
 
 
 def test_how_fast_two_gpus_read():
-    told = re.search(r"of 4,096 in (\S+) seconds over `model=2`, and in (\S+) by one GPU", SEVERAL_DEVICES)
+    told = re.search(
+        r"of 16,384 in (\S+) seconds over `model=2`, and in (\S+) by one GPU: (\S+) times as fast. In blocks of 4,096 "
+        r"\(1,003,520 tokens\) it is (\S+) and (\S+) seconds",
+        SEVERAL_DEVICES,
+    )
     assert told is not None
-    seconds = {row["mesh"]: row["seconds"] for row in tables.rows("long-context-two-h200.json")}
-    assert (told[1], told[2]) == (f"{seconds['model=2']:.1f}", f"{seconds['']:.1f}")
+    seconds = {(row["block"], row["mesh"]): row["seconds"] for row in tables.rows("long-context-two-h200.json")}
+    two, one = (seconds[16384, mesh] for mesh in ("model=2", ""))
+    assert told.groups() == (
+        f"{two:.1f}", f"{one:.1f}", f"{one / two:.2f}", f"{seconds[4096, 'model=2']:.1f}", f"{seconds[4096, '']:.1f}"
+    )  # fmt: skip
+
+
+def test_what_kernels_of_a_step_over_data_take():
+    told = re.search(r"(\S+) ms for 8 layers and 65,536 × 8 tokens, (\S+) on one", SEVERAL_DEVICES)
+    assert told is not None
+    spent = [
+        sum(kernel["microseconds"] for kernel in tables.rows(f"timeline-data-{gpus}-h200.json")[0]["kernels"]) / 1e3
+        for gpus in ("two", "one")
+    ]
+    assert told.groups() == tuple(f"{ms:.2f}" for ms in spent)
 
 
 def test_a_methods_page_has_the_needles_of_the_table():
