@@ -30,7 +30,7 @@ CLAIMS = (
 
 
 def measure(bench: Bench) -> Measured:
-    """All examples as one batch under each method."""
+    """All examples under each method."""
     length, depths, samples = (512, 2, 1) if bench.small else (4096, 11, 4)
     text = bench.books[0].read_text(encoding="utf-8")
     spaced = tuple(i / (depths - 1) for i in range(depths))
