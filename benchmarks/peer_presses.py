@@ -42,7 +42,7 @@ def main() -> None:
 
     out = args.folder / ("theirs.jsonl" if n == 1 else f"theirs-{i}-of-{n}.jsonl")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
-    begin = {"versions": versions, "device": kind, "prompts": settings["prompts"]}
+    begin = {"versions": versions, "device": kind, "prompts": settings["prompts"], "dtype": settings["dtype"]}
     rows = begun(out, begin)
     done = {(row["method"], row["prompt"]) for row in rows}
     with out.open("a", encoding="utf-8") as file:

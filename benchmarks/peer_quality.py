@@ -105,6 +105,11 @@ def ask(args: argparse.Namespace) -> None:
     budget = round(args.share * args.length)
     policies = methods(budget)
     args.folder.mkdir(parents=True, exist_ok=True)
+    before = args.folder / "settings.json"
+    if before.exists() and (dtype := json.loads(before.read_text(encoding="utf-8"))["dtype"]) != args.dtype:
+        raise SystemExit(
+            f"{args.folder} has the model and answers in {dtype}, not in {args.dtype}; give another folder"
+        )
     if not (args.folder / "model").exists():
         kvjax.save(params, args.folder / "model", format="safetensors")
     settings = {"dtype": args.dtype, "budget": budget, "methods": list(policies), "length": args.length}
@@ -187,6 +192,9 @@ def compare(folder: Path, out: Path | None) -> None:
         raise SystemExit(f"{folder}: parts of kvpress' answers are of different prompts, versions or devices")
     if begun["settings"]["prompts"] != theirs_header["prompts"]:
         raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
+    dtypes = begun["settings"]["dtype"], theirs_header.get("dtype", "bfloat16")  # which files of before do not say
+    if dtypes[0] != dtypes[1]:
+        raise SystemExit(f"{folder}: kvjax has answered in {dtypes[0]}, kvpress in {dtypes[1]}; ask one of them again")
     begun["peer"] = theirs_header
     rows = compared(prompts, ours, theirs)
     written = EXACT if begun["settings"]["dtype"] == "float32" else SECTION
@@ -290,7 +298,7 @@ def exact_section(content: Mapping[str, Any]) -> str:
     lines = [
         f"The prompts and weights of above in {header['settings']['dtype']}, with products that neither library rounds to fewer bits (`--dtype float32`; kvpress "
         f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}):",
-        f"{same} of {asked} answers are the same{', word for word' if same == asked else ''}."
+        f"{same} of {asked} answers that both gave are the same{', word for word' if same == asked else ''}."
         + (
             " So what differs above is bfloat16's rounding: of tokens with almost equal scores, and words with"
             if same == asked

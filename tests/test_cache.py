@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from policies.driver import make_case
 
 from kvjax import cache
+from kvjax.cache import blocks
 from kvjax.models import ModelConfig
 from kvjax.models.rope import RopeConfig
 
@@ -97,3 +98,24 @@ def test_sliding_window_counts_original_positions(window):
         slots, _ = cache.insert(slots, token(case, pos, [pos]))
     _, probs = cache.attend(spec, slots, token(case, 5, [5]), probs=True)
     assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]
+
+
+@pytest.mark.parametrize("numbers", [blocks.MOVED, 0], ids=["two parts", "eight parts"])
+def test_places_that_are_kept_move_to_the_front_in_order(numbers, monkeypatch):
+    """Within the cache, whatever the size of the parts; rows and heads have as many tokens as they have, up against the end."""
+    monkeypatch.setattr(blocks, "MOVED", numbers)
+    random, slots, capacity = np.random.default_rng(0), 320, 256
+    count = np.asarray([[320, 200], [5, 256]])
+    k, v = (random.normal(size=(2, 2, slots, 4)).astype(np.float32) for _ in range(2))
+    there = np.arange(slots) < count[..., None]
+    pos = np.where(there, 3 * np.arange(slots), -1).astype(np.int32)
+    arrays = k, v, pos, there.astype(np.float32), count.astype(np.int32) % slots, np.asarray([960, 960], np.int32)
+    kept = cache.LayerCache(*map(jnp.asarray, arrays))
+    keep = random.random((2, 2, slots)) < 0.6
+    got = cache.keep_places(kept, capacity, jnp.asarray(keep))
+    for row, head in np.ndindex(2, 2):
+        chosen = np.flatnonzero(keep[row, head, slots - count[row, head] :])[:capacity]
+        for x, old in ((got.k, k), (got.v, v), (got.pos, pos)):
+            np.testing.assert_array_equal(x[row, head, : len(chosen)], old[row, head, chosen])
+        assert (np.asarray(got.pos[row, head, len(chosen) :]) == -1).all()
+        assert int(got.next[row, head]) == len(chosen) == int(got.weight[row, head].sum())

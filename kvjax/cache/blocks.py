@@ -16,7 +16,7 @@ from .tokens import Prompt, TokenBlock
 S = TypeVar("S")
 
 MOVED = 2**25
-"""Numbers of a cache that moves within itself in two parts, with room for half of it; one of more moves in eight."""
+"""A cache of up to so many numbers moves within itself in two parts, a larger one in eight: fewer parts are fewer kernels, but need more room."""
 
 
 def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:

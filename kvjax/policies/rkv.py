@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import newest_duplicate
@@ -19,6 +20,9 @@ from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
+
+AT_A_TIME = 2**23
+"""Numbers that tell which tokens are spared by which, of all rows and heads, for each of the two factors of a product."""
 
 
 @register
@@ -142,11 +146,23 @@ def redundancy(
 def _added_up(target: Int[Array, "B K T"], share: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
     """For each token the sum of the shares whose target it is; a target below 0 is none.
 
-    As products of what stands in which row and which column of a square: a scatter adds in any order, and T × T comparisons are T / 2√T
-    times the numbers.
+    Targets are told by row and column of a square, and a product of both adds up: a scatter adds in any order, and comparing all pairs
+    writes T² numbers where this writes 2 T √T, so many tokens at a time that they are no more than `AT_A_TIME`.
     """
     count = target.shape[-1]
     side = math.isqrt(count - 1) + 1
-    row, column = (jax.nn.one_hot(place, side, dtype=share.dtype) for place in (target // side, target % side))
-    square = jnp.einsum("bktr,bktc->bkrc", row * share[..., None], column, precision="highest")
+    size = min(count, max(AT_A_TIME // (math.prod(target.shape[:2]) * side), 1))
+    parts = -(-count // size)
+
+    def divided(x: Array, nothing: int) -> Shaped[Array, "P B K S"]:
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, parts * size - count)), constant_values=nothing)
+        return rearrange(padded, "b k (p s) -> p b k s", p=parts)
+
+    def add(total: Float[Array, "B K R R"], part: tuple[Array, Array]) -> tuple[Float[Array, "B K R R"], None]:
+        places, shares = part
+        row, column = (jax.nn.one_hot(x, side, dtype=share.dtype) for x in (places // side, places % side))
+        return total + jnp.einsum("bksr,bksc->bkrc", row * shares[..., None], column, precision="highest"), None
+
+    none = jnp.zeros((*target.shape[:2], side, side), share.dtype)
+    square, _ = jax.lax.scan(add, none, (divided(target, -1), divided(share, 0)))
     return square.reshape(*target.shape[:2], -1)[..., :count]

@@ -106,13 +106,13 @@ def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) 
         shapes: give shapes with these places, and leave arrays where they are.
     """
 
-    def dealt(partition: PartitionSpec, tree: Any) -> Any:
+    def at(partition: PartitionSpec, tree: Any) -> Any:
         sharding = NamedSharding(_mesh(shard), partition)
         if shapes:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
         return jax.tree.map(lambda x: put(x, sharding), tree)
 
-    return jax.tree.map(dealt, partitions, arrays, is_leaf=_is_partition)
+    return jax.tree.map(at, partitions, arrays, is_leaf=_is_partition)
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:

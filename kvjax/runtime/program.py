@@ -84,7 +84,7 @@ class Program:
     @property
     def executables(self) -> list[Any]:
         """All executables so far, in the order they were compiled."""
-        return [executable for executable, _ in self._compiled.values()]
+        return [executable for executable, _ in list(self._compiled.values())]  # others may be compiled meanwhile
 
     def compiled(self, *args: Any) -> Any:
         """The executable for these arguments (arrays or `jax.ShapeDtypeStruct`), compiled if there is none yet.
@@ -130,6 +130,7 @@ class Program:
         with self._lock:
             self._compiled.clear()
             self._locks.clear()
+            self._dealt.clear()
 
     def __call__(self, *args: Any) -> Any:
         """Run; arrays that are donated must not be used again."""
@@ -139,7 +140,7 @@ class Program:
         if places is None:
             return executable(*args[self._static :])
         for i, x in enumerate(leaves):
-            # Nearly all arrays of a call are where they were in the one before: a look at each, while the devices wait.
+            # Whether two places are the same takes longer to tell than that they are one object, as those of the call before nearly all are.
             if getattr(x, "sharding", None) is not places[i]:
                 leaves[i] = there = put(x, places[i])
                 places[i] = there.sharding

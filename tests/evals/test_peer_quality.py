@@ -1,6 +1,7 @@
 """Both libraries' answers beside one another: by hand, and that every method that is asked of one is known to the other."""
 
 import inspect
+import json
 
 import pytest
 
@@ -46,3 +47,13 @@ def test_new_tokens_are_kept_as_presses_keep_them():
 def test_every_method_has_a_press():
     source = inspect.getsource(peer_presses.made)
     assert all(f'"{method}"' in source for method in peer_quality.methods(256))
+
+
+def test_answers_in_other_types_are_not_compared(tmp_path):
+    settings = {"dtype": "float32", "prompts": "a"}
+    (tmp_path / "prompts.jsonl").write_text("")
+    (tmp_path / "ours.jsonl").write_text(json.dumps({"header": {"settings": settings}}) + "\n")
+    for theirs in ({"prompts": "a"}, {"prompts": "a", "dtype": "bfloat16"}):
+        (tmp_path / "theirs.jsonl").write_text(json.dumps(theirs) + "\n")
+        with pytest.raises(SystemExit, match="kvjax has answered in float32, kvpress in bfloat16"):
+            peer_quality.compare(tmp_path, None)

@@ -46,7 +46,8 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
 def sums(engine: Engine, state: Any) -> int:
     """How many sums over devices the decoding program has."""
     given = engine.policy, engine.specs, engine.weights, state, np.int32(1), *engine.how()
-    return str(jax.make_jaxpr(decoding.decode._whole(*given))(*decoding.decode._shapes(given))).count("= psum")
+    args = decoding.decode._with_canonical(given)
+    return str(jax.make_jaxpr(decoding.decode._whole(*args))(*decoding.decode._shapes(args))).count("= psum")
 
 
 def agree(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:

@@ -75,8 +75,8 @@ def test_the_group_takes_its_largest_logits():
     np.testing.assert_allclose(got[0, 0], [0.4683, 0.4683, 0.0634, 0], atol=5e-5)
 
 
-def test_what_others_are_spared_is_added_up():
-    """For tokens of every number, whether it is a square or not, and for none of a target below 0."""
+def test_what_others_are_spared_is_added_up(monkeypatch):
+    """For tokens of every number, whether it is a square or not, at once and by parts, and for none of a target below 0."""
     rng = np.random.default_rng(0)
     for count in (1, 2, 16, 17, 50):
         target, share = rng.integers(-1, count, (2, 3, count)), rng.normal(size=(2, 3, count)).astype(np.float32)
@@ -84,8 +84,10 @@ def test_what_others_are_spared_is_added_up():
         for b, h, j in np.ndindex(share.shape):
             if target[b, h, j] >= 0:
                 expected[b, h, target[b, h, j]] += share[b, h, j]
-        got = rkv._added_up(jnp.asarray(target, jnp.int32), jnp.asarray(share))
-        np.testing.assert_allclose(got, expected, atol=1e-6)
+        for numbers in (rkv.AT_A_TIME, 40):
+            monkeypatch.setattr(rkv, "AT_A_TIME", numbers)
+            got = rkv._added_up(jnp.asarray(target, jnp.int32), jnp.asarray(share))
+            np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_a_long_prompt_takes_no_room_for_all_pairs():
@@ -93,6 +95,9 @@ def test_a_long_prompt_takes_no_room_for_all_pairs():
     keys = jax.ShapeDtypeStruct((1, 2, 8192, 16), jnp.float32)
     compiled = jax.jit(rkv.redundancy).lower(keys, jax.ShapeDtypeStruct((1, 2, 8192), bool)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 200e6
+    target, share = (jax.ShapeDtypeStruct((8, 8, 131_072), dtype) for dtype in (jnp.int32, jnp.float32))
+    compiled = jax.jit(rkv._added_up).lower(target, share).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 400e6
 
 
 # Random cases against the oracle.
