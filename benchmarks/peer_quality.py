@@ -266,7 +266,7 @@ def section(content: Mapping[str, Any]) -> str:
     about, peer = header["settings"], header["peer"]
     tasks = ", ".join(f"`{task}`" for task in about["suite"]["tasks"])
     lines = [
-        f"{about['model']} in {about['dtype']}: {rows[0]['prompts']} of RULER's prompts of {about['length']} tokens ({tasks}), compressed to "
+        f"{sections.model(about)} in {about['dtype']}: {rows[0]['prompts']} of RULER's prompts of {about['length']} tokens ({tasks}), compressed to "
         f"{about['budget']} tokens before the question is known, the same tokens and weights",
         f"for kvpress {peer['versions']['kvpress']} (PyTorch {peer['versions']['torch']}, {peer['device']}) and kvjax ({device(header)}); by "
         "`python -m benchmarks.peer_quality`. Scores in percent; of the paired difference the 95 % interval",

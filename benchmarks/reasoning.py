@@ -25,7 +25,7 @@ import kvjax
 from benchmarks import report, sections
 from benchmarks.equal_bytes.batches import Clock, FixedRun, ahead_of_turn
 from benchmarks.make_profiles import path as profile_path
-from benchmarks.sections import Section, device
+from benchmarks.sections import Section, device, model
 from kvjax.cache import bucket
 from kvjax.evals import Example, Format
 from kvjax.evals.gsm8k import GSM8K
@@ -186,7 +186,7 @@ def section(content: Mapping[str, Any]) -> str:
     about, rows = content["header"]["settings"], content["rows"]
     counts = sorted({len(row["scores"]) for row in rows})
     return f"""\
-{about["model"]}, {about["dtype"]}, one {device(content["header"])}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
+{model(about)}, {about["dtype"]}, one {device(content["header"])}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
 {about["budget"]} slots a head for the problem and what is written; some hold more between their rounds. Means and standard errors, in percent; differences from the full cache are paired
 over the problems that both have answered. *Ended*: answers that came to their end. By `python -m benchmarks.reasoning`.
 

@@ -11,6 +11,9 @@ from kvjax.evals.report import write as write_file
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 
+FILES = {"qwen.gguf": "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf"}
+"""What files were measured under names that tell little, by name: fingerprints in the result files are of the same weights."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -52,6 +55,11 @@ class Section:
         page = before + text + following + after if found else page.rstrip("\n") + "\n\n" + text
         write_file(path, page)
         print(f"wrote {path} from {file}")
+
+
+def model(settings: Mapping[str, Any]) -> str:
+    """The model that a result file's settings name."""
+    return FILES.get(settings["model"], settings["model"])
 
 
 def device(header: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import kvjax
 from benchmarks import report
 from benchmarks.block_sizes import TASKS, Reading, make_suite, passages, scores
-from benchmarks.sections import Section, device
+from benchmarks.sections import Section, device, model
 from kvjax.evals.perplexity import token_logprobs
 from kvjax.models.params import nbytes
 
@@ -110,7 +110,7 @@ def section(content: Mapping[str, Any]) -> str:
     header, rows = content["header"], content["rows"]
     about = header["settings"]
     return (
-        f"{about['model']} with the full cache, computed in {about['dtype']} on one {device(header)}, embedding and head in as few bits as the layers: "
+        f"{model(about)} with the full cache, computed in {about['dtype']} on one {device(header)}, embedding and head in as few bits as the layers: "
         f"perplexity of {about['passages']} passages\nof {about['length']} tokens, and what is found of RULER's tasks with prompts of as many, "
         f"{about['samples']} of each, in percent. In parentheses the difference from floats, paired, ± its standard error. By\n"
         f"`python -m benchmarks.weights_quality`.\n\n{table(rows)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import sections
 from benchmarks.intervals import means_interval
 from kvjax import plots
 from kvjax.evals.report import write as write_file
@@ -59,7 +60,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
     counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
     parts = [
         INTRODUCTION.format(seen=SEEN if any(row["seen"] for row in rows if "scores" in row) else ""),
-        f"Measured with {settings['model']} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
+        f"Measured with {sections.model(settings)} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
         f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
         "```bash\n" + command(settings, rows) + "\n```\n",
         f"Results are in `benchmarks/results/{file}`, a score for each sample. `--export` writes those of RULER as kvpress'\n"
@@ -84,7 +85,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
     seeing = dict.fromkeys(row["policy"].partition(":")[0] for row in rows if row["seen"])
     files = [f"--{name.replace('_', '-')} {tasks[name]['data']}" for name in ("qa_1", "qa_2") if name in tasks]
     default = settings["model"].endswith("(the default model)")
-    model = "" if default else f" --model {settings['model']}"
+    model = "" if default else f" --model {sections.model(settings)}"
     return " \\\n    ".join(
         [
             f"python -m benchmarks.leaderboard{model} --dtype {settings['dtype']}",
