@@ -59,7 +59,8 @@ class Section:
 
 def model(settings: Mapping[str, Any]) -> str:
     """The model that a result file's settings name."""
-    return FILES.get(settings["model"], settings["model"])
+    name: str = settings["model"]
+    return FILES.get(name, name)
 
 
 def device(header: Mapping[str, Any]) -> str:
