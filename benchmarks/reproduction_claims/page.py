@@ -59,16 +59,19 @@ def render(contents: Contents) -> str:
         parts += [f"{name}:\n", _summary({section: module.CLAIMS for section, module in modules.items()}, each)]
     for section, module in modules.items():
         parts.append(f"## {module.TITLE}\n\n{module.ABOUT}\n")
-        for name, of, each in zip(models, measured, tables, strict=True):
-            if section not in of:
-                parts.append(f"{name}: not measured yet.\n")
-                continue
-            about = ", ".join(f"{key} {value}" for key, value in of[section]["settings"].items())
-            parts.append(f"{name}: {about}; {_samples(each[section])} samples.\n")
-        parts.append(_claims(module.CLAIMS, models, [each[section] for each in tables]))
-        for name, of, each in zip(models, measured, tables, strict=True):
-            if section in of:
-                parts += [f"{name}, means of all that was measured:\n", _numbers(list(each[section].values()))]
+        there = [
+            (name, of[section], each[section])
+            for name, of, each in zip(models, measured, tables, strict=True)
+            if section in of
+        ]
+        for name, row, each in there:
+            about = ", ".join(f"{key} {value}" for key, value in row["settings"].items())
+            parts.append(f"{name}: {about}; {_samples(each)} samples.\n")
+        if absent := [name for name, of in zip(models, measured, strict=True) if section not in of]:
+            parts.append(f"Not measured yet with {', '.join(absent)}.\n" if there else "Not measured yet.\n")
+        parts.append(_claims(module.CLAIMS, [name for name, *_ in there], [each for *_, each in there]))
+        for name, _, each in there:
+            parts += [f"{name}, means of all that was measured:\n", _numbers(list(each.values()))]
     parts.append(times.render(times.recorded()))
     return "\n".join(parts)
 

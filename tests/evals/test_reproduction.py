@@ -162,7 +162,7 @@ def test_the_page_of_made_up_numbers():
     assert "| `treekv` | 3 | 9 | 0 | 0 | 0 | 0 | 0 |" in text
     assert "| `streaming_llm` | 13.12 | 13.12 | 13.12 | 13.12 |" in text
     chelsea = text[text.index("## Chelsea") :]
-    assert "toy: not measured yet." in chelsea[: chelsea.index("\n## ")]
+    assert "\nNot measured yet.\n" in chelsea[: chelsea.index("\n## ")]
 
 
 def test_models_stand_side_by_side():
@@ -174,6 +174,15 @@ def test_models_stand_side_by_side():
     assert "| rule | toy | verdict | doll | verdict |" in text
     assert "doll, means of all that was measured" in text
     assert text.index("toy (`f`)") < text.index("doll.gguf (`f`)")
+
+
+def test_a_section_shows_models_that_it_was_measured_with():
+    claims = SECTIONS["treekv"].CLAIMS
+    first, second = content({"treekv": made_up(claims)}), content({})
+    second["header"]["settings"]["model"] = "doll.gguf"
+    treekv = page.render([first, second]).partition(f"## {SECTIONS['treekv'].TITLE}")[2].partition("\n## ")[0]
+    assert "| rule | toy | verdict |\n" in treekv
+    assert "\nNot measured yet with doll.\n" in treekv
 
 
 def test_the_page_has_sections_in_the_papers_order():
