@@ -105,15 +105,17 @@ def test_kernels_run_side_by_side_unless_told_not_to(tiny, policy, monkeypatch):
     assert decoding.decode._options((policy, specs)) == CONCURRENT_GRAPH_OPTIONS
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("policy", "waits"), [(Full(), False), (CLUSTERKV, True), (CHELSEA, True)])
-def test_layers_that_are_full_compress_one_after_the_other(tiny, policy, waits):
-    """Each waits for the one before, whose room it takes over."""
+def test_layers_that_are_full_compress_one_after_the_other(tiny, policy, waits, platform, monkeypatch):
+    """On GPUs each waits for the one before, whose room it takes over."""
+    monkeypatch.setattr(decoding, "target", lambda: Target(platform, platform))
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     state = decoding.empty(policy, specs, jnp.zeros(2, jnp.uint32))
     ends = jnp.asarray([-1], jnp.int32)
-    step = jax.jit(decoding._decode, static_argnums=(0, 1, 5))
+    step = jax.jit(lambda *given: decoding._decode(*given), static_argnums=(0, 1, 5))  # traced anew for each platform
     text = step.lower(policy, specs, tiny, state, jnp.int32(1), Greedy(), ends).as_text()
-    assert text.count("optimization_barrier") == (len(specs) - 1 if waits else 0)
+    assert text.count("optimization_barrier") == (len(specs) - 1 if waits and platform == "gpu" else 0)
 
 
 @pytest.fixture
