@@ -295,16 +295,17 @@ def exact_section(content: Mapping[str, Any]) -> str:
     header, rows = content["header"], content["rows"]
     peer = header["peer"]
     same, asked = (sum(row[count] for row in rows) for count in ("same_answers", "prompts"))
+    told = [f"{same} of {asked} answers that both gave are the same."]
+    if same == asked:
+        told = [
+            f"{same} of {asked} answers that both gave are the same, word for word. So what differs above is bfloat16's rounding: of tokens with almost "
+            "equal scores, and words with",
+            "almost equal probabilities.",
+        ]
     lines = [
         f"The prompts and weights of above in {header['settings']['dtype']}, with products that neither library rounds to fewer bits (`--dtype float32`; kvpress "
         f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}):",
-        f"{same} of {asked} answers that both gave are the same{', word for word' if same == asked else ''}."
-        + (
-            " So what differs above is bfloat16's rounding: of tokens with almost equal scores, and words with"
-            if same == asked
-            else ""
-        ),
-        *(["almost equal probabilities."] if same == asked else []),
+        *told,
         "",
         "| method | kvjax | kvpress | same answers | scores that differ |",
         "| --- | ---: | ---: | ---: | --- |",

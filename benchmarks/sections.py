@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 
 FILES = {"qwen.gguf": "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf"}
-"""What files were measured under names that tell little, by name: fingerprints in the result files are of the same weights."""
+"""What files of models hold whose names, as result files have them, tell little."""
 
 
 @dataclass(frozen=True)

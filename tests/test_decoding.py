@@ -180,9 +180,8 @@ def test_sums_over_devices_are_part_of_the_graph_where_they_follow_one_another(t
     over = dataclasses.replace(spec, shard=shard)
     assert decoding.decode._options((policy, (over,))) == wanted
     monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "1")
-    side_by_side = (
-        {} if policy == CHELSEA else CONCURRENT_GRAPH_OPTIONS
-    )  # what compresses when it is full does not, over devices
+    # What compresses when it is full does not run side by side over devices.
+    side_by_side = {} if policy == CHELSEA else CONCURRENT_GRAPH_OPTIONS
     assert decoding.decode._options((policy, (over,))) == CUDA_GRAPH_OPTIONS | side_by_side
 
 

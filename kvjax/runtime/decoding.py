@@ -152,12 +152,13 @@ def _loop(
         return tuple(layers[i].compress(cache) if i in eager else cache for i, cache in enumerate(caches))
 
     def compress_lazy(caches: Sequence[Any]) -> tuple[Any, ...]:
-        # One after the other, as each takes memory, also where a GPU runs side by side what does not depend on each other. (Elsewhere they
-        # do so by themselves, and waiting would cost a TPU memory: with Chelsea 0.3 GB of 9 in 32 layers of Llama-3.1-8B's shape.)
+        # One after the other, as each takes memory, also where a GPU runs side by side what does not depend on each other. Elsewhere nothing
+        # does, and waiting only costs memory: `benchmarks.fits` of Chelsea tells.
         caches, before, waits = list(caches), None, target().platform == "gpu"
         for i in lazy:
             caches[i] = layers[i].compress(_after(before, caches[i]))
-            before = caches[i] if waits else None
+            if waits:
+                before = caches[i]
         return tuple(caches)
 
     def body(loop: Loop) -> Loop:
