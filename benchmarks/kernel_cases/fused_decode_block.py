@@ -3,7 +3,7 @@
 "kernels" is one kernel a product, "xla" what models do where no Pallas kernel serves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import BlockWeights, Int8Matrix, Norm, fused_decode_block, is_quantized
+from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block, is_quantized
 from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu, plan, reference
 
 from .case import Case, relative_error
@@ -22,10 +22,17 @@ MATRICES = (
 )  # fmt: skip
 """Outputs and inputs of o, gate, up, down, q, k and v."""
 
+GROUP = 32
+"""Inputs that share a scale and a minimum, of weights in 4 bits."""
+
 LAYERS = 2
 """With weights of their own."""
 
-SIZES = {"bfloat16": ((256, 4), (128, 8), (128, 10)), "int8": ((256, 6), (256, 8), (256, 9), (128, 10))}
+SIZES = {
+    "bfloat16": ((256, 4), (128, 8), (128, 10)),
+    "int8": ((256, 6), (256, 8), (256, 9), (128, 10)),
+    "int4": ((256, 3), (256, 5)),
+}
 """Chunks and slots to time, by type of the weights."""
 
 
@@ -33,7 +40,9 @@ def cases() -> Iterator[Case]:
     """Normal weights, and what attention returned of the size that the residual stream has."""
     weights = sum(outputs * inputs for outputs, inputs in MATRICES)
     scales = sum(outputs for outputs, _ in MATRICES)
-    for dtype, size in (("bfloat16", 2 * weights), ("int8", weights + 4 * scales)):
+    for dtype, size in (
+        ("bfloat16", 2 * weights), ("int8", weights + 4 * scales), ("int4", weights // 2 + 2 * 2 * weights // GROUP)
+    ):  # fmt: skip
         for rows in (1, 2, 4, 8):
             yield Case(
                 operation="fused_decode_block",
@@ -65,7 +74,8 @@ def _way(
     for layer in layers:
         weights = _weights(*layer)
         if sizes is not None:
-            found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS), 1 if is_quantized(weights.o) else 2)
+            bits = pallas_mosaic_gpu.BITS[weights.o.kind if is_quantized(weights.o) else "floats"]
+            found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS), bits)
             assert isinstance(found, plan.Plan)
             held = found.inputs * found.chunk // sizes[0]
             found = found._replace(chunk=sizes[0], slots=sizes[1], inputs=held)
@@ -85,8 +95,8 @@ def _inputs(rows: int, dtype: str, seed: int) -> tuple[Any, ...]:
         (
             [1 + jax.random.normal(next(keys), (WIDTH,), jnp.bfloat16) / 8 for _ in range(2)],
             [
-                _quantized(next(keys), out, depth)
-                if dtype == "int8"
+                QUANTIZED[dtype](next(keys), out, depth)
+                if dtype in QUANTIZED
                 else jax.random.normal(next(keys), (out, depth), jnp.bfloat16) * jnp.asarray(depth**-0.5, jnp.bfloat16)
                 for out, depth in MATRICES
             ],
@@ -96,7 +106,7 @@ def _inputs(rows: int, dtype: str, seed: int) -> tuple[Any, ...]:
     return attended, x, *layers
 
 
-def _quantized(key: Any, outputs: int, inputs: int) -> Int8Matrix:
+def _int8(key: Any, outputs: int, inputs: int) -> Int8Matrix:
     """All levels alike often, and a scale of each output's own."""
     of_levels, of_scale = jax.random.split(key)
     levels = jax.random.randint(of_levels, (outputs, inputs), -127, 128, jnp.int8)
@@ -104,9 +114,27 @@ def _quantized(key: Any, outputs: int, inputs: int) -> Int8Matrix:
     return Int8Matrix(levels, size * jax.random.uniform(of_scale, (outputs,), jnp.float32, 0.5, 1.5))
 
 
+def _int4(key: Any, outputs: int, inputs: int) -> GroupedMatrix:
+    """The same in groups, of which each has a scale and a minimum of its own."""
+    of_levels, of_scale, of_minimum = jax.random.split(key, 3)
+    groups = inputs // GROUP
+    levels = jax.random.bits(of_levels, (outputs, GROUP // 2, groups), jnp.uint8)
+    size = (inputs * 16 * 17 / 12) ** -0.5
+    scale = size * jax.random.uniform(of_scale, (outputs, groups), jnp.float32, 0.5, 1.5)
+    minimum = -scale * jax.random.uniform(of_minimum, (outputs, groups), jnp.float32, 5, 10)
+    return GroupedMatrix(levels, scale.astype(jnp.float16), minimum.astype(jnp.float16))
+
+
+QUANTIZED: dict[str, Callable[[Any, int, int], Any]] = {"int8": _int8, "int4": _int4}
+
+
 def _exact(a: Any) -> np.ndarray:
     if not is_quantized(a):
         return np.asarray(a, np.float64)
+    if isinstance(a, GroupedMatrix):
+        both = np.concatenate([a.levels & 15, a.levels >> 4], axis=1)
+        scale, minimum = (np.asarray(each, np.float64)[:, None] for each in (a.scale, a.minimum))
+        return (both * scale + minimum).swapaxes(1, 2).reshape(a.shape)
     return np.asarray(a.levels, np.float64) * np.asarray(a.scale, np.float64)[:, None]
 
 

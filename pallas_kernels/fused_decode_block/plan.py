@@ -13,8 +13,8 @@ PROGRAMS = 128
 ROWS, HALF = 64, 32
 """Rows of a matrix that are multiplied at a time, and half of them: a slot holds as many of the gate as of the up projection."""
 
-WARPGROUPS = {2: 2, 1: 3}
-"""Warpgroups that multiply, taking turns, by bytes of a weight: levels of int8 are made floats on the way, which takes a warpgroup longer than
+WARPGROUPS = {16: 2, 8: 3, 4: 3}
+"""Warpgroups that multiply, taking turns, by bits of a weight: levels are made floats on the way, which takes a warpgroup longer than
 to wait for them. Two do where inputs are read in turns.
 """
 
@@ -24,16 +24,33 @@ WHOLE = 2
 SHARED = 227 * 1024
 """Bytes of shared memory of a program."""
 
-CHUNKS = {2: (128,), 1: (256, 128)}
-"""Inputs of a part that are multiplied at a time, by bytes of a weight: the first that all inputs are multiples of."""
+CHUNKS = {16: (128,), 8: (256, 128), 4: (256,)}
+"""Inputs of a part that are multiplied at a time, by bits of a weight: the first that all inputs are multiples of."""
 
 SLOT = 2 * 128
 """Bytes of a row of weights that `SLOTS` counts."""
 
-SLOTS = {2: (10, 8, 6, 4), 1: (10, 9, 8, 6, 4)}
-"""Chunks of weights under way, by bytes of a weight, as many as fit; twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
+SLOTS = {16: (10, 8, 6, 4), 8: (10, 9, 8, 6, 4), 4: (10, 9, 8, 7, 6, 5, 4)}
+"""Chunks of weights under way, by bits of a weight, as many as fit; twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
 layers for a token: 218.0 us with 10, 218.2 with 8, 219.8 with 4 chunks of 256.)
 """
+
+TALL = {16: 1, 8: 1, 4: 2}
+"""Blocks of `ROWS` rows that a slot has room for, by bits of a weight. Weights in 4 bits are ordered in three copies instead of two, and are
+so few bytes that the warpgroup which orders them would be what all wait for.
+"""
+
+GROUP = 32
+"""Inputs that share a scale, of weights in 4 bits."""
+
+BYTES = GROUP // 2
+"""Rows of bytes of an output in 4 bits: in each of them a group has one byte, which is two weights."""
+
+LINE = 64
+"""Groups in a row of a slot with weights in 4 bits: of all parts together."""
+
+GROUPS = 8
+"""Those of one part."""
 
 BARRIERS = 32
 """That a kernel has at most in one array: one for each slot and warpgroup that multiplies."""
@@ -57,7 +74,7 @@ class Plan(NamedTuple):
         chunk: inputs of a part that are multiplied at a time.
         slots: chunks of weights under way.
         inputs: chunks of inputs that are held at a time.
-        bytes: of a weight, 2 for bfloat16 or 1 for the levels of int8.
+        bits: of a weight, 16 for bfloat16, 8 or 4.
         warpgroups: that multiply.
     """
 
@@ -69,23 +86,34 @@ class Plan(NamedTuple):
     chunk: int
     slots: int
     inputs: int
-    bytes: int = 2
+    bits: int = 16
     warpgroups: int = 2
 
     def whole(self, blocks: int, chunks: int) -> bool:
         """Whether a warpgroup multiplies whole blocks of a product that has so many of so many chunks, and not some chunks of every block."""
         # Never of a pair, such as keys and values, whose blocks are ordered one by one.
-        return self.bytes == 1 and chunks <= min(WHOLE, self.inputs) and blocks >= max(self.warpgroups, 3)
+        return self.bits < 16 and chunks <= min(WHOLE, self.inputs) and blocks >= max(self.warpgroups, 3)
+
+    def tall(self, outputs: int) -> int:
+        """Blocks of `ROWS` rows in each slot of a product of so many outputs: all that there is room for, if that leaves none over."""
+        most = TALL[self.bits]
+        return 1 if outputs * self.parts % (most * ROWS) else most
+
+    def blocks(self, outputs: int) -> int:
+        """Slots for so many outputs, by chunks of all inputs."""
+        return outputs * self.parts // (self.tall(outputs) * ROWS)
 
 
-def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int], bytes: int = 2) -> Plan | str:
+def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int], bits: int = 16) -> Plan | str:
     """The sizes for inputs [rows, attended], a residual stream of `width`, an MLP of `wide` and q, k of `heads` outputs; or why none fit.
 
     Args:
-        bytes: of a weight.
+        bits: of a weight.
     """
     if rows not in PARTS:
         return f"{rows} rows, not one of {list(PARTS)}"
+    if bits == 4 and GROUPS * PARTS[rows] != LINE:
+        return f"{rows} rows by weights in 4 bits"
     parts = PARTS[rows]
     for name, size in {"width": width, "MLP": wide, "queries": heads[0], "keys": heads[1]}.items():
         if size % PROGRAMS:
@@ -93,18 +121,20 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
     own, own_wide, q, k = (size // PROGRAMS for size in (width, wide, *heads))
     if own * parts % ROWS or own_wide * parts % HALF or q * parts % ROWS or k < 8 or k * parts not in (16, 32, 64):
         return f"shares of {own}, {own_wide}, {q} and {k} outputs, by {parts}, are not whole blocks"
+    if bits == 4 and (own_wide * parts % ROWS or k * parts != ROWS):
+        return f"shares of {own_wide} and {k} outputs, by {parts}, are not whole blocks of weights in 4 bits"
     if max(own, q) > 64 or k > 64 or (wide // parts) % own_wide or (width // parts) % own:
         return f"shares of {own}, {own_wide}, {q} and {k} outputs do not fit"
-    chunks = [chunk for chunk in CHUNKS[bytes] if not any(size % (parts * chunk) for size in (attended, width, wide))]
+    chunks = [chunk for chunk in CHUNKS[bits] if not any(size % (parts * chunk) for size in (attended, width, wide))]
     if not chunks:
-        return f"{attended}, {width} and {wide} inputs, by {parts}, are not multiples of {CHUNKS[bytes][-1]}"
+        return f"{attended}, {width} and {wide} inputs, by {parts}, are not multiples of {CHUNKS[bits][-1]}"
     chunk = chunks[0]
     short, long = max(attended, width) // parts // chunk, wide // parts // chunk
-    for slots in SLOTS[bytes]:
-        for inputs in (max(short, long), short + short % 2):
-            groups = WARPGROUPS[bytes] if inputs >= long else 2
-            ahead = min(slots * SLOT // (bytes * chunk), BARRIERS // groups)
-            found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bytes, groups)
+    for slots in SLOTS[bits]:
+        for inputs in (max(short, long), short + short % 2)[: 1 if bits == 4 else 2]:
+            groups = WARPGROUPS[bits] if inputs >= long else 2
+            ahead = min(8 * slots * SLOT // (bits * chunk * TALL[bits]), BARRIERS // groups)
+            found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bits, groups)
             if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
                 return found
     return f"{rows} rows of {max(attended, width, wide)} inputs do not fit into shared memory"
@@ -119,10 +149,15 @@ def _turns(plan: Plan, attended: int, width: int) -> bool:
 
 
 def _bytes(plan: Plan) -> int:
-    """Shared memory: chunks of weights and of inputs, what products are gathered in, and scales of int8."""
-    chunks = plan.chunk * (plan.bytes * plan.slots * ROWS + 2 * plan.inputs * plan.rows * plan.parts)
+    """Shared memory: chunks of weights and of inputs, what products are gathered in, and what levels are multiplied by."""
+    slot = plan.chunk * plan.bits * TALL[plan.bits] * ROWS // 8
+    chunks = slot * plan.slots + 2 * plan.chunk * plan.inputs * plan.rows * plan.parts
     sums = 4 * plan.warpgroups * 8 * (64 + 2 * columns(plan.wide))
-    sums += 4 * SCALES * columns(plan.wide) if plan.bytes == 1 else 0
+    if plan.bits == 8:
+        sums += 4 * SCALES * columns(plan.wide)
+    if plan.bits == 4:  # a scale and a minimum of 16 bits for each group of a slot, and each warpgroup's sums of all groups of inputs
+        sums += 2 * 2 * slot * 2 // GROUP * plan.slots
+        sums += 4 * plan.warpgroups * plan.inputs * plan.rows * plan.parts * GROUPS
     return chunks + sums + 2 * 8 * (4 * 64 + 2 * columns(plan.wide)) + 4 * 8 * PROGRAMS + 2048
 
 

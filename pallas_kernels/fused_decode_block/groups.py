@@ -1,0 +1,328 @@
+"""Products with weights in 4 bits, as threads of the Hopper kernel take them, in Mosaic's dialect.
+
+A weight is `level * scale + minimum`, and 32 inputs share scale and minimum. Levels alone are exact in bfloat16: they are multiplied by
+the matrix units, a group at a time, and what comes out is multiplied by the group's scale, in float32. What all levels of a group have in
+common, its minimum among it, is multiplied by the sum of the group's inputs.
+
+Levels lie in shared memory as in `GroupedMatrix`: of each output 16 rows of bytes, one for members m and m + 16 of each group, and a part has
+eight groups beside each other. The matrix units add up 16 inputs at a time: the low halves of one group's bytes, then the high ones, so that
+inputs stay in the order that they have.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import WGMMA_LAYOUT, FragmentedArray, WGStridedFragLayout
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+from jaxtyping import Array
+
+from .lanes import REF, SCALAR, _at, _below, _float, _inline, _int, _item, _where, _warp_and_lane
+from .plan import BYTES, GROUPS, LINE, ROWS
+
+OUTPUTS = ROWS * GROUPS // LINE
+"""Whose parts are 64 rows."""
+
+TILED = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
+"""How levels lie in shared memory: pieces of 16 bytes of eight rows are interleaved, so that fewer threads read from one bank at a time."""
+
+INPUTS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+"""How inputs lie there."""
+
+OFFSET = 128
+"""What a level's bits below those of this number are more than the level, as bfloat16 has them."""
+
+CENTRE = 8
+"""The level that stands for zero where there are no minima."""
+
+
+def _words(count: int) -> Any:
+    """The layout of so many words of each thread's own."""
+    return plgpu.Layout.WG_STRIDED((128 * count,), vec_size=2)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _address(ref: Any) -> Any:
+    """Where an array begins in shared memory."""
+    return llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
+
+
+def _read(address: Any, offset: int, kind: Any, count: int) -> Any:
+    """`count` numbers side by side, at an address and some bytes more."""
+    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, _int(offset)))
+    registers = ir.VectorType.get((count,), kind)
+    return llvm.load(registers, there, alignment=count * utils.bytewidth(kind))
+
+
+def _f32x2(first: Any, second: Any) -> Any:
+    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
+
+
+def take(levels: Any, factors: Any, tile: int) -> Array:
+    """What a thread needs of 64 rows of weights, and of their scales and minima.
+
+    Args:
+        levels: of a slot, uint8 [16 outputs, 64].
+        factors: scales, and minima if there are any, float16 [1 or 2, outputs, 64].
+        tile: which 64 rows of the slot.
+    """
+    kinds = factors.shape[0]
+    count = 16 + 8 + 2 * kinds
+    kind = plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=_words(count))
+
+    @_inline(plgpu.RefType(TILED), REF, returns=kind)
+    def _take(_: Any, levels: Any, factors: Any) -> Any:
+        warp, lane = _warp_and_lane()
+        part, across = arith.divui(lane, _int(4)), arith.remui(lane, _int(4))
+        # Rows 16 warp + part and eight more are two outputs' same part; of their members a thread has 2 across, the next one and the same eight on.
+        row = arith.addi(arith.muli(warp, _int(2 * BYTES)), arith.muli(across, _int(2)))
+        place = arith.xori(arith.muli(part, _int(GROUPS)), arith.muli(across, _int(16)))
+        start = arith.addi(_address(levels), arith.addi(arith.muli(row, _int(LINE)), place))
+        registers = [
+            _read(start, (tile * OUTPUTS * BYTES + output * BYTES + member) * LINE, _i32(), 2)
+            for output in range(2)
+            for member in (0, 1, 8, 9)
+        ]
+        line = arith.addi(_address(factors), arith.muli(warp, _int(2 * 2 * LINE)))
+        whole = arith.addi(line, arith.muli(part, _int(2 * GROUPS)))
+        own = arith.addi(whole, arith.muli(across, _int(4)))
+        rows = factors.type.shape[1]
+        outputs = [2 * LINE * (tile * OUTPUTS + output) for output in range(2)]
+        for output in outputs:
+            four = _read(whole, output, _i32(), 4)
+            registers += [vector.shuffle(four, four, [first, first + 1]) for first in (0, 2)]
+        for which in range(kinds):
+            two = [_item(_read(own, which * rows * 2 * LINE + output, _i32(), 1), 0) for output in outputs]
+            registers.append(vector.from_elements(ir.VectorType.get((2,), _i32()), two))
+        layout = WGStridedFragLayout((128 * count,), 2)
+        return FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=True)
+
+    return _take(levels, factors)
+
+
+def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tuple[Array, Array]:
+    """Add the products of 64 rows of weights with a chunk of inputs to `total`.
+
+    Args:
+        words: what `take` returned.
+        inputs: [N, 256] in shared memory, in which N / 8 rows have eight parts each.
+        sums: of each group of them, [8 N], in shared memory.
+        total: [64, N].
+        rest: a thread's share of what is multiplied by sums, in its rows' two columns; see `joined`.
+    """
+    columns, count = total.shape[1], words.shape[0] // 128
+    blocks = columns // 8
+    kind = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    layouts = plgpu.RefType(INPUTS), REF, plgpu.Layout.WGMMA, plgpu.Layout.WGMMA
+
+    @_inline(_words(count), *layouts, returns=(kind, kind))
+    def _add(_: Any, words: Any, inputs: Any, sums: Any, total: Any, rest: Any) -> Any:
+        held = [_item(register, place) for register in words.registers.flat for place in range(2)]
+        levels, scales, factors = held[:16], held[16:24], held[24:]
+        totals = list(total.registers.flat)
+        start = _descriptor(inputs)
+        at_a_time = 2 // blocks
+        batches = [range(first, first + at_a_time) for first in range(0, GROUPS, at_a_time)]
+        under_way: list[Any] = []
+        for batch in (*batches, None):
+            if batch is not None:
+                under_way.append((batch, [_multiply(levels, start, group, columns) for group in batch]))
+            if batch is None or len(under_way) > 1:
+                done, products = under_way.pop(0)
+                _wait_and_add(done, products, at_a_time if batch is not None else 0, scales, totals)
+        rests = list(rest.registers.flat)
+        _add_rest(factors, sums, rests, blocks)
+        return _like(total, totals), _like(rest, rests)
+
+    return _add(words, inputs, sums, total, rest)
+
+
+def _like(array: Any, registers: list[Any]) -> Any:
+    found = np.empty(array.registers.shape, dtype=object)
+    for i, register in enumerate(registers):
+        found.flat[i] = register
+    return FragmentedArray(_registers=found, _layout=WGMMA_LAYOUT, _is_signed=None)
+
+
+def _descriptor(inputs: Any) -> Any:
+    """What the matrix units are told of inputs in shared memory."""
+    wide = ir.IntegerType.get_signless(64)
+
+    def number(value: int) -> Any:
+        return arith.constant(wide, ir.IntegerAttr.get(wide, value))
+
+    _, tiles, rows, columns = inputs.type.shape
+    start = arith.shrui(arith.andi(_address(inputs), _int(0x3FFFF)), _int(4))
+    apart = tiles * rows * columns * 2  # bytes from eight rows to the next eight
+    # Rows of 128 bytes are interleaved, which the highest two bits say.
+    high = arith.shli(number(apart >> 4 | 1 << 30), number(32))
+    return arith.ori(arith.extui(wide, start), high)
+
+
+def _multiply(levels: list[Any], start: Any, group: int, columns: int) -> list[Any]:
+    """Order a group's products, of levels that are `OFFSET` too large; the numbers that they are given back in are not there yet."""
+    integer, wide = _i32(), ir.IntegerType.get_signless(64)
+    word, byte = divmod(group, 4)
+    pairs = []  # by eight members, then by output
+    for members in range(2):
+        for output in range(2):
+            first, second = (levels[2 * (4 * output + 2 * members + i) + word] for i in range(2))
+            chosen = _int(0x5410 if byte < 2 else 0x7632)
+            pairs.append(llvm.inline_asm(integer, [first, second, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
+    numbers = []
+    for half in range(2):
+        for pair in pairs:
+            shift = 8 * (byte % 2) + 4 * half
+            bits = arith.shrui(pair, _int(shift)) if shift else pair
+            numbers.append(llvm.inline_asm(integer, [bits], "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;", "=r,r"))
+    descriptors = []
+    for half in range(2):
+        tile, step = divmod(2 * group + half, 4)
+        offset = (tile * 1024 + step * 32) >> 4
+        descriptors.append(arith.addi(start, arith.constant(wide, ir.IntegerAttr.get(wide, offset))))
+    count = columns // 2
+    name = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+    out = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    a = ["{" + ", ".join(f"${count + 4 * half + i}" for i in range(4)) + "}" for half in range(2)]
+    text = f"""{{
+        .reg .pred more;
+        wgmma.fence.sync.aligned;
+        setp.ne.b32 more, 0, 0;
+        {name} {out}, {a[0]}, ${count + 8}, more, 1, 1, 0;
+        setp.ne.b32 more, 1, 0;
+        {name} {out}, {a[1]}, ${count + 9}, more, 1, 1, 0;
+        wgmma.commit_group.sync.aligned;
+    }}"""
+    constraints = ",".join(["=f"] * count + ["r"] * 8 + ["l"] * 2)
+    return _several(text, constraints, [*numbers, *descriptors], count)
+
+
+def _several(text: str, constraints: str, arguments: list[Any], count: int) -> list[Any]:
+    f32 = ir.F32Type.get()
+    kind = llvm.StructType.get_literal([f32] * count)
+    found: Any = llvm.inline_asm(kind, arguments, text, constraints, has_side_effects=True)
+    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
+
+
+def _wait_and_add(groups: Any, products: list[Any], later: int, scales: list[Any], totals: list[Any]) -> None:
+    """Once products are there, which all are but those `later` ordered, add what scales make of them."""
+    flat = [number for group in products for number in group]
+    count = len(flat)
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
+    flat = _several(f"wgmma.wait_group.sync.aligned {later};", constraints, flat, count)
+    each = count // len(products)
+    for i, group in enumerate(groups):
+        found = flat[i * each : (i + 1) * each]
+        for output in range(2):
+            pair = _halves(scales[4 * output + group // 2])
+            scale = pair[group % 2]
+            for block in range(each // 4):
+                at, first = 2 * block + output, 4 * block + 2 * output
+                totals[at] = vector.fma(_f32x2(*found[first : first + 2]), _f32x2(scale, scale), totals[at])
+
+
+def _halves(word: Any) -> list[Any]:
+    """Two numbers of float16 in a word, as float32."""
+    pair = utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get()))
+    return [arith.extf(ir.F32Type.get(), _item(pair, place)) for place in range(2)]
+
+
+def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> None:
+    """What a level of `OFFSET` stands for, times the sums of inputs: a thread's two groups of the eight of two outputs' same part."""
+    _, lane = _warp_and_lane()
+    start = arith.addi(_address(sums), arith.muli(lane, _int(8)))
+    inputs = [_read(start, 4 * 8 * GROUPS * block, ir.F32Type.get(), 2) for block in range(blocks)]
+    of_level = _float(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
+    for output in range(2):
+        minima = _f32x2(*_halves(factors[2 + output])) if len(factors) > 2 else _f32x2(_float(0.0), _float(0.0))
+        found = vector.fma(_f32x2(*_halves(factors[output])), _f32x2(of_level, of_level), minima)
+        for block in range(blocks):
+            at = 2 * block + output
+            rests[at] = vector.fma(found, inputs[block], rests[at])
+
+
+def joined(total: Array, rest: Array) -> Array:
+    """Products with what four threads have each of their rows' rest, in all columns of the same inputs."""
+    kind = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @_inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, returns=kind)
+    def _join(_: Any, total: Any, rest: Any) -> Any:
+        found = []
+        for register, share in zip(total.registers.flat, rest.registers.flat, strict=True):
+            more = arith.addf(_item(share, 0), _item(share, 1))
+            for distance in (1, 2):
+                more = arith.addf(more, utils.shfl_bfly(more, distance))
+            found.append(arith.addf(register, _f32x2(more, more)))
+        return _like(total, found)
+
+    return _join(total, rest)
+
+
+def add_up(inputs: Any, sums: Any) -> None:
+    """Sums of each group of a chunk of inputs [N, 256], into [8 N]; both in shared memory."""
+
+    @_inline(plgpu.RefType(INPUTS), REF)
+    def _write(_: Any, inputs: Any, sums: Any) -> None:
+        integer, f32 = _i32(), ir.F32Type.get()
+        thread = arith.remui(utils.thread_idx(), _int(128))
+        half, group = arith.remui(thread, _int(2)), arith.remui(arith.divui(thread, _int(2)), _int(8))
+        row = arith.divui(thread, _int(16))
+        # A row of 128 bytes has two groups of four pieces of 16 bytes, of which a thread adds up two: a row's pieces are where its number says.
+        piece = arith.addi(arith.muli(arith.remui(group, _int(2)), _int(4)), arith.muli(half, _int(2)))
+        place = arith.muli(arith.xori(piece, row), _int(16))
+        tile = arith.muli(arith.divui(group, _int(2)), _int(1024))
+        start = arith.addi(arith.addi(tile, arith.muli(row, _int(128))), place)
+        blocks, tiles, rows, columns = inputs.type.shape
+        for block in range(blocks):
+            first = arith.addi(_address(inputs), arith.addi(start, _int(block * tiles * rows * columns * 2)))
+            words = [_read(arith.xori(first, _int(16 * i)), 0, integer, 4) for i in range(2)]
+            numbers = []
+            for word in (_item(four, place) for four in words for place in range(4)):
+                for bits in (arith.shli(word, _int(16)), arith.andi(word, _int(-65536))):
+                    numbers.append(arith.bitcast(f32, bits))
+            total = reduce(arith.addf, numbers)
+            total = arith.addf(total, utils.shfl_bfly(total, 1))
+            with _where(arith.cmpi(arith.CmpIPredicate.eq, half, _int(0))):
+                at = arith.addi(arith.addi(arith.muli(row, _int(8)), group), _int(block * 8 * GROUPS))
+                memref.store(total, sums, _at(at))
+                scf.yield_([])
+        utils.warpgroup_barrier()
+
+    _write(inputs, sums)
+
+
+def hand_on(source: Any, out: Any, first: Array, *, rows: int, parts: int, count: int) -> None:
+    """Columns [0, count) of shared memory [8, _], a program's outputs from `first` on, into the next product's inputs.
+
+    Args:
+        out: global memory, [chunks B s, chunk]: the parts of a chunk of every row, then those of the next chunk.
+        rows: B.
+        parts: s.
+    """
+
+    @_inline(REF, REF, SCALAR)
+    def _copy(_: Any, source: Any, out: Any, first: Any) -> None:
+        chunk = out.type.shape[1]
+        thread = arith.remui(utils.thread_idx(), _int(128))
+        for start in range(0, count, 128):
+            column = arith.addi(thread, _int(start))
+            with _where(_below(column, count)):
+                place = arith.addi(first.registers.item(), column)
+                turn, part = arith.divui(place, _int(parts * chunk)), arith.remui(place, _int(parts * chunk))
+                to = arith.addi(arith.muli(turn, _int(rows * parts)), arith.divui(part, _int(chunk)))
+                for row in range(rows):
+                    value = memref.load(source, _at(row, column))
+                    there = arith.addi(to, _int(row * parts))
+                    memref.store(value, out, _at(there, arith.remui(part, _int(chunk))))
+                scf.yield_([])
+        # Programs' copy engines will read this.
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)
+
+    _copy(source, out, first)
