@@ -21,8 +21,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxtyping import Array
 
-from .lanes import REF, SCALAR, _at, _below, _float, _inline, _int, _item, _where, _warp_and_lane
 from .plan import BYTES, GROUPS, LINE, ROWS
+from .threads import REF, SCALAR, below, equal, float_of, inline, int_of, item, places, warp_and_lane, where
 
 OUTPUTS = ROWS * GROUPS // LINE
 """Whose parts are 64 rows."""
@@ -33,10 +33,10 @@ TILED = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
 INPUTS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 """How inputs lie there."""
 
-OFFSET = 128
+OFFSET = 128.0
 """What a level's bits below those of this number are more than the level, as bfloat16 has them."""
 
-CENTRE = 8
+CENTRE = 8.0
 """The level that stands for zero where there are no minima."""
 
 
@@ -56,7 +56,7 @@ def _address(ref: Any) -> Any:
 
 def _read(address: Any, offset: int, kind: Any, count: int) -> Any:
     """`count` numbers side by side, at an address and some bytes more."""
-    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, _int(offset)))
+    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, int_of(offset)))
     registers = ir.VectorType.get((count,), kind)
     return llvm.load(registers, there, alignment=count * utils.bytewidth(kind))
 
@@ -77,29 +77,29 @@ def take(levels: Any, factors: Any, tile: int) -> Array:
     count = 16 + 8 + 2 * kinds
     kind = plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=_words(count))
 
-    @_inline(plgpu.RefType(TILED), REF, returns=kind)
+    @inline(plgpu.RefType(TILED), REF, returns=kind)
     def _take(_: Any, levels: Any, factors: Any) -> Any:
-        warp, lane = _warp_and_lane()
-        part, across = arith.divui(lane, _int(4)), arith.remui(lane, _int(4))
+        warp, lane = warp_and_lane()
+        part, across = arith.divui(lane, int_of(4)), arith.remui(lane, int_of(4))
         # Rows 16 warp + part and eight more are two outputs' same part; of their members a thread has 2 across, the next one and the same eight on.
-        row = arith.addi(arith.muli(warp, _int(2 * BYTES)), arith.muli(across, _int(2)))
-        place = arith.xori(arith.muli(part, _int(GROUPS)), arith.muli(across, _int(16)))
-        start = arith.addi(_address(levels), arith.addi(arith.muli(row, _int(LINE)), place))
+        row = arith.addi(arith.muli(warp, int_of(2 * BYTES)), arith.muli(across, int_of(2)))
+        place = arith.xori(arith.muli(part, int_of(GROUPS)), arith.muli(across, int_of(16)))
+        start = arith.addi(_address(levels), arith.addi(arith.muli(row, int_of(LINE)), place))
         registers = [
             _read(start, (tile * OUTPUTS * BYTES + output * BYTES + member) * LINE, _i32(), 2)
             for output in range(2)
             for member in (0, 1, 8, 9)
         ]
-        line = arith.addi(_address(factors), arith.muli(warp, _int(2 * 2 * LINE)))
-        whole = arith.addi(line, arith.muli(part, _int(2 * GROUPS)))
-        own = arith.addi(whole, arith.muli(across, _int(4)))
+        line = arith.addi(_address(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
+        whole = arith.addi(line, arith.muli(part, int_of(2 * GROUPS)))
+        own = arith.addi(whole, arith.muli(across, int_of(4)))
         rows = factors.type.shape[1]
         outputs = [2 * LINE * (tile * OUTPUTS + output) for output in range(2)]
         for output in outputs:
             four = _read(whole, output, _i32(), 4)
             registers += [vector.shuffle(four, four, [first, first + 1]) for first in (0, 2)]
         for which in range(kinds):
-            two = [_item(_read(own, which * rows * 2 * LINE + output, _i32(), 1), 0) for output in outputs]
+            two = [item(_read(own, which * rows * 2 * LINE + output, _i32(), 1), 0) for output in outputs]
             registers.append(vector.from_elements(ir.VectorType.get((2,), _i32()), two))
         layout = WGStridedFragLayout((128 * count,), 2)
         return FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=True)
@@ -122,9 +122,9 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
     kind = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     layouts = plgpu.RefType(INPUTS), REF, plgpu.Layout.WGMMA, plgpu.Layout.WGMMA
 
-    @_inline(_words(count), *layouts, returns=(kind, kind))
+    @inline(_words(count), *layouts, returns=(kind, kind))
     def _add(_: Any, words: Any, inputs: Any, sums: Any, total: Any, rest: Any) -> Any:
-        held = [_item(register, place) for register in words.registers.flat for place in range(2)]
+        held = [item(register, place) for register in words.registers.flat for place in range(2)]
         levels, scales, factors = held[:16], held[16:24], held[24:]
         totals = list(total.registers.flat)
         start = _descriptor(inputs)
@@ -155,14 +155,14 @@ def _descriptor(inputs: Any) -> Any:
     """What the matrix units are told of inputs in shared memory."""
     wide = ir.IntegerType.get_signless(64)
 
-    def number(value: int) -> Any:
+    def constant(value: int) -> Any:
         return arith.constant(wide, ir.IntegerAttr.get(wide, value))
 
     _, tiles, rows, columns = inputs.type.shape
-    start = arith.shrui(arith.andi(_address(inputs), _int(0x3FFFF)), _int(4))
+    start = arith.shrui(arith.andi(_address(inputs), int_of(0x3FFFF)), int_of(4))
     apart = tiles * rows * columns * 2  # bytes from eight rows to the next eight
     # Rows of 128 bytes are interleaved, which the highest two bits say.
-    high = arith.shli(number(apart >> 4 | 1 << 30), number(32))
+    high = arith.shli(constant(apart >> 4 | 1 << 30), constant(32))
     return arith.ori(arith.extui(wide, start), high)
 
 
@@ -174,13 +174,13 @@ def _multiply(levels: list[Any], start: Any, group: int, columns: int) -> list[A
     for members in range(2):
         for output in range(2):
             first, second = (levels[2 * (4 * output + 2 * members + i) + word] for i in range(2))
-            chosen = _int(0x5410 if byte < 2 else 0x7632)
+            chosen = int_of(0x5410 if byte < 2 else 0x7632)
             pairs.append(llvm.inline_asm(integer, [first, second, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
     numbers = []
     for half in range(2):
         for pair in pairs:
             shift = 8 * (byte % 2) + 4 * half
-            bits = arith.shrui(pair, _int(shift)) if shift else pair
+            bits = arith.shrui(pair, int_of(shift)) if shift else pair
             numbers.append(llvm.inline_asm(integer, [bits], "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;", "=r,r"))
     descriptors = []
     for half in range(2):
@@ -231,17 +231,17 @@ def _wait_and_add(groups: Any, products: list[Any], later: int, scales: list[Any
 def _halves(word: Any) -> list[Any]:
     """Two numbers of float16 in a word, as float32."""
     pair = utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get()))
-    return [arith.extf(ir.F32Type.get(), _item(pair, place)) for place in range(2)]
+    return [arith.extf(ir.F32Type.get(), item(pair, place)) for place in range(2)]
 
 
 def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> None:
     """What a level of `OFFSET` stands for, times the sums of inputs: a thread's two groups of the eight of two outputs' same part."""
-    _, lane = _warp_and_lane()
-    start = arith.addi(_address(sums), arith.muli(lane, _int(8)))
+    _, lane = warp_and_lane()
+    start = arith.addi(_address(sums), arith.muli(lane, int_of(8)))
     inputs = [_read(start, 4 * 8 * GROUPS * block, ir.F32Type.get(), 2) for block in range(blocks)]
-    of_level = _float(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
+    of_level = float_of(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
     for output in range(2):
-        minima = _f32x2(*_halves(factors[2 + output])) if len(factors) > 2 else _f32x2(_float(0.0), _float(0.0))
+        minima = _f32x2(*_halves(factors[2 + output])) if len(factors) > 2 else _f32x2(float_of(0.0), float_of(0.0))
         found = vector.fma(_f32x2(*_halves(factors[output])), _f32x2(of_level, of_level), minima)
         for block in range(blocks):
             at = 2 * block + output
@@ -252,11 +252,11 @@ def joined(total: Array, rest: Array) -> Array:
     """Products with what four threads have each of their rows' rest, in all columns of the same inputs."""
     kind = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
-    @_inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, returns=kind)
+    @inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, returns=kind)
     def _join(_: Any, total: Any, rest: Any) -> Any:
         found = []
         for register, share in zip(total.registers.flat, rest.registers.flat, strict=True):
-            more = arith.addf(_item(share, 0), _item(share, 1))
+            more = arith.addf(item(share, 0), item(share, 1))
             for distance in (1, 2):
                 more = arith.addf(more, utils.shfl_bfly(more, distance))
             found.append(arith.addf(register, _f32x2(more, more)))
@@ -268,30 +268,30 @@ def joined(total: Array, rest: Array) -> Array:
 def add_up(inputs: Any, sums: Any) -> None:
     """Sums of each group of a chunk of inputs [N, 256], into [8 N]; both in shared memory."""
 
-    @_inline(plgpu.RefType(INPUTS), REF)
+    @inline(plgpu.RefType(INPUTS), REF)
     def _write(_: Any, inputs: Any, sums: Any) -> None:
         integer, f32 = _i32(), ir.F32Type.get()
-        thread = arith.remui(utils.thread_idx(), _int(128))
-        half, group = arith.remui(thread, _int(2)), arith.remui(arith.divui(thread, _int(2)), _int(8))
-        row = arith.divui(thread, _int(16))
+        thread = arith.remui(utils.thread_idx(), int_of(128))
+        half, group = arith.remui(thread, int_of(2)), arith.remui(arith.divui(thread, int_of(2)), int_of(8))
+        row = arith.divui(thread, int_of(16))
         # A row of 128 bytes has two groups of four pieces of 16 bytes, of which a thread adds up two: a row's pieces are where its number says.
-        piece = arith.addi(arith.muli(arith.remui(group, _int(2)), _int(4)), arith.muli(half, _int(2)))
-        place = arith.muli(arith.xori(piece, row), _int(16))
-        tile = arith.muli(arith.divui(group, _int(2)), _int(1024))
-        start = arith.addi(arith.addi(tile, arith.muli(row, _int(128))), place)
+        piece = arith.addi(arith.muli(arith.remui(group, int_of(2)), int_of(4)), arith.muli(half, int_of(2)))
+        place = arith.muli(arith.xori(piece, row), int_of(16))
+        tile = arith.muli(arith.divui(group, int_of(2)), int_of(1024))
+        start = arith.addi(arith.addi(tile, arith.muli(row, int_of(128))), place)
         blocks, tiles, rows, columns = inputs.type.shape
         for block in range(blocks):
-            first = arith.addi(_address(inputs), arith.addi(start, _int(block * tiles * rows * columns * 2)))
-            words = [_read(arith.xori(first, _int(16 * i)), 0, integer, 4) for i in range(2)]
+            first = arith.addi(_address(inputs), arith.addi(start, int_of(block * tiles * rows * columns * 2)))
+            words = [_read(arith.xori(first, int_of(16 * i)), 0, integer, 4) for i in range(2)]
             numbers = []
-            for word in (_item(four, place) for four in words for place in range(4)):
-                for bits in (arith.shli(word, _int(16)), arith.andi(word, _int(-65536))):
+            for word in (item(four, place) for four in words for place in range(4)):
+                for bits in (arith.shli(word, int_of(16)), arith.andi(word, int_of(-65536))):
                     numbers.append(arith.bitcast(f32, bits))
             total = reduce(arith.addf, numbers)
             total = arith.addf(total, utils.shfl_bfly(total, 1))
-            with _where(arith.cmpi(arith.CmpIPredicate.eq, half, _int(0))):
-                at = arith.addi(arith.addi(arith.muli(row, _int(8)), group), _int(block * 8 * GROUPS))
-                memref.store(total, sums, _at(at))
+            with where(equal(half, int_of(0))):
+                at = arith.addi(arith.addi(arith.muli(row, int_of(8)), group), int_of(block * 8 * GROUPS))
+                memref.store(total, sums, places(at))
                 scf.yield_([])
         utils.warpgroup_barrier()
 
@@ -307,20 +307,20 @@ def hand_on(source: Any, out: Any, first: Array, *, rows: int, parts: int, count
         parts: s.
     """
 
-    @_inline(REF, REF, SCALAR)
+    @inline(REF, REF, SCALAR)
     def _copy(_: Any, source: Any, out: Any, first: Any) -> None:
         chunk = out.type.shape[1]
-        thread = arith.remui(utils.thread_idx(), _int(128))
+        thread = arith.remui(utils.thread_idx(), int_of(128))
         for start in range(0, count, 128):
-            column = arith.addi(thread, _int(start))
-            with _where(_below(column, count)):
+            column = arith.addi(thread, int_of(start))
+            with where(below(column, count)):
                 place = arith.addi(first.registers.item(), column)
-                turn, part = arith.divui(place, _int(parts * chunk)), arith.remui(place, _int(parts * chunk))
-                to = arith.addi(arith.muli(turn, _int(rows * parts)), arith.divui(part, _int(chunk)))
+                turn, part = arith.divui(place, int_of(parts * chunk)), arith.remui(place, int_of(parts * chunk))
+                to = arith.addi(arith.muli(turn, int_of(rows * parts)), arith.divui(part, int_of(chunk)))
                 for row in range(rows):
-                    value = memref.load(source, _at(row, column))
-                    there = arith.addi(to, _int(row * parts))
-                    memref.store(value, out, _at(there, arith.remui(part, _int(chunk))))
+                    value = memref.load(source, places(row, column))
+                    there = arith.addi(to, int_of(row * parts))
+                    memref.store(value, out, places(there, arith.remui(part, int_of(chunk))))
                 scf.yield_([])
         # Programs' copy engines will read this.
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)

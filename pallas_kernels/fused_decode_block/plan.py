@@ -155,7 +155,8 @@ def _bytes(plan: Plan) -> int:
     sums = 4 * plan.warpgroups * 8 * (64 + 2 * columns(plan.wide))
     if plan.bits == 8:
         sums += 4 * SCALES * columns(plan.wide)
-    if plan.bits == 4:  # a scale and a minimum of 16 bits for each group of a slot, and each warpgroup's sums of all groups of inputs
+    if plan.bits == 4:
+        # A scale and a minimum of 16 bits for each group of a slot, and each warpgroup's sums of all groups of inputs.
         sums += 2 * 2 * slot * 2 // GROUP * plan.slots
         sums += 4 * plan.warpgroups * plan.inputs * plan.rows * plan.parts * GROUPS
     return chunks + sums + 2 * 8 * (4 * 64 + 2 * columns(plan.wide)) + 4 * 8 * PROGRAMS + 2048

@@ -4,6 +4,7 @@ That body runs on the GPU alone; `python -m benchmarks.kernels fused_decode_bloc
 """
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,17 @@ from kernels.lowering import decoding_step, on
 from kvjax.bench.case import Case
 from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block
 from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
-from kvjax.pallas_kernels.fused_decode_block.plan import BARRIERS, HALF, PROGRAMS, ROWS, Plan, plan
+from kvjax.pallas_kernels.fused_decode_block.plan import (
+    BARRIERS,
+    BYTES,
+    GROUPS,
+    HALF,
+    LINE,
+    PROGRAMS,
+    ROWS,
+    Plan,
+    plan,
+)
 from kvjax.pallas_kernels.op import WITHOUT, Unsupported
 
 LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
@@ -47,11 +58,13 @@ def int8(_, shape):
     return Int8Matrix(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:1], jnp.float32))
 
 
-def int4(_, shape):
+def int4(_, shape, group=32, dtype=jnp.float16, minima=True, units=0):
     outputs, inputs = shape
-    groups = inputs // 32
-    scale = jax.ShapeDtypeStruct((outputs, groups), jnp.bfloat16)
-    return GroupedMatrix(jax.ShapeDtypeStruct((outputs, 16, groups), jnp.uint8), scale)
+    groups = inputs // group
+    scale = jax.ShapeDtypeStruct((outputs, groups), dtype)
+    unit = jax.ShapeDtypeStruct((outputs, units), jnp.float16) if units else None
+    levels = jax.ShapeDtypeStruct((outputs, group // 2, groups), jnp.uint8)
+    return GroupedMatrix(levels, scale, scale if minima else None, unit)
 
 
 def mixed(at, shape):
@@ -77,30 +90,33 @@ def test_products(implementation):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 1])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize(
-    ("shape", "served"),
+    ("shape", "served", "in_groups"),
     [
-        (LLAMA, (1, 2, 4, 8)),
-        ({"attended": 3072, "width": 3072, "wide": 8192, "heads": (3072, 1024)}, (1, 2)),
+        (LLAMA, (1, 2, 4, 8), (1, 2)),
+        ({"attended": 3072, "width": 3072, "wide": 8192, "heads": (3072, 1024)}, (1, 2), ()),
+        ({"attended": 4096, "width": 4096, "wide": 12288, "heads": (4096, 1024)}, (1, 2, 4, 8), (1, 2)),
     ],
 )
-def test_shares_cover_everything(rows, shape, served, size):
+def test_shares_cover_everything(rows, shape, served, in_groups, bits):
     """Every program has whole blocks, all programs together all outputs, chunks all inputs; what is held at a time suffices."""
-    sizes = plan(rows, **shape, bytes=size)
-    if rows not in served:
+    sizes = plan(rows, **shape, bits=bits)
+    if rows not in (in_groups if bits == 4 else served):
         assert isinstance(sizes, str)
         return
     assert isinstance(sizes, Plan)
-    assert sizes.bytes == size
-    assert size * sizes.chunk % 128 == 0  # whole rows of shared memory that are interleaved
+    assert sizes.bits == bits
+    assert bits * sizes.chunk % (8 * 128) == 0  # whole rows of shared memory that are interleaved
     assert PROGRAMS * sizes.outputs == shape["width"]
     assert PROGRAMS * sizes.wide == shape["wide"]
     assert tuple(PROGRAMS * count for count in sizes.heads) == shape["heads"]
     for count in (sizes.outputs, sizes.heads[0]):
         assert count * sizes.parts % ROWS == 0
     assert sizes.wide * sizes.parts % HALF == 0
+    for count in (sizes.outputs, sizes.wide, *sizes.heads) if bits == 4 else ():
+        assert sizes.blocks(count) * sizes.tall(count) * ROWS == count * sizes.parts
     for size in (shape["attended"], shape["width"], shape["wide"]):
         assert size % (sizes.parts * sizes.chunk) == 0
     # Each warpgroup has a barrier of its own for each slot.
@@ -112,7 +128,7 @@ def test_shares_cover_everything(rows, shape, served, size):
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_as_many_bytes_under_way(rows):
     """Of int8 as of bfloat16, but for what its scales take of the memory; in chunks of twice as many inputs, of as many bytes."""
-    floats, levels = plan(rows, **LLAMA), plan(rows, **LLAMA, bytes=1)
+    floats, levels = plan(rows, **LLAMA), plan(rows, **LLAMA, bits=8)
     assert levels.chunk == 2 * floats.chunk
     assert floats.slots - 2 <= levels.slots <= floats.slots
 
@@ -126,6 +142,31 @@ def test_outputs_are_sums_of_diagonals(rows):
     products = w.reshape(24 * parts, -1) @ x.reshape(rows * parts, -1).T
     diagonals = np.einsum("opbp->bo", products.reshape(24, parts, rows, parts))
     np.testing.assert_allclose(diagonals, x @ w.T)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_parts_of_weights_in_groups(rows):
+    """Rows of 64 groups' bytes have all parts of a chunk, whose inputs are in their own order: chunks of them side by side, then parts."""
+    parts = plan(rows, **LLAMA, bits=4).parts
+    random = np.random.default_rng(0)
+    outputs, groups = 16, 2 * LINE
+    levels = random.integers(0, 256, (outputs, BYTES, groups), np.uint8)
+    scale, minimum = random.normal(size=(2, outputs, groups)).astype(np.float16)
+    x = random.normal(size=(rows, 2 * BYTES * groups)).astype(np.float32)
+    chunk = 2 * BYTES * GROUPS
+    inputs = x.reshape(rows, -1, parts, chunk).swapaxes(0, 1).reshape(-1, rows * parts, chunk)
+    total = np.zeros((rows, outputs))
+    for turn, columns in enumerate(inputs):
+        here = slice(turn * LINE, (turn + 1) * LINE)
+        bits, factor, least = (a[..., here] for a in (levels, scale, minimum))
+        halves = np.concatenate([bits & 15, bits >> 4], axis=1)  # the low halves are the first 16 inputs of a group
+        numbers = halves.astype(np.float64) * factor[:, None] + least[:, None]
+        # Each of an output's parts has its groups one after the other, and their inputs.
+        weights = numbers.reshape(outputs, 2 * BYTES, parts, GROUPS).transpose(0, 2, 3, 1).reshape(-1, chunk)
+        products = weights @ columns.T
+        total += np.einsum("opbp->bo", products.reshape(outputs, parts, rows, parts))
+    matrix = GroupedMatrix(*map(jnp.asarray, (levels, scale, minimum)))
+    np.testing.assert_allclose(total, matrix.product(jnp.asarray(x), jnp.float32), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +219,31 @@ def test_refuses_weights():
     with on():
         assert refusal(1, jnp.bfloat16, int8) is None
         assert refusal(1, jnp.float32, int8) == "not everything but weights is bfloat16"
-        assert refusal(1, jnp.bfloat16, int4) == "weights are int4"
+        assert refusal(1, jnp.float32, int4) == "not everything but weights is bfloat16"
+        assert refusal(4, jnp.bfloat16, int4) == "4 rows by weights in 4 bits"
         assert refusal(1, jnp.bfloat16, mixed) == "some weights are floats and others int8"
         assert refusal(16, jnp.bfloat16, int8).startswith("16 rows")
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({}, None),
+        ({"minima": False}, None),
+        ({"dtype": jnp.bfloat16}, "scales of weights in 4 bits are bfloat16, not float16"),
+        ({"group": 128}, "groups of weights in 4 bits are of 128, not 32"),
+        ({"units": 16}, "scales of weights in 4 bits count units"),
+    ],
+)
+def test_forms_of_four_bits(form, reason):
+    with on():
+        assert refusal(1, jnp.bfloat16, partial(int4, **form)) == reason
+
+
+def test_minima_of_all_or_none():
+    with on():
+        found = refusal(1, jnp.bfloat16, lambda at, shape: int4(at, shape, minima=at < 4))
+    assert found == "some weights in 4 bits have minima and others none"
 
 
 def test_asked_for_by_name():
@@ -188,8 +251,15 @@ def test_asked_for_by_name():
         fused_decode_block(*draw(1, 48, 32, 80, (48, 16)), implementation="gpu")
 
 
-@pytest.mark.parametrize("weights", [None, int8])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("rows", "weights"),
+    [
+        *((rows, weights) for rows in (1, 2, 4, 8) for weights in (None, int8)),
+        (1, int4),
+        (2, int4),
+        (1, partial(int4, minima=False)),
+    ],
+)
 def test_lowers_for_hopper(rows, weights):
     """Not anew for each layer; the first one's inputs come from outside the mesh that stands for the device, and count as others."""
 
@@ -212,20 +282,20 @@ def test_lowers_for_hopper(rows, weights):
     [("float", None), ("float", "nearest"), ("float", "nearest, fused_decode_block"), ("int8", None), ("int4", None)],
 )
 def test_decoding_uses_it(weights, spared, monkeypatch):
-    """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to; not for 4 bits."""
+    """A step of Llama-3.1-8B's shape, lowered for an H200: one kernel, called from each layer to the next, unless told not to."""
     if spared:
         monkeypatch.setenv(WITHOUT, spared)
     case = Case("full", {}, 1024, 1, "llama-3.1-8b", layers=4, prefill=False, weights=weights)
     text = decoding_step(case)
     kernel = re.search(r"func\.func private @(\w+)\((?:(?!func\.func).)*?@mosaic_gpu_v2\(", text, re.DOTALL)
     calls = [name for name in re.findall(r"call @(\w+)\(", text) if kernel and name == kernel.group(1)]
-    without = weights == "int4" or (spared is not None and "fused_decode_block" in spared)
+    without = spared is not None and "fused_decode_block" in spared
     assert len(calls) == (0 if without else case.config.num_layers - 1)
 
 
 def test_a_pair_is_never_multiplied_in_whole_blocks():
     """Keys and values may be ordered one after the other, as two products of a block each: who is told of a chunk must be who waits for it."""
-    sizes = plan(2, 2048, 1024, 22528, (1024, 1024), 1)
+    sizes = plan(2, 2048, 1024, 22528, (1024, 1024), 8)
     assert isinstance(sizes, Plan)
     assert sizes.warpgroups == 2
     assert sizes.whole(2, 2) == sizes.whole(1, 2)
