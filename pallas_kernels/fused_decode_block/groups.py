@@ -128,7 +128,7 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
         levels, scales, factors = held[:16], held[16:24], held[24:]
         totals = list(total.registers.flat)
         start = _descriptor(inputs)
-        at_a_time = 2 // blocks
+        at_a_time = max(2 // blocks, 1)
         batches = [range(first, first + at_a_time) for first in range(0, GROUPS, at_a_time)]
         under_way: list[Any] = []
         for batch in (*batches, None):

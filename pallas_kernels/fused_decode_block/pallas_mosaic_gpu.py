@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from ..device import hopper, target
 from ..projection import GroupedMatrix, Int8Matrix, Matrix
-from .plan import BYTES, GROUPS, HALF, LINE, PROGRAMS, ROWS, SCALES, TALL, Plan, columns, plan
+from .plan import BYTES, GROUPS, HALF, LINE, PROGRAMS, ROWS, SCALES, Plan, columns, plan
 from .types import BlockWeights
 
 SWIZZLE = 128
@@ -297,15 +297,15 @@ def _call(
                 words = in_groups.take(weights_smem.at[at], scales_smem.at[at], tile)
                 if tile == len(sums) - 1:
                     plgpu.barrier_arrive(emptied.at[at])
-                inputs = inputs_smem.at[inputs_at], group_sums_smem.at[role, inputs_at]
+                inputs = inputs_smem.at[inputs_at], group_sums_smem.at[inputs_at]
                 found.append(in_groups.add(words, *inputs, total, rest))
             return tuple(found)
 
         def see(inputs_at: Any) -> None:
             """Wait for a chunk of inputs."""
             plgpu.barrier_wait(arrived.at[inputs_at])
-            if grouped:
-                in_groups.add_up(inputs_smem.at[inputs_at], group_sums_smem.at[role, inputs_at])
+            if grouped:  # Every warpgroup writes the same sums, so that none has to wait for another's.
+                in_groups.add_up(inputs_smem.at[inputs_at], group_sums_smem.at[inputs_at])
 
         def multiply(
             slot: int, count: int, chunks: int, ref: Any, place: Callable[[Any], tuple[Any, Any]], second: int = 0,
@@ -546,9 +546,9 @@ def _call(
     if quantized:
         beside = [smem((SCALES, wide_columns), float32)]
     if grouped:
-        tall, kinds = TALL[4] * ROWS // parts, len(scales[0])
+        tall, kinds = sizes.most * ROWS // parts, len(scales[0])
         weights = smem((slots, tall * BYTES, LINE), jnp.uint8, transforms=in_groups.TILED)
-        beside = [smem((slots, kinds, tall, LINE), jnp.float16), smem((groups, held, batch * parts * GROUPS), float32)]
+        beside = [smem((slots, kinds, tall, LINE), jnp.float16), smem((held, batch * parts * GROUPS), float32)]
     else:
         weights = smem((slots, ROWS, chunk), matrices[0].dtype, transforms=tiled(sizes.bits // 8))
     # XLA is not told that these are written. It need not know: calls follow one another, as each takes what the one before made, and a call

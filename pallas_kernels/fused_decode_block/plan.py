@@ -30,14 +30,14 @@ CHUNKS = {16: (128,), 8: (256, 128), 4: (256,)}
 SLOT = 2 * 128
 """Bytes of a row of weights that `SLOTS` counts."""
 
-SLOTS = {16: (10, 8, 6, 4), 8: (10, 9, 8, 6, 4), 4: (10, 9, 8, 7, 6, 5, 4)}
-"""Chunks of weights under way, by bits of a weight, as many as fit; twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
+SLOTS = {16: (10, 8, 6, 4), 8: (10, 9, 8, 6, 4), 4: (10, 9, 8, 7, 6, 5, 4, 3)}
+"""Chunks of weights under way, by bits of a weight, as many as fit; of 8 and 16 bits twice as many of half as many bytes. (Of Llama-3.1-8B's shape in bfloat16 on an H200, two
 layers for a token: 218.0 us with 10, 218.2 with 8, 219.8 with 4 chunks of 256.)
 """
 
-TALL = {16: 1, 8: 1, 4: 2}
-"""Blocks of `ROWS` rows that a slot has room for, by bits of a weight. Weights in 4 bits are ordered in three copies instead of two, and are
-so few bytes that the warpgroup which orders them would be what all wait for.
+TALL = 2
+"""Blocks of `ROWS` rows that a slot has room for, if weights are in 4 bits. They are ordered in three copies instead of two, and are so few bytes
+that the warpgroup which orders them would be what all wait for. Four rows' products with two blocks would not fit into registers.
 """
 
 GROUP = 32
@@ -59,7 +59,7 @@ SCALES = 6
 """Rows that a program's scales are kept in: of o, gate, up, down, q, and of k and v together."""
 
 PARTS = {1: 8, 2: 8, 4: 2, 8: 2}
-"""s, by rows of inputs."""
+"""s, by rows of inputs; of weights in 4 bits as many as a line has."""
 
 
 class Plan(NamedTuple):
@@ -76,6 +76,7 @@ class Plan(NamedTuple):
         inputs: chunks of inputs that are held at a time.
         bits: of a weight, 16 for bfloat16, 8 or 4.
         warpgroups: that multiply.
+        most: blocks of `ROWS` rows that a slot has room for.
     """
 
     rows: int
@@ -88,6 +89,7 @@ class Plan(NamedTuple):
     inputs: int
     bits: int = 16
     warpgroups: int = 2
+    most: int = 1
 
     def whole(self, blocks: int, chunks: int) -> bool:
         """Whether a warpgroup multiplies whole blocks of a product that has so many of so many chunks, and not some chunks of every block."""
@@ -96,8 +98,7 @@ class Plan(NamedTuple):
 
     def tall(self, outputs: int) -> int:
         """Blocks of `ROWS` rows in each slot of a product of so many outputs: all that there is room for, if that leaves none over."""
-        most = TALL[self.bits]
-        return 1 if outputs * self.parts % (most * ROWS) else most
+        return 1 if outputs * self.parts % (self.most * ROWS) else self.most
 
     def blocks(self, outputs: int) -> int:
         """Slots for so many outputs, by chunks of all inputs."""
@@ -112,9 +113,10 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
     """
     if rows not in PARTS:
         return f"{rows} rows, not one of {list(PARTS)}"
-    if bits == 4 and GROUPS * PARTS[rows] != LINE:
+    if bits == 4 and rows > 4:
         return f"{rows} rows by weights in 4 bits"
-    parts = PARTS[rows]
+    parts = LINE // GROUPS if bits == 4 else PARTS[rows]
+    most = TALL if bits == 4 and rows < 4 else 1
     for name, size in {"width": width, "MLP": wide, "queries": heads[0], "keys": heads[1]}.items():
         if size % PROGRAMS:
             return f"{name} of {size} is not a multiple of {PROGRAMS}"
@@ -133,8 +135,8 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
     for slots in SLOTS[bits]:
         for inputs in (max(short, long), short + short % 2)[: 1 if bits == 4 else 2]:
             groups = WARPGROUPS[bits] if inputs >= long else 2
-            ahead = min(8 * slots * SLOT // (bits * chunk * TALL[bits]), BARRIERS // groups)
-            found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bits, groups)
+            ahead = min(slots if bits == 4 else 8 * slots * SLOT // (bits * chunk), BARRIERS // groups)
+            found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bits, groups, most)
             if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
                 return found
     return f"{rows} rows of {max(attended, width, wide)} inputs do not fit into shared memory"
@@ -150,15 +152,15 @@ def _turns(plan: Plan, attended: int, width: int) -> bool:
 
 def _bytes(plan: Plan) -> int:
     """Shared memory: chunks of weights and of inputs, what products are gathered in, and what levels are multiplied by."""
-    slot = plan.chunk * plan.bits * TALL[plan.bits] * ROWS // 8
+    slot = plan.chunk * plan.bits * plan.most * ROWS // 8
     chunks = slot * plan.slots + 2 * plan.chunk * plan.inputs * plan.rows * plan.parts
     sums = 4 * plan.warpgroups * 8 * (64 + 2 * columns(plan.wide))
     if plan.bits == 8:
         sums += 4 * SCALES * columns(plan.wide)
     if plan.bits == 4:
-        # A scale and a minimum of 16 bits for each group of a slot, and each warpgroup's sums of all groups of inputs.
+        # A scale and a minimum of 16 bits for each group of a slot, and sums of all groups of inputs; barriers, and what fills arrays up.
         sums += 2 * 2 * slot * 2 // GROUP * plan.slots
-        sums += 4 * plan.warpgroups * plan.inputs * plan.rows * plan.parts * GROUPS
+        sums += 4 * plan.inputs * plan.rows * plan.parts * GROUPS + 2048
     return chunks + sums + 2 * 8 * (4 * 64 + 2 * columns(plan.wide)) + 4 * 8 * PROGRAMS + 2048
 
 

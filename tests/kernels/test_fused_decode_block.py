@@ -95,9 +95,9 @@ def test_products(implementation):
 @pytest.mark.parametrize(
     ("shape", "served", "in_groups"),
     [
-        (LLAMA, (1, 2, 4, 8), (1, 2)),
+        (LLAMA, (1, 2, 4, 8), (1, 2, 4)),
         ({"attended": 3072, "width": 3072, "wide": 8192, "heads": (3072, 1024)}, (1, 2), ()),
-        ({"attended": 4096, "width": 4096, "wide": 12288, "heads": (4096, 1024)}, (1, 2, 4, 8), (1, 2)),
+        ({"attended": 4096, "width": 4096, "wide": 12288, "heads": (4096, 1024)}, (1, 2, 4, 8), (1, 2, 4)),
     ],
 )
 def test_shares_cover_everything(rows, shape, served, in_groups, bits):
@@ -144,7 +144,7 @@ def test_outputs_are_sums_of_diagonals(rows):
     np.testing.assert_allclose(diagonals, x @ w.T)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 4])
 def test_parts_of_weights_in_groups(rows):
     """Rows of 64 groups' bytes have all parts of a chunk, whose inputs are in their own order: chunks of them side by side, then parts."""
     parts = plan(rows, **LLAMA, bits=4).parts
@@ -220,7 +220,7 @@ def test_refuses_weights():
         assert refusal(1, jnp.bfloat16, int8) is None
         assert refusal(1, jnp.float32, int8) == "not everything but weights is bfloat16"
         assert refusal(1, jnp.float32, int4) == "not everything but weights is bfloat16"
-        assert refusal(4, jnp.bfloat16, int4) == "4 rows by weights in 4 bits"
+        assert refusal(8, jnp.bfloat16, int4) == "8 rows by weights in 4 bits"
         assert refusal(1, jnp.bfloat16, mixed) == "some weights are floats and others int8"
         assert refusal(16, jnp.bfloat16, int8).startswith("16 rows")
 
@@ -257,6 +257,7 @@ def test_asked_for_by_name():
         *((rows, weights) for rows in (1, 2, 4, 8) for weights in (None, int8)),
         (1, int4),
         (2, int4),
+        (4, int4),
         (1, partial(int4, minima=False)),
     ],
 )
