@@ -112,7 +112,7 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
 
     Args:
         words: what `take` returned.
-        inputs: [N, 256] in shared memory, in which N / 8 rows have eight parts each.
+        inputs: [B, 8, 256] in shared memory, eight parts of each row; N is 8 B.
         sums: of each group of them, [8 N], in shared memory.
         total: [64, N].
         rest: a thread's share of what is multiplied by sums, in its rows' two columns; see `joined`.
@@ -158,7 +158,7 @@ def _descriptor(inputs: Any) -> Any:
     def constant(value: int) -> Any:
         return arith.constant(wide, ir.IntegerAttr.get(wide, value))
 
-    _, tiles, rows, columns = inputs.type.shape
+    *_, tiles, rows, columns = inputs.type.shape
     start = arith.shrui(arith.andi(_address(inputs), int_of(0x3FFFF)), int_of(4))
     apart = tiles * rows * columns * 2  # bytes from eight rows to the next eight
     # Rows of 128 bytes are interleaved, which the highest two bits say.
@@ -266,7 +266,7 @@ def joined(total: Array, rest: Array) -> Array:
 
 
 def add_up(inputs: Any, sums: Any) -> None:
-    """Sums of each group of a chunk of inputs [N, 256], into [8 N]; both in shared memory."""
+    """Sums of each group of a chunk of inputs [B, 8, 256], into [64 B]; both in shared memory."""
 
     @inline(plgpu.RefType(INPUTS), REF)
     def _write(_: Any, inputs: Any, sums: Any) -> None:
@@ -279,7 +279,7 @@ def add_up(inputs: Any, sums: Any) -> None:
         place = arith.muli(arith.xori(piece, row), int_of(16))
         tile = arith.muli(arith.divui(group, int_of(2)), int_of(1024))
         start = arith.addi(arith.addi(tile, arith.muli(row, int_of(128))), place)
-        blocks, tiles, rows, columns = inputs.type.shape
+        blocks, _, tiles, rows, columns = inputs.type.shape
         for block in range(blocks):
             first = arith.addi(_address(inputs), arith.addi(start, int_of(block * tiles * rows * columns * 2)))
             words = [_read(arith.xori(first, int_of(16 * i)), 0, integer, 4) for i in range(2)]
@@ -298,29 +298,24 @@ def add_up(inputs: Any, sums: Any) -> None:
     _write(inputs, sums)
 
 
-def hand_on(source: Any, out: Any, first: Array, *, rows: int, parts: int, count: int) -> None:
+def hand_on(source: Any, out: Any, first: Array, *, count: int) -> None:
     """Columns [0, count) of shared memory [8, _], a program's outputs from `first` on, into the next product's inputs.
 
     Args:
-        out: global memory, [chunks B s, chunk]: the parts of a chunk of every row, then those of the next chunk.
-        rows: B.
-        parts: s.
+        out: global memory, [B, _, columns]: rows that go on from one row of columns to the next.
     """
 
     @inline(REF, REF, SCALAR)
     def _copy(_: Any, source: Any, out: Any, first: Any) -> None:
-        chunk = out.type.shape[1]
+        rows, _, columns = out.type.shape
         thread = arith.remui(utils.thread_idx(), int_of(128))
         for start in range(0, count, 128):
             column = arith.addi(thread, int_of(start))
             with where(below(column, count)):
                 place = arith.addi(first.registers.item(), column)
-                turn, part = arith.divui(place, int_of(parts * chunk)), arith.remui(place, int_of(parts * chunk))
-                to = arith.addi(arith.muli(turn, int_of(rows * parts)), arith.divui(part, int_of(chunk)))
+                to = arith.divui(place, int_of(columns)), arith.remui(place, int_of(columns))
                 for row in range(rows):
-                    value = memref.load(source, places(row, column))
-                    there = arith.addi(to, int_of(row * parts))
-                    memref.store(value, out, places(there, arith.remui(part, int_of(chunk))))
+                    memref.store(memref.load(source, places(row, column)), out, places(row, *to))
                 scf.yield_([])
         # Programs' copy engines will read this.
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)

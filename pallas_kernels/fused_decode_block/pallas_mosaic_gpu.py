@@ -162,14 +162,9 @@ def _call(
             return a.reshape(-1, a.shape[-1])
         return a.reshape(a.shape[0] * parts, a.shape[1] // parts)
 
-    def split_inputs(a: Array) -> Array:
-        """Parts of inputs beside each other, for 4 bits those of a chunk after those of another."""
-        if grouped:
-            return a.reshape(batch, -1, parts, chunk).swapaxes(0, 1).reshape(-1, chunk)
-        return split(a)
-
-    def shape_of_inputs(size: int) -> tuple[int, int]:
-        return (batch * size // chunk, chunk) if grouped else (batch * parts, size // parts)
+    def shape_of_inputs(size: int) -> tuple[int, ...]:
+        """Parts of each row; for 4 bits those of a chunk, and then those of the next one."""
+        return (batch, size // chunk, chunk) if grouped else (batch * parts, size // parts)
 
     def body(
         attended_ref: Any, x_ref: Any, mlp_gain_ref: Any, attn_gain_ref: Any, o_ref: Any, gate_ref: Any, up_ref: Any,
@@ -263,8 +258,7 @@ def _call(
 
         def fetch_one(ref: Any, part: Any, barriers: Any) -> None:
             at = jax.lax.rem(jnp.asarray(part, jnp.int32), held)
-            rows, first = batch * parts, part * chunk
-            taken = ref.at[pl.ds(part * rows, rows)] if grouped else ref.at[:, pl.ds(first, chunk)]
+            taken = ref.at[:, pl.ds(part * parts, parts)] if grouped else ref.at[:, pl.ds(part * chunk, chunk)]
             plgpu.copy_gmem_to_smem(taken, inputs_smem.at[at], barriers.at[at])
 
         def fetch(ref: Any, chunks: int, squares: Any = None) -> None:
@@ -395,7 +389,7 @@ def _call(
         def put(smem: Any, count: int, ref: Any) -> None:
             """A program's `count` columns of every row, into inputs of the next product."""
             if grouped:
-                in_groups.hand_on(smem, ref, program * count, rows=batch, parts=parts, count=count)
+                in_groups.hand_on(smem, ref, program * count, count=count)
                 return
             size = ref.shape[1]
             part, column = jax.lax.div(program * count, size), jax.lax.rem(program * count, size)
@@ -568,7 +562,7 @@ def _call(
         thread_name="role",
         scratch_types=[
             weights,
-            smem((held, batch * parts, chunk), bfloat16, transforms=tiled(2)),
+            smem((held, *((batch, parts) if grouped else (batch * parts,)), chunk), bfloat16, transforms=tiled(2)),
             smem((groups, 8, 64), float32),
             smem((groups, 2, 8, wide_columns), float32),
             smem((8, 64), bfloat16),
@@ -587,5 +581,5 @@ def _call(
             *beside,
         ],
         kernel_name="fused_decode_block",
-    )(split_inputs(attended), x, *gains, *map(split, matrices), scales, counters)
+    )(attended.reshape(shape_of_inputs(attended.shape[1])), x, *gains, *map(split, matrices), scales, counters)
     return out[0], out[1], out[2], out[3]
