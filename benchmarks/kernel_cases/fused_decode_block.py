@@ -74,7 +74,7 @@ def _way(
     for layer in layers:
         weights = _weights(*layer)
         if sizes is not None:
-            bits = pallas_mosaic_gpu.BITS[weights.o.kind if is_quantized(weights.o) else "floats"]
+            bits = pallas_mosaic_gpu.BITS["floats" if isinstance(weights.o, jax.Array) else weights.o.kind]
             found = plan.plan(x.shape[0], WIDTH, WIDTH, WIDE, (WIDTH, KEYS), bits)
             assert isinstance(found, plan.Plan)
             held = found.inputs * found.chunk // sizes[0]
