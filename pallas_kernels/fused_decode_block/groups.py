@@ -9,7 +9,6 @@ eight groups beside each other. The matrix units add up 16 inputs at a time: the
 inputs stay in the order that they have.
 """
 
-from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,11 +17,11 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import WGMMA_LAYOUT, FragmentedArray, WGStridedFragLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
 from .plan import BYTES, GROUPS, LINE, ROWS
-from .threads import REF, SCALAR, below, equal, float_of, inline, int_of, item, places, warp_and_lane, where
+from .threads import REF, float_of, inline, int_of, item, warp_and_lane
 
 OUTPUTS = ROWS * GROUPS // LINE
 """Whose parts are 64 rows."""
@@ -112,7 +111,7 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
 
     Args:
         words: what `take` returned.
-        inputs: [B, 8, 256] in shared memory, eight parts of each row; N is 8 B.
+        inputs: [N, 256] in shared memory, eight parts of each row; N is 8 B.
         sums: of each group of them, [8 N], in shared memory.
         total: [64, N].
         rest: a thread's share of what is multiplied by sums, in its rows' two columns; see `joined`.
@@ -263,61 +262,3 @@ def joined(total: Array, rest: Array) -> Array:
         return _like(total, found)
 
     return _join(total, rest)
-
-
-def add_up(inputs: Any, sums: Any) -> None:
-    """Sums of each group of a chunk of inputs [B, 8, 256], into [64 B]; both in shared memory."""
-
-    @inline(plgpu.RefType(INPUTS), REF)
-    def _write(_: Any, inputs: Any, sums: Any) -> None:
-        integer, f32 = _i32(), ir.F32Type.get()
-        thread = arith.remui(utils.thread_idx(), int_of(128))
-        half, group = arith.remui(thread, int_of(2)), arith.remui(arith.divui(thread, int_of(2)), int_of(8))
-        row = arith.divui(thread, int_of(16))
-        # A row of 128 bytes has two groups of four pieces of 16 bytes, of which a thread adds up two: a row's pieces are where its number says.
-        piece = arith.addi(arith.muli(arith.remui(group, int_of(2)), int_of(4)), arith.muli(half, int_of(2)))
-        place = arith.muli(arith.xori(piece, row), int_of(16))
-        tile = arith.muli(arith.divui(group, int_of(2)), int_of(1024))
-        start = arith.addi(arith.addi(tile, arith.muli(row, int_of(128))), place)
-        blocks, _, tiles, rows, columns = inputs.type.shape
-        for block in range(blocks):
-            first = arith.addi(_address(inputs), arith.addi(start, int_of(block * tiles * rows * columns * 2)))
-            words = [_read(arith.xori(first, int_of(16 * i)), 0, integer, 4) for i in range(2)]
-            numbers = []
-            for word in (item(four, place) for four in words for place in range(4)):
-                for bits in (arith.shli(word, int_of(16)), arith.andi(word, int_of(-65536))):
-                    numbers.append(arith.bitcast(f32, bits))
-            total = reduce(arith.addf, numbers)
-            total = arith.addf(total, utils.shfl_bfly(total, 1))
-            with where(equal(half, int_of(0))):
-                at = arith.addi(arith.addi(arith.muli(row, int_of(8)), group), int_of(block * 8 * GROUPS))
-                memref.store(total, sums, places(at))
-                scf.yield_([])
-        utils.warpgroup_barrier()
-
-    _write(inputs, sums)
-
-
-def hand_on(source: Any, out: Any, first: Array, *, count: int) -> None:
-    """Columns [0, count) of shared memory [8, _], a program's outputs from `first` on, into the next product's inputs.
-
-    Args:
-        out: global memory, [B, _, columns]: rows that go on from one row of columns to the next.
-    """
-
-    @inline(REF, REF, SCALAR)
-    def _copy(_: Any, source: Any, out: Any, first: Any) -> None:
-        rows, _, columns = out.type.shape
-        thread = arith.remui(utils.thread_idx(), int_of(128))
-        for start in range(0, count, 128):
-            column = arith.addi(thread, int_of(start))
-            with where(below(column, count)):
-                place = arith.addi(first.registers.item(), column)
-                to = arith.divui(place, int_of(columns)), arith.remui(place, int_of(columns))
-                for row in range(rows):
-                    memref.store(memref.load(source, places(row, column)), out, places(row, *to))
-                scf.yield_([])
-        # Programs' copy engines will read this.
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)
-
-    _copy(source, out, first)

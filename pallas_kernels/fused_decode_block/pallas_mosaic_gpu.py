@@ -1,15 +1,17 @@
 """From attention to attention in one kernel for Hopper GPUs, in Pallas' Mosaic dialect, with weights in bfloat16, int8 or 4 bits.
 
 A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
-one's outputs. One warpgroup does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots;
-two multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
-memory is not idle for as long as it takes to meet. (Of Llama-3.1-8B's shape on an H200 that takes 105 us per layer, four kernels
-115, and reading the weights 98. From when the last program is done until all have their next inputs 2 to 4 us pass. Ordering weights into
-the L2 cache meanwhile made it 111 to 115, and the next layer's first ones into it while attention runs 1 to 4 us more than nothing; writing
-results without the copy engine, or having the counters in that cache, changed nothing. Nor did attention in here, too, with keys and values
-through the same slots and the token written on the way, instead of three kernels before: an eighth of a step of 8 layers and the vocabulary
-head took 152.7 us instead of 153.3 with 3712 slots for a row, 215 instead of 211 with 65856. The programs meet twice more for it, which with what
-lies between is 4 us. Two such layers in one kernel took 134 us per layer instead of 128.)
+one's outputs. One warp does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots; two or three
+warpgroups multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
+memory is not idle for as long as it takes to meet. What is small is read and written by threads themselves: the copy engine comes to it only
+after all weights that have been ordered.
+
+(Of Llama-3.1-8B's shape on an H200 a layer takes 104, 60 and 53 us in bfloat16, int8 and 4 bits, by clocks in the kernel, where reading the
+weights takes 98, 49 and 31. In int8 3 us pass from a layer's end to the next one's first step, which is done 6.7 us later; the three meetings
+take 3.4, 2.2 and 2.9 us, and the last products 4.7, whose weights are there already. What changed nothing or made it slower: ordering weights
+into the L2 cache at a meeting, or the next layer's first ones while attention runs; beginning before the kernel before has ended (programmatic
+dependent launch); meetings without a fence, where each number brings a tag that says it is there; 4 bits by `mma.sync`, too; levels of two slots
+at a time; attention in here, too, with keys and values through the same slots and the token written on the way; two layers in one kernel.)
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +35,9 @@ REGISTERS = {2: 216, 3: 152}
 
 BITS = {"floats": 16, "int8": 8, "int4": 4}
 """Of a weight, by what it is held in."""
+
+AT_ONCE = 16
+"""Pieces of 16 bytes of inputs that a thread waits for at a time."""
 
 COUNTERS = (509,)
 """Shape of the zeros that programs count meetings in, of which they need three: one that no other zeros have, or XLA would have one array
@@ -134,8 +139,9 @@ def _call(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    from . import arrivals, lanes, meetings
     from . import groups as in_groups
-    from . import lanes
+    from . import levels as in_levels
 
     batch, parts = sizes.rows, sizes.parts
     own, wide, (own_q, own_k) = sizes.outputs, sizes.wide, sizes.heads
@@ -162,25 +168,24 @@ def _call(
             return a.reshape(-1, a.shape[-1])
         return a.reshape(a.shape[0] * parts, a.shape[1] // parts)
 
-    def shape_of_inputs(size: int) -> tuple[int, ...]:
-        """Parts of each row; for 4 bits those of a chunk, and then those of the next one."""
-        return (batch, size // chunk, chunk) if grouped else (batch * parts, size // parts)
-
     def body(
         attended_ref: Any, x_ref: Any, mlp_gain_ref: Any, attn_gain_ref: Any, o_ref: Any, gate_ref: Any, up_ref: Any,
         down_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, scale_refs: tuple[Any, ...], counters_ref: Any,
         x_out: Any, q_out: Any, k_out: Any, v_out: Any, normed_ref: Any, gated_ref: Any, next_ref: Any,
         squares_ref: Any, next_squares_ref: Any,
         weights_smem: Any, inputs_smem: Any, sums_smem: Any, wide_smem: Any, x_smem: Any, gains_smem: Any,
-        normed_smem: Any, out_smem: Any, squares_smem: Any, all_squares_smem: Any, roots_smem: Any,
-        filled: Any, emptied: Any, arrived: Any, turned: Any, counted: Any, together: Any, scales_smem: Any = None,
-        group_sums_smem: Any = None,
+        all_squares_smem: Any, roots_smem: Any,
+        filled: Any, emptied: Any, arrived: Any, turned: Any, counted: Any, started: Any, together: Any,
+        factors_smem: tuple[Any, ...],
     ) -> None:  # fmt: skip
         program, role = jax.lax.axis_index("program"), jax.lax.axis_index("role")
+        gain_refs = mlp_gain_ref, attn_gain_ref
+        scales_smem: Any = factors_smem[0] if factors_smem else None
+        group_sums_smem: Any = factors_smem[1] if grouped else None
+        how = arrivals.Inputs(tiled(2), batch, parts, chunk, grouped)
 
-        @pl.when(role == groups)
-        def _order() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+        def _order_weights() -> None:
+            plgpu.barrier_wait(started)  # the first inputs come before weights
 
             def order(slot: int, count: int, chunks: int, take: Callable[..., None]) -> int:
                 """Chunks of `count` blocks, of which `take` orders one."""
@@ -256,33 +261,47 @@ def _call(
             else:
                 order(slot, 1, of_width, halves([(k_ref, at_k), (v_ref, at_k)], own_k * parts, 0))
 
-        def fetch_one(ref: Any, part: Any, barriers: Any) -> None:
+        @pl.when(role == groups)
+        def _order() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(_order_weights))
+
+        def order_inputs(ref: Any, part: Any) -> None:
             at = jax.lax.rem(jnp.asarray(part, jnp.int32), held)
-            taken = ref.at[:, pl.ds(part * parts, parts)] if grouped else ref.at[:, pl.ds(part * chunk, chunk)]
-            plgpu.copy_gmem_to_smem(taken, inputs_smem.at[at], barriers.at[at])
+            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(part * chunk, chunk)], inputs_smem.at[at], turned.at[at])
 
-        def fetch(ref: Any, chunks: int, squares: Any = None) -> None:
-            """Order inputs, as many as can be held, and every program's sums of their squares."""
-            for part in range(min(chunks, held)):
-                fetch_one(ref, part, turned if chunks > held else arrived)
-            if squares is not None:
-                plgpu.copy_gmem_to_smem(squares, all_squares_smem, counted)
-
-        def multiply_chunk(total: Any, at: Any, inputs_at: Any) -> None:
-            """Add the products of a slot's weights with a chunk of inputs to `total`, and hand the slot back."""
-            if not quantized:
-                plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(emptied.at[at])
+        def fetch(ref: Any, chunks: int, squares: Any = None, begun: bool = True) -> None:
+            """Read inputs, and every program's sums of their squares; of inputs that cannot all be held, order the first."""
+            if chunks > held:
+                for part in range(held):
+                    order_inputs(ref, part)
                 return
-            # The matrix units do not multiply int8 by bfloat16, but they take what they multiply from registers, too. A slot is free once
-            # its levels are there; they become bfloat16, which is exact, while those before are multiplied.
-            slices = [pl.ds(first, SWIZZLE) for first in range(0, chunk, SWIZZLE)]
-            levels = [lanes.load(weights_smem.at[at, :, taken], plgpu.Layout.WGMMA_UPCAST_2X) for taken in slices]
-            plgpu.barrier_arrive(emptied.at[at])
-            for taken, part in zip(slices, levels, strict=True):
-                plgpu.wgmma(total, lanes.as_bfloat16(part), inputs_smem.at[inputs_at, :, taken].T)
+            others = None if squares is None else arrivals.read_squares(squares)
+            steps = how.steps(chunks)
+            for first in range(0, steps, AT_ONCE):
+                taken = range(first, min(first + AT_ONCE, steps))
+                words = arrivals.read_inputs(ref, how, taken)
+                if not (begun or first):
+                    plgpu.barrier_arrive(started)
+                arrivals.write_inputs(words, inputs_smem, how, taken, group_sums_smem)
+            if not quantized:
+                plgpu.commit_smem()  # the matrix units will read this themselves
+            plgpu.barrier_arrive(arrived)
+            if others is not None:
+                arrivals.write_squares(others, all_squares_smem)
+                plgpu.barrier_arrive(counted)
+
+        def multiply_floats(total: Any, at: Any, inputs_at: Any) -> None:
+            """Add the products of a slot's weights with a chunk of inputs to `total`, and hand the slot back."""
+            plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
             plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(emptied.at[at])
+
+        def multiply_levels(total: Array, at: Any, inputs_at: Any) -> Array:
+            """The same for int8. A slot is free once its levels are in registers."""
+            levels = in_levels.load_levels(weights_smem.at[at], tiled(1))
+            plgpu.barrier_arrive(emptied.at[at])
+            return in_levels.multiply_levels(total, levels, inputs_smem.at[inputs_at], tiled(2))
 
         def multiply_groups(sums: Any, at: Any, inputs_at: Any) -> Any:
             """The same for weights in 4 bits; for each block of a slot `sums` has products, and a rest."""
@@ -294,12 +313,6 @@ def _call(
                 inputs = inputs_smem.at[inputs_at], group_sums_smem.at[inputs_at]
                 found.append(in_groups.add(words, *inputs, total, rest))
             return tuple(found)
-
-        def see(inputs_at: Any) -> None:
-            """Wait for a chunk of inputs."""
-            plgpu.barrier_wait(arrived.at[inputs_at])
-            if grouped:  # Every warpgroup writes the same sums, so that none has to wait for another's.
-                in_groups.add_up(inputs_smem.at[inputs_at], group_sums_smem.at[inputs_at])
 
         def multiply(
             slot: int, count: int, chunks: int, ref: Any, place: Callable[[Any], tuple[Any, Any]], second: int = 0,
@@ -324,49 +337,46 @@ def _call(
                 # Slots go round among the warpgroups, or all of a block's are one's own.
                 first = 0 if whole else jax.lax.rem(role + (groups - 1) * start if groups > 2 else role + start, groups)
                 step = 1 if whole else groups
-                fresh = (turn == 0) & (not (turns or again))  # inputs that nothing has waited for
 
                 def add_up(total: Any) -> Any:
+                    """Sums of all chunks: in `total`, or returned if they are no accumulator of the matrix units."""
+
                     def add(j: Array, sums: Any) -> Any:
                         part = first + step * j
                         at, inputs_at = jax.lax.rem(start + part, slots), jax.lax.rem(part, held)
                         if turns:
                             plgpu.barrier_wait(turned.at[inputs_at])
-                        pl.when(fresh)(lambda: see(inputs_at))
                         plgpu.barrier_wait(filled.at[at if fixed else role * slots + at])
                         if grouped:
-                            return multiply_groups(sums, at, inputs_at)
-                        multiply_chunk(total, at, inputs_at)
+                            sums = multiply_groups(sums, at, inputs_at)
+                        elif quantized:
+                            sums = multiply_levels(sums, at, inputs_at)
+                        else:
+                            multiply_floats(total, at, inputs_at)
                         if turns:
 
                             @pl.when(part + held < chunks)
                             def _next() -> None:
-                                fetch_one(ref, part + held, turned)
+                                order_inputs(ref, part + held)
 
-                    nothing = None
-                    if grouped:
-                        zeros = plgpu.layout_cast(jnp.zeros((ROWS, batch * parts), float32), plgpu.Layout.WGMMA)
-                        nothing = ((zeros, zeros),) * tall
-                    sums = jax.lax.fori_loop(0, jax.lax.div(chunks - first + step - 1, step), add, nothing)
-                    return tuple(in_groups.joined(*each) for each in sums) if grouped else total[...]
+                        return sums
 
+                    nothing = plgpu.layout_cast(jnp.zeros(size, float32), plgpu.Layout.WGMMA) if total is None else None
+                    begin = ((nothing, nothing),) * tall if grouped else nothing
+                    return jax.lax.fori_loop(0, jax.lax.div(chunks - first + step - 1, step), add, begin)
+
+                size = ROWS, batch * parts
                 if grouped:
-                    products = add_up(None)
+                    products = tuple(in_groups.joined(*each) for each in add_up(None))
+                elif quantized:
+                    products = (add_up(None),)
                 else:
-                    products = pl.run_scoped(add_up, plgpu.WGMMAAccumulatorRef((ROWS, batch * parts), float32))
 
-                if not whole:
+                    def accumulated(total: Any) -> Array:
+                        add_up(total)
+                        return total[...]
 
-                    @pl.when(fresh)
-                    def _others() -> None:
-                        """Of every barrier each turn is waited for, or the next one would be taken for it."""
-                        for other in range(1, groups):
-                            begin: Any = 1 - first if groups == 2 else jax.lax.rem(first + other, groups)
-
-                            def wait(j: Array, _: None, begin: Any = begin) -> None:
-                                see(begin + groups * j)
-
-                            jax.lax.fori_loop(0, jax.lax.div(chunks - begin + groups - 1, groups), wait, None)
+                    products = (pl.run_scoped(accumulated, plgpu.WGMMAAccumulatorRef(size, float32)),)
 
                 if (added := eps) is not None and not again:
 
@@ -376,25 +386,17 @@ def _call(
                         lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
 
                 out, column = place(i)
-                for tile, product in enumerate(products if grouped else (products,)):
+                for tile, product in enumerate(products):
                     first_column = column + tile * a_block if tile else column
                     lanes.add_diagonals(
                         product, out, first_column, parts=parts, second=second, scale=roots, scales=scales
                     )
 
+            if not (turns or again):
+                plgpu.barrier_wait(arrived)
             own_blocks = jax.lax.div(count - role + groups - 1, groups) if whole else count
             jax.lax.fori_loop(0, own_blocks, block, None)
             return slot + count * chunks
-
-        def put(smem: Any, count: int, ref: Any) -> None:
-            """A program's `count` columns of every row, into inputs of the next product."""
-            if grouped:
-                in_groups.hand_on(smem, ref, program * count, count=count)
-                return
-            size = ref.shape[1]
-            part, column = jax.lax.div(program * count, size), jax.lax.rem(program * count, size)
-            for row in range(batch):
-                plgpu.copy_smem_to_gmem(smem.at[row, pl.ds(0, count)], ref.at[row * parts + part, pl.ds(column, count)])
 
         def added_up(parts: Sequence[Any], layout: Any) -> Array:
             """What the warpgroups have each made of their chunks, as the product's type has it."""
@@ -412,16 +414,14 @@ def _call(
             product = added_up(places(sums_smem, blocks["o"], chunks), narrow_layout)
             x = product.astype(float32) + lanes.load(x_smem, narrow_layout).astype(float32)
             x = x.astype(bfloat16)
-            x_smem[...], exact = x, x.astype(float32)
+            exact = x.astype(float32)
             gains = lanes.load(gains_smem.at[gain], narrow_layout).astype(float32)
-            normed_smem[...] = (exact * gains).astype(bfloat16)
-            lanes.sum_rows(exact * exact, squares_smem)
-            plgpu.commit_smem()
-            put(normed_smem, own, ref)
-            plgpu.copy_smem_to_gmem(squares_smem, squares.at[program])
-            for row in range(batch if last else 0):
-                plgpu.copy_smem_to_gmem(x_smem.at[row, pl.ds(0, own)], x_out.at[row, pl.ds(program * own, own)])
-            plgpu.wait_smem_to_gmem(0)
+            meetings.hand_on((exact * gains).astype(bfloat16), ref, program * own, rows=batch, count=own)
+            meetings.hand_on_sums(exact * exact, squares, program)
+            if last:
+                meetings.hand_on(x, x_out, program * own, rows=batch, count=own)
+            else:
+                x_smem[...] = x
 
         def gathered(half: int, count: int) -> Array:
             return added_up(places(wide_smem.at[:, half], count, of_width), wide_layout)
@@ -444,57 +444,53 @@ def _call(
                 pl.when(role == 0)(work)
 
             def begin() -> None:
-                fetch(attended_ref, of_attended)
                 for i in range(groups):
                     sums_smem[i] = jnp.zeros((8, 64), float32)
                 x_smem[...] = jnp.zeros((8, 64), bfloat16)
-                lanes.sync()
-                lanes.bring(x_ref, x_smem, program * own, count=own)
-                lanes.bring(mlp_gain_ref, gains_smem.at[0], program * own, count=own)
-                lanes.bring(attn_gain_ref, gains_smem.at[1], program * own, count=own)
+                pieces = [
+                    arrivals.Piece(x_ref, program * own, x_smem, own, batch),
+                    *(arrivals.Piece(ref, program * own, gains_smem.at[i], own, 8) for i, ref in enumerate(gain_refs)),
+                ]
                 counts = own, wide, wide, own, own_q, own_k, own_k
                 places = (2, 0), (0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (5, 64)
                 for ref, count, (row, column) in zip(scale_refs, counts, places, strict=True) if quantized else ():
-                    lanes.bring_scales(ref, scales_smem.at[row, pl.ds(column, count)], program * count, count=count)
+                    out = scales_smem.at[row, pl.ds(column, count)]
+                    pieces.append(arrivals.Piece(ref, program * count, out, count, factor=in_levels.LEVELS))
+                words = arrivals.read(pieces)
+                plgpu.barrier_arrive(started)
                 lanes.sync()
+                arrivals.write(words, pieces)
 
             def gate() -> None:
                 join(0, of_attended, normed_ref, squares_ref)
-                lanes.meet(counters_ref, 0, 2, program)
+                meetings.meet(counters_ref, 0, 2, program)
                 fetch(normed_ref, of_width, squares_ref)
 
             def down() -> None:
                 gate, up = (gathered(half, blocks["wide"]).astype(float32) for half in range(2))
-                out_smem[0] = (gate * up / (1 + jnp.exp(-gate))).astype(bfloat16)
-                plgpu.commit_smem()
-                put(out_smem.at[0], wide, gated_ref)
-                plgpu.wait_smem_to_gmem(0)
-                lanes.meet(counters_ref, 1, 0, program)
+                gated = (gate * up / (1 + jnp.exp(-gate))).astype(bfloat16)
+                copied = of_inner > held
+                meetings.hand_on(gated, gated_ref, program * wide, rows=batch, count=wide, copied=copied)
+                meetings.meet(counters_ref, 1, 0, program, copied=copied)
                 fetch(gated_ref, of_inner)
 
             def heads() -> None:
                 join(1, of_inner, next_ref, next_squares_ref, last=True)
-                lanes.meet(counters_ref, 2, 1, program)
+                meetings.meet(counters_ref, 2, 1, program)
                 fetch(next_ref, of_width, next_squares_ref)
 
             def end() -> None:
-                for half, count in enumerate((blocks["q"], pair)):
-                    out_smem[half] = gathered(half, count)
-                plgpu.commit_smem()
-                for row in range(batch):
-                    for ref, half, first, count in (
-                        (q_out, 0, 0, own_q),
-                        (k_out, 1, 0, own_k),
-                        (v_out, 1, 64, own_k),
-                    ):
-                        taken = out_smem.at[half, row, pl.ds(first, count)]
-                        plgpu.copy_smem_to_gmem(taken, ref.at[row, pl.ds(program * count, count)])
-                plgpu.wait_smem_to_gmem(0)
+                queries, pairs = (gathered(half, count) for half, count in enumerate((blocks["q"], pair)))
+                for numbers, ref, first, count in (
+                    (queries, q_out, 0, own_q), (pairs, k_out, 0, own_k), (pairs, v_out, 64, own_k)
+                ):  # fmt: skip
+                    meetings.hand_on(numbers, ref, program * count, rows=batch, count=count, column=first)
 
             def one_after_another(sums: Any, tall: int) -> Callable[[Any], tuple[Any, Any]]:
                 return lambda i: (sums, i * (tall * a_block))
 
-            lead(begin)
+            pl.when(role == 0)(lambda: fetch(attended_ref, of_attended, begun=False))
+            pl.when(role == 1)(begin)
             everyone()
             tall = sizes.tall(own)
             sums = into(sums_smem, blocks["o"], of_attended)
@@ -536,13 +532,13 @@ def _call(
         return plgpu.TilingTransform((8, SWIZZLE // size)), plgpu.SwizzleTransform(SWIZZLE)
 
     shape, smem, barrier = jax.ShapeDtypeStruct, plgpu.SMEM, plgpu.Barrier
-    beside: list[Any] = []
+    factors: list[Any] = []
     if quantized:
-        beside = [smem((SCALES, wide_columns), float32)]
+        factors = [smem((SCALES, wide_columns), float32)]
     if grouped:
         tall, kinds = sizes.most * ROWS // parts, len(scales[0])
         weights = smem((slots, tall * BYTES, LINE), jnp.uint8, transforms=in_groups.TILED)
-        beside = [smem((slots, kinds, tall, LINE), jnp.float16), smem((held, batch * parts * GROUPS), float32)]
+        factors = [smem((slots, kinds, tall, LINE), jnp.float16), smem((held, batch * parts * GROUPS), float32)]
     else:
         weights = smem((slots, ROWS, chunk), matrices[0].dtype, transforms=tiled(sizes.bits // 8))
     # XLA is not told that these are written. It need not know: calls follow one another, as each takes what the one before made, and a call
@@ -553,7 +549,7 @@ def _call(
         out_type=[
             shape(x.shape, bfloat16),
             *(shape((batch, w.shape[0]), bfloat16) for w in matrices[4:]),
-            *(shape(shape_of_inputs(size), bfloat16) for size in (width, inner, width)),
+            *(shape((batch * parts, size // parts), bfloat16) for size in (width, inner, width)),
             *(shape((PROGRAMS, 8), float32) for _ in range(2)),
         ],
         grid=(PROGRAMS,),
@@ -562,24 +558,22 @@ def _call(
         thread_name="role",
         scratch_types=[
             weights,
-            smem((held, *((batch, parts) if grouped else (batch * parts,)), chunk), bfloat16, transforms=tiled(2)),
+            smem((held, batch * parts, chunk), bfloat16, transforms=tiled(2)),
             smem((groups, 8, 64), float32),
             smem((groups, 2, 8, wide_columns), float32),
             smem((8, 64), bfloat16),
             smem((2, 8, 64), bfloat16),
-            smem((8, 64), bfloat16),
-            smem((2, 8, wide_columns), bfloat16),
-            smem((8,), float32),
             smem((PROGRAMS, 8), float32),
             smem((groups, 8), float32),
             barrier(num_arrivals=1 + len(scales[0]) if grouped else 2, num_barriers=slots if fixed else groups * slots),
             barrier(num_barriers=slots),
-            barrier(num_barriers=held),
-            barrier(num_barriers=held),
             barrier(),
+            barrier(num_barriers=held if max(counts) > held else 1),
+            barrier(),
+            barrier(num_arrivals=2),
             barrier(num_arrivals=groups),
-            *beside,
+            tuple(factors),
         ],
         kernel_name="fused_decode_block",
-    )(attended.reshape(shape_of_inputs(attended.shape[1])), x, *gains, *map(split, matrices), scales, counters)
+    )(attended, x, *gains, *map(split, matrices), scales, counters)
     return out[0], out[1], out[2], out[3]

@@ -1,0 +1,237 @@
+"""What programs of the Hopper kernel read before they begin to multiply, by their threads, in Mosaic's dialect.
+
+Not by the copy engine, which would come to it only after all weights that have been ordered.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf
+from jaxtyping import Array
+
+from .plan import GROUP, PROGRAMS
+from .threads import (
+    REF,
+    SCALAR,
+    address_of,
+    below,
+    equal,
+    float_of,
+    held_by,
+    inline,
+    int_of,
+    kind_of,
+    load_words,
+    places,
+    store_four,
+    sum_over,
+    told,
+    where,
+    words_of,
+)
+
+
+class Piece(NamedTuple):
+    """Columns of an array in global memory, and where they go in shared memory.
+
+    Attributes:
+        source: [B, _], or [_] for the same in each row.
+        first: the first column.
+        out: [rows, _], or [_] for a single row; from its first column on.
+        columns: how many.
+        rows: how many.
+        factor: what numbers of float32 are multiplied by.
+    """
+
+    source: Any
+    first: Array
+    out: Any
+    columns: int
+    rows: int = 1
+    factor: float = 1.0
+
+
+def _steps(piece: Piece) -> Iterator[tuple[Any, Any, Any]]:
+    """A thread's places in a piece, as row and column, and whether there is such a place."""
+    thread, size = arith.remui(utils.thread_idx(), int_of(128)), piece.columns * piece.rows
+    for start in range(0, size, 128):
+        at = arith.addi(thread, int_of(start))
+        inside = arith.minui(at, int_of(size - 1))
+        yield arith.divui(inside, int_of(piece.columns)), arith.remui(inside, int_of(piece.columns)), below(at, size)
+
+
+def _read_count(pieces: Sequence[Piece]) -> int:
+    return -(-sum(-(-piece.columns * piece.rows // 128) for piece in pieces) // 4) * 4
+
+
+def read(pieces: Sequence[Piece]) -> Array:
+    """Begin to read all of these; `write` waits for them."""
+    count = _read_count(pieces)
+
+    @inline(*(kind for _ in pieces for kind in (REF, SCALAR)), returns=kind_of(count))
+    def _read(_: Any, *arguments: Any) -> Any:
+        words = []
+        for i, piece in enumerate(pieces):
+            source, first = arguments[2 * i : 2 * i + 2]
+            size = utils.bytewidth(source.type.element_type)
+            for row, column, _ in _steps(piece):
+                place = arith.addi(first.registers.item(), column)
+                if len(piece.source.shape) == 2:
+                    place = arith.addi(place, arith.muli(row, int_of(piece.source.shape[1])))
+                words += load_words(address_of(source, arith.muli(place, int_of(size))), "u16" if size == 2 else "b32")
+        return told(words + [int_of(0)] * (count - len(words)))
+
+    return _read(*(part for piece in pieces for part in piece[:2]))
+
+
+def write(words: Array, pieces: Sequence[Piece]) -> None:
+    """Put what `read` returned where it goes."""
+
+    @inline(words_of(_read_count(pieces)), *(REF for _ in pieces))
+    def _write(_: Any, words: Any, *outs: Any) -> None:
+        left = iter(held_by(words))
+        for piece, out in zip(pieces, outs, strict=True):
+            kind = out.type.element_type
+            for row, column, there in _steps(piece):
+                bits = next(left)
+                if utils.bytewidth(kind) == 2:
+                    bits = arith.trunci(ir.IntegerType.get_signless(16), bits)
+                value = arith.bitcast(kind, bits)
+                if piece.factor != 1:
+                    value = arith.mulf(value, float_of(piece.factor))
+                with where(there):
+                    memref.store(value, out, places(*(row, column)[2 - len(piece.out.shape) :]))
+                    scf.yield_([])
+
+    _write(words, *(piece.out for piece in pieces))
+
+
+class Inputs(NamedTuple):
+    """How inputs [B, size] of a product lie in shared memory, [chunks, B s, chunk].
+
+    Attributes:
+        transforms: of that array.
+        rows: B.
+        parts: s, of a row.
+        chunk: inputs of a part that are multiplied at a time.
+        beside: whether parts of a chunk are beside each other in a row, as for weights in 4 bits; else a part's chunks are.
+    """
+
+    transforms: Any
+    rows: int
+    parts: int
+    chunk: int
+    beside: bool
+
+    def steps(self, chunks: int) -> int:
+        """Steps in which 128 threads bring 16 bytes each."""
+        return chunks * self.rows * self.parts * self.chunk // 8 // 128
+
+    def place(self, step: int) -> tuple[int, Any, Any]:
+        """The chunk, its row and the piece of that row that a thread brings in a step."""
+        each, pieces = self.chunk // 8, self.rows * self.parts * self.chunk // 8
+        part, first = divmod(128 * step, pieces)
+        at = arith.addi(arith.remui(utils.thread_idx(), int_of(128)), int_of(first))
+        return part, arith.divui(at, int_of(each)), arith.remui(at, int_of(each))
+
+    def number(self, size: int, part: int, row: Any, piece: Any) -> Any:
+        """Which of all inputs is the first of a piece."""
+        if self.beside:
+            of_row = arith.muli(arith.divui(row, int_of(self.parts)), int_of(size))
+            line = arith.addi(arith.remui(row, int_of(self.parts)), int_of(part * self.parts))
+            of_part = arith.muli(line, int_of(self.chunk))
+        else:
+            of_row, of_part = arith.muli(row, int_of(size // self.parts)), int_of(part * self.chunk)
+        return arith.addi(arith.addi(of_row, of_part), arith.muli(piece, int_of(8)))
+
+    def offset(self, part: int, row: Any, piece: Any) -> Any:
+        """Where a piece goes in shared memory: into tiles of eight rows of 128 bytes, in which pieces are interleaved."""
+        inside, tiles = arith.remui(row, int_of(8)), int_of(self.chunk // 64)
+        tile = arith.addi(arith.muli(arith.divui(row, int_of(8)), tiles), arith.divui(piece, int_of(8)))
+        within = arith.muli(arith.xori(arith.remui(piece, int_of(8)), inside), int_of(16))
+        within = arith.addi(arith.muli(inside, int_of(128)), within)
+        begin = int_of(2 * part * self.rows * self.parts * self.chunk)
+        return arith.addi(begin, arith.addi(arith.muli(tile, int_of(1024)), within))
+
+
+def read_inputs(source: Any, how: Inputs, steps: range) -> Array:
+    """Begin to read inputs from global memory, whatever shape they are told in; `write_inputs` waits for them."""
+    size = math.prod(source.shape) // how.rows
+
+    @inline(REF, returns=kind_of(4 * len(steps)))
+    def _read(_: Any, source: Any) -> Any:
+        words = []
+        for step in steps:
+            number = how.number(size, *how.place(step))
+            words += load_words(address_of(source, arith.muli(number, int_of(2))), "v4.b32")
+        return told(words)
+
+    return _read(source)
+
+
+def write_inputs(words: Array, out: Any, how: Inputs, steps: range, sums: Any = None) -> None:
+    """Put what `read_inputs` returned where it goes.
+
+    Args:
+        sums: [chunks, B s chunk / 32] in shared memory, for sums of 32 inputs side by side, if they are asked for.
+    """
+    others = () if sums is None else (sums,)
+
+    @inline(words_of(4 * len(steps)), plgpu.RefType(how.transforms), *(REF for _ in others))
+    def _write(_: Any, words: Any, out: Any, *others: Any) -> None:
+        held = held_by(words)
+        for i, step in enumerate(steps):
+            four, place = held[4 * i : 4 * i + 4], how.place(step)
+            store_four(four, out, how.offset(*place))
+            for group_sums in others:
+                _write_sum(four, place, group_sums, how.chunk // GROUP)
+
+    _write(words, out, *others)
+
+
+def _write_sum(four: list[Any], place: tuple[int, Any, Any], sums: Any, groups: int) -> None:
+    """The sum of a group of inputs, of which four threads have a piece each."""
+    part, row, piece = place
+    # Two numbers of bfloat16 to a word.
+    numbers = [bits for word in four for bits in (arith.shli(word, int_of(16)), arith.andi(word, int_of(-65536)))]
+    total = sum_over(reduce(arith.addf, [arith.bitcast(ir.F32Type.get(), bits) for bits in numbers]), [1, 2])
+    with where(equal(arith.remui(piece, int_of(4)), int_of(0))):
+        group = arith.addi(arith.muli(row, int_of(groups)), arith.divui(piece, int_of(4)))
+        memref.store(total, sums, places(part, group))
+        scf.yield_([])
+
+
+SQUARES = PROGRAMS * 8 // 128
+"""Sums of squares that a thread brings."""
+
+
+def read_squares(source: Any) -> Array:
+    """Begin to read every program's sums of squares [programs, 8]; `write_squares` waits for them."""
+
+    @inline(REF, returns=kind_of(SQUARES))
+    def _read(_: Any, source: Any) -> Any:
+        start = arith.muli(arith.remui(utils.thread_idx(), int_of(128)), int_of(4 * SQUARES))
+        words = []
+        for first in range(0, SQUARES, 4):
+            words += load_words(address_of(source, arith.addi(start, int_of(4 * first))), "v4.b32")
+        return told(words)
+
+    return _read(source)
+
+
+def write_squares(words: Array, out: Any) -> None:
+    """Put what `read_squares` returned into shared memory [programs, 8]."""
+
+    @inline(words_of(SQUARES), REF)
+    def _write(_: Any, words: Any, out: Any) -> None:
+        start = arith.muli(arith.remui(utils.thread_idx(), int_of(128)), int_of(4 * SQUARES))
+        held = held_by(words)
+        for first in range(0, SQUARES, 4):
+            store_four(held[first : first + 4], out, arith.addi(start, int_of(4 * first)))
+
+    _write(words, out)

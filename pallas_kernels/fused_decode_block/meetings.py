@@ -1,0 +1,116 @@
+"""What programs of the Hopper kernel tell one another between two products, by their threads, in Mosaic's dialect."""
+
+import math
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, scf
+from jaxtyping import Array
+
+from .plan import PROGRAMS
+from .threads import (
+    REF,
+    SCALAR,
+    address_of,
+    below,
+    equal,
+    inline,
+    int_of,
+    item,
+    places,
+    sum_over,
+    warp_and_lane,
+    where,
+    word,
+)
+
+
+def hand_on(
+    numbers: Array, out: Any, first: Array, *, rows: int, count: int, column: int = 0, copied: bool = False
+) -> None:
+    """Columns [column, column + count) of bfloat16 numbers [8, _], into columns from `first` on of an array in global memory.
+
+    Args:
+        numbers: of which 16 threads have a row.
+        out: of `rows` rows, whatever shape it is told in.
+        copied: whether copy engines will read it.
+    """
+    columns, width = numbers.shape[1], math.prod(out.shape) // rows
+    layout = plgpu.Layout.WG_STRIDED((8, columns), vec_size=columns // 16)
+
+    @inline(layout, REF, SCALAR)
+    def _write(_: Any, numbers: Any, out: Any, first: Any) -> None:
+        thread = arith.remui(utils.thread_idx(), int_of(128))
+        row, start = arith.divui(thread, int_of(16)), arith.muli(arith.remui(thread, int_of(16)), int_of(columns // 16))
+        (register,) = numbers.registers.flat
+        pairs = utils.bitcast(register, ir.VectorType.get((columns // 32,), word()))
+        for pair in range(columns // 32):
+            place = arith.subi(arith.addi(start, int_of(2 * pair)), int_of(column))
+            with where(arith.andi(below(row, rows), below(place, count))):  # unsigned: none before `column`, either
+                number = arith.addi(arith.muli(row, int_of(width)), arith.addi(first.registers.item(), place))
+                there = llvm.inttoptr(llvm.PointerType.get(1), address_of(out, arith.muli(number, int_of(2))))
+                llvm.store(item(pairs, pair), there, alignment=4)
+                scf.yield_([])
+        if copied:
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)
+
+    _write(numbers, out, first)
+
+
+def hand_on_sums(x: Array, out: Any, program: Array) -> None:
+    """Sums of rows of x [8, 64], of which 16 threads have one, into a program's row of global memory [programs, 8]."""
+
+    @inline(plgpu.Layout.WG_STRIDED((8, 64), vec_size=4), REF, SCALAR)
+    def _write(_: Any, x: Any, out: Any, program: Any) -> None:
+        warp, lane = warp_and_lane()
+        first, *others = (item(register, place) for register in x.registers.flat for place in range(4))
+        for other in others:
+            first = arith.addf(first, other)
+        total = sum_over(first, [1, 2, 4, 8])
+        with where(equal(arith.remui(lane, int_of(16)), int_of(0))):
+            row = arith.addi(arith.muli(warp, int_of(2)), arith.divui(lane, int_of(16)))
+            memref.store(total, out, places(program.registers.item(), row))
+            scf.yield_([])
+
+    _write(x, out, program)
+
+
+def meet(counters: Any, which: int, free: int, program: Array, *, copied: bool = False) -> None:
+    """Wait until every program is here, and what each has written is there for all to read.
+
+    Args:
+        counters: of global memory, three or more, all zero before the first call.
+        which: the counter that counts this time.
+        free: the counter that was waited at the time before, which is zero again after this.
+        copied: whether copy engines will read it.
+    """
+
+    @inline(REF, SCALAR)
+    def _wait(_: Any, counters: Any, program: Any) -> None:
+        nothing = ir.Type.parse("!llvm.void")
+        address = [address_of(counters, int_of(4 * counter)) for counter in (which, free)]
+        # Accesses of copy engines are ordered with other ones by proxy fences.
+        text = _MEET.format(fence="fence.proxy.async;" if copied else "")
+        utils.warpgroup_barrier()
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            llvm.inline_asm(nothing, [address[0]], text, "l", has_side_effects=True)
+            with where(equal(program.registers.item(), int_of(0))):
+                llvm.inline_asm(nothing, [address[1]], "st.relaxed.gpu.global.u32 [$0], 0;", "l", has_side_effects=True)
+                scf.yield_([])
+        utils.warpgroup_barrier()
+
+    _wait(counters, program)
+
+
+_MEET = f"""{{{{
+    .reg .pred waiting;
+    .reg .u32 here;
+    {{fence}}
+    red.release.gpu.global.add.u32 [$0], 1;
+    again: ld.acquire.gpu.global.u32 here, [$0];
+    setp.lt.u32 waiting, here, {PROGRAMS};
+    @waiting bra again;
+    {{fence}}
+}}}}"""
