@@ -20,7 +20,7 @@ def fused_decode_block(
 
     The Hopper kernel is one kernel for what else are four: weights go on arriving while programs wait for each other. It rounds
     normed inputs before they are divided by their root mean square instead of after. It serves weights that are all in
-    bfloat16, all in int8, or, for up to four rows, all in 4 bits as `weights="int4"` makes them, or so without minima. Those it multiplies as
+    bfloat16, all in int8, or, but for eight rows, all in 4 bits as `weights="int4"` makes them, or so without minima. Those it multiplies as
     they are: levels are exact in bfloat16, and groups' sums are scaled in float32.
 
     Args:

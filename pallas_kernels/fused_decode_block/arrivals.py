@@ -1,4 +1,4 @@
-"""What programs of the Hopper kernel read before they begin to multiply, by their threads, in Mosaic's dialect.
+"""What programs of the Hopper kernel read before each product, by their threads, in Mosaic's dialect.
 
 Not by the copy engine, which would come to it only after all weights that have been ordered.
 """
@@ -30,6 +30,7 @@ from .threads import (
     places,
     store_four,
     sum_over,
+    thread,
     told,
     where,
     words_of,
@@ -58,9 +59,9 @@ class Piece(NamedTuple):
 
 def _steps(piece: Piece) -> Iterator[tuple[Any, Any, Any]]:
     """A thread's places in a piece, as row and column, and whether there is such a place."""
-    thread, size = arith.remui(utils.thread_idx(), int_of(128)), piece.columns * piece.rows
+    own, size = thread(), piece.columns * piece.rows
     for start in range(0, size, 128):
-        at = arith.addi(thread, int_of(start))
+        at = arith.addi(own, int_of(start))
         inside = arith.minui(at, int_of(size - 1))
         yield arith.divui(inside, int_of(piece.columns)), arith.remui(inside, int_of(piece.columns)), below(at, size)
 
@@ -136,7 +137,7 @@ class Inputs(NamedTuple):
         """The chunk, its row and the piece of that row that a thread brings in a step."""
         each, pieces = self.chunk // 8, self.rows * self.parts * self.chunk // 8
         part, first = divmod(128 * step, pieces)
-        at = arith.addi(arith.remui(utils.thread_idx(), int_of(128)), int_of(first))
+        at = arith.addi(thread(), int_of(first))
         return part, arith.divui(at, int_of(each)), arith.remui(at, int_of(each))
 
     def number(self, size: int, part: int, row: Any, piece: Any) -> Any:
@@ -215,7 +216,7 @@ def read_squares(source: Any) -> Array:
 
     @inline(REF, returns=kind_of(SQUARES))
     def _read(_: Any, source: Any) -> Any:
-        start = arith.muli(arith.remui(utils.thread_idx(), int_of(128)), int_of(4 * SQUARES))
+        start = arith.muli(thread(), int_of(4 * SQUARES))
         words = []
         for first in range(0, SQUARES, 4):
             words += load_words(address_of(source, arith.addi(start, int_of(4 * first))), "v4.b32")
@@ -229,7 +230,7 @@ def write_squares(words: Array, out: Any) -> None:
 
     @inline(words_of(SQUARES), REF)
     def _write(_: Any, words: Any, out: Any) -> None:
-        start = arith.muli(arith.remui(utils.thread_idx(), int_of(128)), int_of(4 * SQUARES))
+        start = arith.muli(thread(), int_of(4 * SQUARES))
         held = held_by(words)
         for first in range(0, SQUARES, 4):
             store_four(held[first : first + 4], out, arith.addi(start, int_of(4 * first)))

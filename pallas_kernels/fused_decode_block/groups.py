@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
 from .plan import BYTES, GROUPS, LINE, ROWS
-from .threads import REF, float_of, inline, int_of, item, warp_and_lane
+from .threads import REF, float_of, inline, int_of, item, shared, sum_over, warp_and_lane, word
 
 OUTPUTS = ROWS * GROUPS // LINE
 """Whose parts are 64 rows."""
@@ -42,15 +42,6 @@ CENTRE = 8.0
 def _words(count: int) -> Any:
     """The layout of so many words of each thread's own."""
     return plgpu.Layout.WG_STRIDED((128 * count,), vec_size=2)
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _address(ref: Any) -> Any:
-    """Where an array begins in shared memory."""
-    return llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
 
 
 def _read(address: Any, offset: int, kind: Any, count: int) -> Any:
@@ -83,23 +74,23 @@ def take(levels: Any, factors: Any, tile: int) -> Array:
         # Rows 16 warp + part and eight more are two outputs' same part; of their members a thread has 2 across, the next one and the same eight on.
         row = arith.addi(arith.muli(warp, int_of(2 * BYTES)), arith.muli(across, int_of(2)))
         place = arith.xori(arith.muli(part, int_of(GROUPS)), arith.muli(across, int_of(16)))
-        start = arith.addi(_address(levels), arith.addi(arith.muli(row, int_of(LINE)), place))
+        start = arith.addi(shared(levels), arith.addi(arith.muli(row, int_of(LINE)), place))
         registers = [
-            _read(start, (tile * OUTPUTS * BYTES + output * BYTES + member) * LINE, _i32(), 2)
+            _read(start, (tile * OUTPUTS * BYTES + output * BYTES + member) * LINE, word(), 2)
             for output in range(2)
             for member in (0, 1, 8, 9)
         ]
-        line = arith.addi(_address(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
+        line = arith.addi(shared(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
         whole = arith.addi(line, arith.muli(part, int_of(2 * GROUPS)))
         own = arith.addi(whole, arith.muli(across, int_of(4)))
         rows = factors.type.shape[1]
         outputs = [2 * LINE * (tile * OUTPUTS + output) for output in range(2)]
         for output in outputs:
-            four = _read(whole, output, _i32(), 4)
+            four = _read(whole, output, word(), 4)
             registers += [vector.shuffle(four, four, [first, first + 1]) for first in (0, 2)]
         for which in range(kinds):
-            two = [item(_read(own, which * rows * 2 * LINE + output, _i32(), 1), 0) for output in outputs]
-            registers.append(vector.from_elements(ir.VectorType.get((2,), _i32()), two))
+            two = [item(_read(own, which * rows * 2 * LINE + output, word(), 1), 0) for output in outputs]
+            registers.append(vector.from_elements(ir.VectorType.get((2,), word()), two))
         layout = WGStridedFragLayout((128 * count,), 2)
         return FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=True)
 
@@ -158,7 +149,7 @@ def _descriptor(inputs: Any) -> Any:
         return arith.constant(wide, ir.IntegerAttr.get(wide, value))
 
     *_, tiles, rows, columns = inputs.type.shape
-    start = arith.shrui(arith.andi(_address(inputs), int_of(0x3FFFF)), int_of(4))
+    start = arith.shrui(arith.andi(shared(inputs), int_of(0x3FFFF)), int_of(4))
     apart = tiles * rows * columns * 2  # bytes from eight rows to the next eight
     # Rows of 128 bytes are interleaved, which the highest two bits say.
     high = arith.shli(constant(apart >> 4 | 1 << 30), constant(32))
@@ -167,12 +158,12 @@ def _descriptor(inputs: Any) -> Any:
 
 def _multiply(levels: list[Any], start: Any, group: int, columns: int) -> list[Any]:
     """Order a group's products, of levels that are `OFFSET` too large; the numbers that they are given back in are not there yet."""
-    integer, wide = _i32(), ir.IntegerType.get_signless(64)
-    word, byte = divmod(group, 4)
+    integer, wide = word(), ir.IntegerType.get_signless(64)
+    of_group, byte = divmod(group, 4)
     pairs = []  # by eight members, then by output
     for members in range(2):
         for output in range(2):
-            first, second = (levels[2 * (4 * output + 2 * members + i) + word] for i in range(2))
+            first, second = (levels[2 * (4 * output + 2 * members + i) + of_group] for i in range(2))
             chosen = int_of(0x5410 if byte < 2 else 0x7632)
             pairs.append(llvm.inline_asm(integer, [first, second, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
     numbers = []
@@ -236,7 +227,7 @@ def _halves(word: Any) -> list[Any]:
 def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> None:
     """What a level of `OFFSET` stands for, times the sums of inputs: a thread's two groups of the eight of two outputs' same part."""
     _, lane = warp_and_lane()
-    start = arith.addi(_address(sums), arith.muli(lane, int_of(8)))
+    start = arith.addi(shared(sums), arith.muli(lane, int_of(8)))
     inputs = [_read(start, 4 * 8 * GROUPS * block, ir.F32Type.get(), 2) for block in range(blocks)]
     of_level = float_of(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
     for output in range(2):
@@ -255,9 +246,7 @@ def joined(total: Array, rest: Array) -> Array:
     def _join(_: Any, total: Any, rest: Any) -> Any:
         found = []
         for register, share in zip(total.registers.flat, rest.registers.flat, strict=True):
-            more = arith.addf(item(share, 0), item(share, 1))
-            for distance in (1, 2):
-                more = arith.addf(more, utils.shfl_bfly(more, distance))
+            more = sum_over(arith.addf(item(share, 0), item(share, 1)), [1, 2])
             found.append(arith.addf(register, _f32x2(more, more)))
         return _like(total, found)
 

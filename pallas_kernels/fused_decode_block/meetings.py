@@ -6,7 +6,7 @@ from typing import Any
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxtyping import Array
 
 from .plan import PROGRAMS
@@ -21,9 +21,9 @@ from .threads import (
     item,
     places,
     sum_over,
+    thread,
     warp_and_lane,
     where,
-    word,
 )
 
 
@@ -42,16 +42,17 @@ def hand_on(
 
     @inline(layout, REF, SCALAR)
     def _write(_: Any, numbers: Any, out: Any, first: Any) -> None:
-        thread = arith.remui(utils.thread_idx(), int_of(128))
-        row, start = arith.divui(thread, int_of(16)), arith.muli(arith.remui(thread, int_of(16)), int_of(columns // 16))
+        row, piece = arith.divui(thread(), int_of(16)), arith.remui(thread(), int_of(16))
+        start = arith.muli(piece, int_of(columns // 16))
         (register,) = numbers.registers.flat
-        pairs = utils.bitcast(register, ir.VectorType.get((columns // 32,), word()))
+        pair_of = ir.VectorType.get((2,), ir.BF16Type.get())
         for pair in range(columns // 32):
             place = arith.subi(arith.addi(start, int_of(2 * pair)), int_of(column))
             with where(arith.andi(below(row, rows), below(place, count))):  # unsigned: none before `column`, either
                 number = arith.addi(arith.muli(row, int_of(width)), arith.addi(first.registers.item(), place))
                 there = llvm.inttoptr(llvm.PointerType.get(1), address_of(out, arith.muli(number, int_of(2))))
-                llvm.store(item(pairs, pair), there, alignment=4)
+                two = [item(register, 2 * pair + i) for i in range(2)]
+                llvm.store(vector.from_elements(pair_of, two), there, alignment=4)
                 scf.yield_([])
         if copied:
             llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)

@@ -3,8 +3,8 @@
 A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
 one's outputs. One warp does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots; two or three
 warpgroups multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
-memory is not idle for as long as it takes to meet. What is small is read and written by threads themselves: the copy engine comes to it only
-after all weights that have been ordered.
+memory is not idle for as long as it takes to meet. What is small, but for inputs that cannot all be held, is read and written by threads
+themselves: the copy engine comes to it only after all weights that have been ordered.
 
 Of Llama-3.1-8B's shape on an H200 weights arrive as fast as memory gives them while there are free slots. It is idle from a layer's last
 products, whose weights are there already, to the next layer's first ones, and at the end of each meeting. What changed nothing there or made it
@@ -31,7 +31,7 @@ SWIZZLE = 128
 """Bytes of a row of shared memory that are interleaved."""
 
 REGISTERS = {2: 216, 3: 152}
-"""Registers of a thread that multiplies, by how many warpgroups do: with those of the one that orders weights, all that there are."""
+"""Registers of a thread that multiplies, by how many warpgroups do: with those of the one that orders weights, no more than there are."""
 
 BITS = {"floats": 16, "int8": 8, "int4": 4}
 """Of a weight, by what it is held in."""
@@ -271,8 +271,15 @@ def _call(
             plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(part * chunk, chunk)], inputs_smem.at[at], turned.at[at])
 
         def fetch(ref: Any, chunks: int, squares: Any = None, begun: bool = True) -> None:
-            """Read inputs, and every program's sums of their squares; of inputs that cannot all be held, order the first."""
+            """Read inputs, and every program's sums of their squares; of inputs that cannot all be held, order the first.
+
+            Args:
+                begun: whether weights are being ordered already. If not, they are from when the first inputs are on their way.
+            """
             if chunks > held:
+                # Such are the MLP's alone.
+                assert begun
+                assert squares is None
                 for part in range(held):
                     order_inputs(ref, part)
                 return
@@ -452,8 +459,8 @@ def _call(
                     *(arrivals.Piece(ref, program * own, gains_smem.at[i], own, 8) for i, ref in enumerate(gain_refs)),
                 ]
                 counts = own, wide, wide, own, own_q, own_k, own_k
-                places = (2, 0), (0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (5, 64)
-                for ref, count, (row, column) in zip(scale_refs, counts, places, strict=True) if quantized else ():
+                lines = (2, 0), (0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (5, 64)
+                for ref, count, (row, column) in zip(scale_refs, counts, lines, strict=True) if quantized else ():
                     out = scales_smem.at[row, pl.ds(column, count)]
                     pieces.append(arrivals.Piece(ref, program * count, out, count, factor=in_levels.LEVELS))
                 words = arrivals.read(pieces)

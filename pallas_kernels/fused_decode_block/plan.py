@@ -15,7 +15,7 @@ ROWS, HALF = 64, 32
 
 WARPGROUPS = {16: 2, 8: 2, 4: 3}
 """Warpgroups that multiply, taking turns, by bits of a weight: levels of 4 bits are made floats on the way, and scaled, which takes a warpgroup
-longer than to wait for them; another one would take memory from slots. Two do where inputs are read in turns.
+longer than to wait for them; another one would take memory from slots.
 """
 
 WHOLE = 2
@@ -31,8 +31,8 @@ SLOT = 2 * 128
 """Bytes of a row of weights that `SLOTS` counts."""
 
 SLOTS = {16: (10, 8, 6, 4), 8: (8, 6, 4), 4: (5, 4, 3)}
-"""Chunks of weights under way, by bits of a weight, as many as fit; of 8 and 16 bits twice as many of half as many bytes. More take longer to arrive, and
-keep what programs tell one another from arriving. (Of Llama-3.1-8B's shape on an H200, us a layer: 65.0, 64.4 and 65.0 with 10, 8 and 6 in int8; 57.8,
+"""Chunks of weights under way, by bits of a weight, as many as fit; twice as many of int8 in chunks of 128. More take longer to arrive, and keep
+what programs tell one another from arriving, but bridge more of what those wait. (Of Llama-3.1-8B's shape on an H200, us a layer: 65.0, 64.4 and 65.0 with 10, 8 and 6 in int8; 57.8,
 56.6 and 58.6 with 7, 5 and 4 in 4 bits; 112.0, 111.3 and 113.1 with 10, 8 and 5 in bfloat16.)
 """
 
@@ -124,9 +124,9 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
     own, own_wide, q, k = (size // PROGRAMS for size in (width, wide, *heads))
     if own * parts % ROWS or own_wide * parts % HALF or q * parts % ROWS or k < 8 or k * parts not in (16, 32, 64):
         return f"shares of {own}, {own_wide}, {q} and {k} outputs, by {parts}, are not whole blocks"
-    if bits == 4 and (own_wide * parts % ROWS or k * parts != ROWS):
-        return f"shares of {own_wide} and {k} outputs, by {parts}, are not whole blocks of weights in 4 bits"
-    if max(own, q) > 64 or k > 64 or (wide // parts) % own_wide or (width // parts) % own:
+    if bits == 4 and own_wide * parts % ROWS:
+        return f"shares of {own_wide} outputs, by {parts}, are not whole blocks of weights in 4 bits"
+    if max(own, q) > 64 or k > 64:
         return f"shares of {own}, {own_wide}, {q} and {k} outputs do not fit"
     chunks = [chunk for chunk in CHUNKS[bits] if not any(size % (parts * chunk) for size in (attended, width, wide))]
     if not chunks:
@@ -135,7 +135,7 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
     short, long = max(attended, width) // parts // chunk, wide // parts // chunk
     for slots in SLOTS[bits]:
         for inputs in (max(short, long), short + short % 2)[: 1 if bits == 4 else 2]:
-            groups = WARPGROUPS[bits] if inputs >= long else 2
+            groups = WARPGROUPS[bits]
             ahead = min(slots if bits == 4 else 8 * slots * SLOT // (bits * chunk), BARRIERS // groups)
             found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bits, groups, most)
             if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
@@ -148,7 +148,8 @@ def _turns(plan: Plan, attended: int, width: int) -> bool:
     chunks = [size // plan.parts // plan.chunk for size in (attended, width)]
     blocks = plan.outputs * plan.parts // ROWS, plan.wide * plan.parts // HALF
     before = blocks[0] * chunks[0] + blocks[1] * chunks[1]
-    return blocks[0] == 1 and before % plan.warpgroups == 0 and plan.inputs % plan.warpgroups == 0
+    even = before % plan.warpgroups == 0 and plan.inputs % plan.warpgroups == 0
+    return blocks[0] == 1 and even and plan.inputs <= BARRIERS
 
 
 def _bytes(plan: Plan) -> int:
@@ -157,7 +158,7 @@ def _bytes(plan: Plan) -> int:
     chunks = slot * plan.slots + 2 * plan.chunk * plan.inputs * plan.rows * plan.parts
     sums = 4 * plan.warpgroups * 8 * (64 + 2 * columns(plan.wide))
     if plan.bits == 8:
-        sums += 4 * SCALES * columns(plan.wide)
+        sums += -(-4 * SCALES * columns(plan.wide) // 1024) * 1024
     if plan.bits == 4:
         # A scale and a minimum of 16 bits for each group of a slot, and sums of all groups of inputs; barriers, and what fills arrays up.
         sums += 2 * 2 * slot * 2 // GROUP * plan.slots
@@ -166,5 +167,5 @@ def _bytes(plan: Plan) -> int:
 
 
 def columns(count: int) -> int:
-    """Columns of an array in shared memory that has `count`: rows begin where the copy engine can read, and k and v have room beside."""
+    """Columns of an array in shared memory that has `count`: 16 threads share a row evenly, and k and v have room beside each other."""
     return max(-(-count // 64) * 64, 128)

@@ -31,9 +31,9 @@ def float_of(value: float) -> Any:
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 
-def places(*places: Any) -> list[Any]:
+def places(*indices: Any) -> list[Any]:
     """Indices of an array in memory."""
-    return [arith.index_cast(ir.IndexType.get(), int_of(at) if isinstance(at, int) else at) for at in places]
+    return [arith.index_cast(ir.IndexType.get(), int_of(at) if isinstance(at, int) else at) for at in indices]
 
 
 def equal(a: Any, b: Any) -> Any:
@@ -56,10 +56,14 @@ def where(condition: Any) -> Any:
     return ir.InsertionPoint(scf.IfOp(condition).then_block)
 
 
+def thread() -> Any:
+    """A thread's place in its warpgroup."""
+    return arith.remui(utils.thread_idx(), int_of(128))
+
+
 def warp_and_lane() -> tuple[Any, Any]:
     """A thread's warp of its warpgroup, and its place in it."""
-    thread = arith.remui(utils.thread_idx(), int_of(128))
-    return arith.divui(thread, int_of(32)), arith.remui(thread, int_of(32))
+    return arith.divui(thread(), int_of(32)), arith.remui(thread(), int_of(32))
 
 
 def sum_over(value: Any, distances: list[int]) -> Any:
@@ -105,7 +109,7 @@ def address_of(ref: Any, offset: Any = None) -> Any:
 
 
 def load_words(address: Any, kind: str) -> list[Any]:
-    """One or four words of global memory, ordered before all that follows. No cache of this multiprocessor's is asked."""
+    """One or four words of global memory, begun before all that follows. No cache of this multiprocessor's is asked."""
     count = 4 if "v4" in kind else 1
     out = "{$0, $1, $2, $3}" if count == 4 else "$0"
     text = f"ld.relaxed.gpu.global.{kind} {out}, [${count}];"

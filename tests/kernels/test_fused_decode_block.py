@@ -252,16 +252,18 @@ def test_asked_for_by_name():
 
 
 @pytest.mark.parametrize(
-    ("rows", "weights"),
+    ("rows", "weights", "wide"),
     [
-        *((rows, weights) for rows in (1, 2, 4, 8) for weights in (None, int8)),
-        (1, int4),
-        (2, int4),
-        (4, int4),
-        (1, partial(int4, minima=False)),
+        *((rows, weights, 14336) for rows in (1, 2, 4, 8) for weights in (None, int8)),
+        (1, int4, 14336),
+        (2, int4, 14336),
+        (4, int4, 14336),
+        (1, partial(int4, minima=False), 14336),
+        (1, None, 17408),  # a share of which no power of two is a multiple
+        (1, int8, 17408),
     ],
 )
-def test_lowers_for_hopper(rows, weights):
+def test_lowers_for_hopper(rows, weights, wide):
     """Not anew for each layer; the first one's inputs come from outside the mesh that stands for the device, and count as others."""
 
     def layers(attended, x, weights):
@@ -271,7 +273,7 @@ def test_lowers_for_hopper(rows, weights):
         return moved
 
     with on():
-        traced = abstractly(layers, draw(rows, **LLAMA, dtype=jnp.bfloat16, weights=weights))
+        traced = abstractly(layers, draw(rows, **LLAMA | {"wide": wide}, dtype=jnp.bfloat16, weights=weights))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @_call") == 4
     assert text.count("@mosaic_gpu_v2(") == 2
