@@ -32,8 +32,8 @@ SLOT = 2 * 128
 
 SLOTS = {16: (10, 8, 6, 4), 8: (8, 6, 4), 4: (5, 4, 3)}
 """Chunks of weights under way, by bits of a weight, as many as fit; twice as many of int8 in chunks of 128. More take longer to arrive, and keep
-what programs tell one another from arriving, but bridge more of what those wait. (Of Llama-3.1-8B's shape on an H200, us a layer: 65.0, 64.4 and 65.0 with 10, 8 and 6 in int8; 57.8,
-56.6 and 58.6 with 7, 5 and 4 in 4 bits; 112.0, 111.3 and 113.1 with 10, 8 and 5 in bfloat16.)
+what programs tell one another from arriving, but bridge more of what those wait: on an H200 it differs by one to three percent of a layer of
+Llama-3.1-8B's shape (`python -m benchmarks.kernels --tune fused_decode_block`).
 """
 
 TALL = 2

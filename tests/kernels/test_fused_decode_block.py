@@ -125,6 +125,15 @@ def test_shares_cover_everything(rows, shape, served, in_groups, bits):
     assert sizes.inputs % 2 == 0 or sizes.inputs >= shape["wide"] // sizes.parts // sizes.chunk
 
 
+@pytest.mark.parametrize(("rows", "attended"), [(8, 4096), (4, 9216)])
+def test_inputs_in_turns_have_barriers(rows, attended):
+    """One for each chunk that is held, if not all are: where that would be too many, all are, and fewer weights are under way."""
+    sizes = plan(rows, **LLAMA | {"attended": attended})
+    chunks = LLAMA["wide"] // sizes.parts // sizes.chunk
+    assert sizes.inputs <= (BARRIERS if sizes.inputs < chunks else chunks)
+    assert (sizes.inputs < chunks) == (attended == 4096)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_as_many_bytes_under_way(rows):
     """Of int8 as of bfloat16, but for what its scales take of the memory; in chunks of twice as many inputs, of as many bytes."""
