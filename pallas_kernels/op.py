@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from .device import target
+from .eager import in_one_program
 from .gradients import without_gradient
 
 log = logging.getLogger(__name__)
@@ -67,11 +68,11 @@ class Op:
         """
         kernel = self.kernel(*args, implementation=implementation, interpret=interpret, **options)
         if kernel is None:
-            return self._function("reference")(*args, **options)
+            return in_one_program(self._function("reference"), args, options)
         if self.forward_only:
             by_xla = f"have XLA compute it, which has, by {WITHOUT}={self.name} in the environment"
             args = without_gradient(args, Unsupported(f"{self.name}: its Pallas kernel has no gradient; {by_xla}"))
-        return kernel(*args, **options)
+        return in_one_program(kernel, args, options)
 
     def kernel(
         self, *args: Any, implementation: Implementation = "auto", interpret: bool = False, **options: Any
@@ -127,8 +128,14 @@ class Op:
     def _function(self, module: str, interpret: bool = False) -> Callable[..., Any]:
         """The operation as a module has it."""
         function = getattr(self._module(module), self.name)
-        return functools.partial(function, interpret=True) if interpret else function
+        return _interpreted(function) if interpret else function
 
     def _module(self, name: str) -> Any:
         """A module of the operation, imported where it is used."""
         return importlib.import_module(f"{self.home.rpartition('.')[0]}.{name}")
+
+
+@functools.cache
+def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's function, interpreted; the same object for the same kernel, so that its program is compiled once."""
+    return functools.partial(function, interpret=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.metadata
 import itertools
 import os
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+import quick_programs
 import runtime_types
 import tokenizers
 
@@ -18,7 +18,6 @@ runtime_types.install()
 
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
-from kvjax.runtime import decoding
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
@@ -26,10 +25,6 @@ CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if CI else "local")
-
-
-QUICK_EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-"""XLA's flags for many small programs: no newer emitters, and no module of a program for each of several threads."""
 
 
 # Where a shell starts tests in the background they would not be interrupted, nor would the processes that they start and interrupt.
@@ -56,8 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     if config.option.markexpr in ("mesh", "mesh_long"):
         jax.config.update("jax_num_cpu_devices", 8)
-    if config.option.markexpr != "long" and importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_EMITTERS}"
+    if config.option.markexpr != "long":
+        quick_programs.use_quick_flags()
+    quick_programs.share_contexts()
 
 
 def pytest_collection_finish() -> None:
@@ -97,17 +93,18 @@ tests_run = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def room_for_programs():
-    """Compiled programs are let go of when they are very many, after some tests or others: to look takes as long as a short test.
-
-    On a CPU each takes several memory mappings, of which Linux gives a process 65530; the compiler crashes when there are no more.
-    """
+    """Compiled programs are dropped when there are very many; to look takes as long as a short test."""
     yield
-    maps = Path("/proc/self/maps")
-    if next(tests_run) % 16 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend, decoding.begin):
-            program.forget()
-        jax.clear_caches()
-        gc.collect()
+    if next(tests_run) % 16 == 0 and quick_programs.mappings() > quick_programs.MAPPINGS:
+        quick_programs.drop_programs()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_for_programs():
+    """Compiled programs are dropped at the end of a file if they take much memory."""
+    yield
+    if quick_programs.held_bytes() > quick_programs.MEMORY:
+        quick_programs.drop_programs()
 
 
 @pytest.fixture(scope="session")

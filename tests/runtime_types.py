@@ -1,5 +1,6 @@
 """Run-time checks of the shapes and types that kvjax promises in its annotations, for the time tests run."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,20 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     names = {function.__module__, f"{function.__module__}.{function.__qualname__}"}
     if function.__name__ == "__init__" or names & UNCHECKED:
         return function
-    try:
-        return beartype.beartype(function)
-    except beartype.roar.BeartypeDecorHintException:
-        return function
+    checked: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def checked_when_called(*args: Any, **options: Any) -> Any:
+        # Beartype takes a millisecond a function, and most processes call few of the thousands.
+        nonlocal checked
+        if checked is None:
+            try:
+                checked = beartype.beartype(function)
+            except beartype.roar.BeartypeDecorHintException:
+                checked = function
+        return checked(*args, **options)
+
+    return checked_when_called
 
 
 def install() -> None:

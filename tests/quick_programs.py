@@ -1,0 +1,73 @@
+"""Makes it cheap to trace, lower and compile the thousands of small programs that tests run."""
+
+import gc
+import importlib.metadata
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""XLA's flags for many small programs: the older emitters, and one module per program instead of one for each of several threads."""
+
+CONTEXT_USES = 500
+"""Programs that are lowered in one MLIR context. It keeps what it has interned, so it is replaced from time to time."""
+
+MEMORY = 1.2e9
+"""Bytes that a process may hold at the end of a file of tests before compiled programs are dropped."""
+
+MAPPINGS = 30_000
+"""Memory mappings that a process may have before compiled programs are dropped. Linux allows 65,530, and XLA crashes when there are no more."""
+
+
+def share_contexts() -> None:
+    """Lower many programs in one MLIR context.
+
+    JAX makes a context for every program. Making one takes longer than lowering a small program in it, and takes longer the more contexts there
+    are: thousands stay alive with the programs that were lowered in them. This replaces a private function of JAX's, where there is one.
+    """
+    from jax._src.interpreters import mlir
+
+    make = getattr(mlir, "make_ir_context", None)
+    if make is None:
+        return
+    local = threading.local()  # so that no two threads lower in one context at a time
+
+    def shared() -> Any:
+        local.uses = getattr(local, "uses", 0) + 1
+        if local.uses % CONTEXT_USES == 1:
+            local.context = make()
+        return local.context
+
+    mlir.make_ir_context = shared
+
+
+def use_quick_flags() -> None:
+    """Give XLA `FLAGS`, where its version has them."""
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+
+
+def drop_programs() -> None:
+    """Let go of all compiled programs, and of what holds on to them."""
+    from kvjax.runtime import decoding
+
+    for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend, decoding.begin):
+        program.forget()
+    jax.clear_caches()
+    gc.collect()
+
+
+def held_bytes() -> float:
+    """Memory of this process, where the system tells."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def mappings() -> int:
+    """Memory mappings of this process, where the system tells."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
