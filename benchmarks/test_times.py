@@ -45,11 +45,11 @@ class Clock:
         self.spans: list[tuple[str, float, float]] = []
         self.file = (folder / f"{os.getpid()}.jsonl").open("w", encoding="utf-8")
 
-    def listen(self, event: str, seconds: float, **_: Any) -> None:
+    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
         """Take an event of JAX's, which comes when its span ends."""
         if event in PHASES:
             end = time.perf_counter()
-            self.spans.append((PHASES[event], end - seconds, end))
+            self.spans.append((PHASES[event], end - duration_secs, end))
 
     def write(self, **row: Any) -> None:
         """Write a line, with the phases since the last one."""
@@ -62,7 +62,9 @@ class Clock:
 def exclusive(spans: list[tuple[str, float, float]]) -> dict[str, float]:
     """Seconds of each phase, where spans that overlap count once: as the first of `PHASES` among them."""
     order = list(PHASES.values())
-    edges = sorted((at, change, order.index(phase)) for phase, *ends in spans for at, change in zip(ends, (1, -1)))
+    edges = sorted(
+        (at, change, order.index(phase)) for phase, *ends in spans for at, change in zip(ends, (1, -1), strict=True)
+    )
     depth, seconds, last = [0] * len(order), [0.0] * len(order), 0.0
     for at, change, phase in edges:
         if (inner := next((i for i, n in enumerate(depth) if n), None)) is not None:

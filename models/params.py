@@ -112,6 +112,11 @@ class Params:
         )
 
 
+def without_text(params: Params) -> Params:
+    """The same weights without the tokenizer and the ids of begin and end tokens, which no program depends on."""
+    return dataclasses.replace(params, tokenizer=None, config=dataclasses.replace(params.config, eos=(), bos=None))
+
+
 def abstract(
     config: ModelConfig,
     dtype: Any = jnp.float32,

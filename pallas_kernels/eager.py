@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 
 def in_one_program(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -14,7 +15,7 @@ def in_one_program(function: Callable[..., Any], args: tuple[Any, ...], options:
     Arrays are arguments of that program; all else is part of it, and must be hashable.
     """
     leaves, tree = jax.tree.flatten((args, options))
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
         return function(*args, **options)
     arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else None for leaf in leaves]
     # With their types, since True, 1 and 1.0 are equal and give programs that differ.

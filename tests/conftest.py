@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +19,8 @@ runtime_types.install()
 
 from kvjax.models import ModelConfig, Params, init
 from kvjax.models.rope import RopeConfig
+
+pytest_plugins = ["long_share"]
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
@@ -54,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "long":
         quick_programs.use_quick_flags()
     quick_programs.share_contexts()
+    if quick_programs.FOLDER not in os.environ:
+        # The processes that run tests inherit it.
+        kept = tempfile.TemporaryDirectory(prefix="kvjax-programs-", ignore_cleanup_errors=True)
+        os.environ[quick_programs.FOLDER] = kept.name
+        config.add_cleanup(lambda: (os.environ.pop(quick_programs.FOLDER), kept.cleanup()))
+    quick_programs.keep_programs(Path(os.environ[quick_programs.FOLDER]))
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,6 @@
 import gc
 import importlib.metadata
 import os
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,9 @@ FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 
 CONTEXT_USES = 500
 """Programs that are lowered in one MLIR context. It keeps what it has interned, so it is replaced from time to time."""
+
+FOLDER = "KVJAX_TEST_PROGRAMS"
+"""Environment variable: the folder that a run's processes keep compiled programs in. Without it a run makes one, and removes it."""
 
 MEMORY = 1.2e9
 """Bytes that a process may hold at the end of a file of tests before compiled programs are dropped."""
@@ -43,6 +45,27 @@ def share_contexts() -> None:
         return local.context
 
     mlir.make_ir_context = shared
+
+
+def keep_programs(folder: Path) -> None:
+    """Keep compiled programs in a folder that the processes of a run share: what one of them compiled the others read.
+
+    JAX writes such files in place, so that another process could read a part of one. This replaces a private method of JAX's by one that
+    writes a file whole.
+    """
+    from jax._src.lru_cache import LRUCache
+
+    def put(self: Any, key: str, value: bytes) -> None:
+        path = self.path / f"{key}-cache"
+        if not path.exists():
+            part = self.path / f"{key}.{os.getpid()}"
+            part.write_bytes(value)
+            part.replace(path)
+
+    LRUCache.put = put
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def use_quick_flags() -> None:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.arguments import shown, whole
 from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
-from kvjax.models.params import retyped, same_shapes
+from kvjax.models.params import retyped, same_shapes, without_text
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
@@ -117,11 +117,12 @@ class Engine:
         self.max_new_tokens = whole("max_new_tokens", max_new_tokens, 0 if prompt_len else 1)
         total = prompt_len + self.max_new_tokens if max_total_tokens is None else max_total_tokens
         if isinstance(model, Params):
-            self.config, self.weights = model.config, dataclasses.replace(model, tokenizer=None)
+            self.config, self.weights = model.config, without_text(model)
             if dtype is not None and _floating(dtype) != model.dtype:
                 self.weights = retyped(self.weights, _floating(dtype))
         else:
-            self.config, self.weights = model, abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype))
+            self.config = model
+            self.weights = without_text(abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype)))
         self.policy = get_policy(policy, budget=budget).bind(self.config)
         self.policy.validate(total)
         block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
@@ -200,10 +201,10 @@ class Engine:
         Raises:
             ValueError: they are of another shape or type, or the policy has the model read words of another tokenizer.
         """
-        weights = dataclasses.replace(params, tokenizer=None)
+        weights = without_text(params)
         if self.shard.mesh is not None:
             weights = place_all(self.shard, weights)
-        if not same_shapes(weights, self.weights):
+        if params.config != self.config or not same_shapes(weights, self.weights):
             raise ValueError(
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"

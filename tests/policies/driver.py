@@ -197,6 +197,11 @@ def every_policy(budget: int | float) -> list[Policy]:
 
     Methods with kinds of heads, which they name in `labels`, have their heads labelled in turn.
     """
+    return list(_every_policy(budget, type(budget)))
+
+
+@functools.cache
+def _every_policy(budget: int | float, kind: type) -> tuple[Policy, ...]:
     small = {
         "sinks": 2,
         "block": 4,
@@ -229,7 +234,7 @@ def every_policy(budget: int | float) -> list[Policy]:
             options["profile"] = Cut(**vars(mean_queries(TINY)))
         options |= trained(cls, TINY)
         made.append(get_policy(name, **options).bind(TINY))
-    return made
+    return tuple(made)
 
 
 @dataclasses.dataclass(frozen=True)

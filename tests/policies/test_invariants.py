@@ -366,7 +366,7 @@ def inputs_of(policy: Policy, params, new_tokens: int = NEW):
     tokens = np.zeros((3, specs[0].prompt_len), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    args = Greedy(), jnp.zeros((0,), jnp.int32)
+    args = Greedy(), jnp.asarray([-1], jnp.int32)  # as `generate` calls them, so that programs are shared
     return (
         specs,
         args,
