@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 LEVEL = 0.95
 """Of intervals."""
@@ -29,4 +29,4 @@ def means_interval(groups: Iterable[Iterable[float]]) -> tuple[float, float]:
     if total == 0:
         return mean, 0.0
     freedom = total**2 / sum(v**2 / (len(array) - 1) for v, array in zip(variances, arrays, strict=True))
-    return mean, float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * total**0.5 / len(arrays)
+    return mean, float(stdtrit(freedom, (1 + LEVEL) / 2)) * total**0.5 / len(arrays)

@@ -1,13 +1,13 @@
-"""Models from the Hugging Face hub: the safetensors weights, the configuration and the tokenizer, and nothing else."""
+"""Models from the Hugging Face hub: the safetensors weights, the configuration and the tokenizer, and nothing else.
+
+The hub's client is imported when something is asked of it: it takes as long as a third of the rest, and most models lie on the disk.
+"""
 
 import re
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import huggingface_hub.errors
 import numpy as np
-from huggingface_hub.utils import tqdm as hub_bar
 
 from kvjax.models.config import ModelConfig
 
@@ -34,11 +34,6 @@ COMPANIONS = (
 
 _ELSEWHERE = ("*/*", "consolidated*")
 """Copies of the weights in other layouts, which some repositories carry too."""
-
-
-class _Silent(hub_bar):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **(options | {"disable": True}))
 
 
 def fetch(
@@ -75,6 +70,9 @@ def open_headers(
     Raises:
         CheckpointError: as `fetch`, or a damaged header.
     """
+    import huggingface_hub
+    import huggingface_hub.errors
+
     path = _download(repo_id, [*COMPANIONS, INDEX], revision, token, progress)
     names = ["model.safetensors"]
     if (path / INDEX).exists():
@@ -121,6 +119,13 @@ def fetch_config(
 def _download(
     repo_id: str, patterns: list[str], revision: str | None, token: str | bool | None, progress: bool | None
 ) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils import tqdm as hub_bar
+
+    class Silent(hub_bar):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+
     try:
         path = huggingface_hub.snapshot_download(
             repo_id,
@@ -129,7 +134,7 @@ def _download(
             allow_patterns=patterns,
             ignore_patterns=list(_ELSEWHERE),
             etag_timeout=5,
-            tqdm_class=hub_bar if watched(progress) else _Silent,
+            tqdm_class=hub_bar if watched(progress) else Silent,
         )
     except Exception as error:  # the client and the libraries under it share no base class
         raise CheckpointError(f"{repo_id}: not available from the Hugging Face hub ({_first_line(error)})") from error

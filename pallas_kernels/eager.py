@@ -10,9 +10,10 @@ from jax.core import Tracer
 
 
 def in_one_program(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """`function(*args, **options)`. Outside `jax.jit` it is compiled as one program, and not one program for each of its steps.
+    """`function(*args, **options)`. Outside `jax.jit` it is compiled as one program, and not one for each of its steps.
 
-    Arrays are arguments of that program; all else is part of it, and must be hashable.
+    Arrays are arguments of that program; all else is part of it, as is what the function reads of the module that it is in when it is
+    first called with these. Step by step it goes where something else is not hashable.
     """
     leaves, tree = jax.tree.flatten((args, options))
     if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -20,7 +21,11 @@ def in_one_program(function: Callable[..., Any], args: tuple[Any, ...], options:
     arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else None for leaf in leaves]
     # With their types, since True, 1 and 1.0 are equal and give programs that differ.
     constants = tuple((type(x), x) if array is None else None for x, array in zip(leaves, arrays, strict=True))
-    return _program(function, tree, constants)(arrays)
+    try:
+        program = _program(function, tree, constants)
+    except TypeError:
+        return function(*args, **options)
+    return program(arrays)
 
 
 @functools.lru_cache(maxsize=256)

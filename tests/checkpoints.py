@@ -1,20 +1,24 @@
 """Small random checkpoints on disk, in every format that kvjax reads."""
 
+import functools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvjax.conversion import from_hf
-from kvjax.conversion.checkpoint import expected_shapes
+from kvjax.conversion import CheckpointError, from_hf
+from kvjax.conversion.checkpoint import Checkpoint, expected_shapes
 from kvjax.conversion.gguf_file import gguf_layout
 from kvjax.conversion.layout import hf_layout
+from kvjax.conversion.loading import open_checkpoint
 from kvjax.models import ModelConfig
 
 HF_CONFIG: dict[str, Any] = {
@@ -37,6 +41,17 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@functools.cache
+def default_model() -> Checkpoint:
+    """The default model's file, for what needs its shape or its tokenizer and none of its weights, which take seconds to load."""
+    try:
+        return open_checkpoint(None)
+    except (CheckpointError, OSError) as error:
+        if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
+            raise
+        pytest.skip(f"the default model cannot be had here: {error}")
 
 
 def weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 Importing this module is free; transformers and torch are imported when a model is built.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from kvjax.conversion import from_hf, from_state_dict, to_hf
 from kvjax.conversion.layout import hf_layout
 from kvjax.models import Params
 from kvjax.models.params import name_of
+from kvjax.models.transformer import forward
 
 _SIZES = {
     "vocab_size": 101,
@@ -109,6 +111,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
+def numbers(matrix: Any, dtype: str = "float32") -> jax.Array:
+    """The numbers of a matrix in 8 or 4 bits, by one program: operation by operation there would be ten for each shape."""
+    return matrix.dequantized(jax.numpy.dtype(dtype))
+
+
+@jax.jit
+def logits(params: Params, tokens: Any) -> jax.Array:
+    """Logits [B, T, V] of a model."""
+    return forward(params, jax.numpy.asarray(tokens))
+
+
 def transformers_model(name: str, seed: int = 0) -> Any:
     """A transformers model of architecture `name`, float32, with random weights.
 
@@ -116,6 +130,7 @@ def transformers_model(name: str, seed: int = 0) -> Any:
     gives attention so even that a wrong rotary embedding would hardly show.
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.set_num_threads(1)  # several wait for each other for longer than one computes
     model_type, changes = ARCHITECTURES[name]
     config = transformers.AutoConfig.for_model(model_type, **_SIZES | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -146,6 +161,7 @@ def converted(model: Any) -> Params:
 def transformers_twin(params: Params) -> Any:
     """A transformers model with the weights of `params`, in float32."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    initialization = pytest.importorskip("transformers.initialization")
     leaves = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     state = {
         name: torch.from_numpy(np.concatenate([np.asarray(leaves[part], np.float32) for part in parts]))
@@ -155,6 +171,8 @@ def transformers_twin(params: Params) -> Any:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     fields = to_hf(params.config)
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.set_num_threads(1)  # several wait for each other for longer than one computes
+    with initialization.no_init_weights():  # weights are given below
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(state, assign=True)
     return model.eval()

@@ -20,7 +20,7 @@ from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
 from kvjax.cache import layer_specs
 from kvjax.cli.bench import read_cases
-from kvjax.models import Params, presets
+from kvjax.models import Params, init, presets
 from kvjax.policies import get_policy
 from kvjax.policies.capabilities import as_cache
 
@@ -401,15 +401,17 @@ def test_peers_are_measured_once_and_in_floats() -> None:
 
 
 @pytest.mark.parametrize("policy", ["chelsea:32,every=8,sinks=2,recent=4", "treekv:32,sinks=2"])
-def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params) -> None:
-    """What is held and what the program takes do not grow with the text."""
+def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held and what the program takes do not grow with the text, in a layer."""
+    layer = init(dataclasses.replace(tiny.config, num_layers=1, windows=()), jax.random.key(0))
+    monkeypatch.setitem(presets.PRESETS, "tiny", layer.config)
     name, settings = read_policy(policy)
     cases = [
         dataclasses.replace(small, policy=name, settings=settings, context=tokens, batch=1) for tokens in (70, 160)
     ]
 
     def measured(case: Case, block: int, seconds: float) -> dict[str, Any]:
-        return long_context.measure(case, long_context.compiled(case, tiny, block), seconds)
+        return long_context.measure(case, long_context.compiled(case, layer, block), seconds)
 
     rows = [measured(case, 16, float("inf")) for case in cases]
     assert [row["tokens_read"] for row in rows] == [64, 160]

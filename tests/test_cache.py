@@ -1,10 +1,13 @@
 """The verbs of the cache pytree."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from hypothesis import given
 from hypothesis import strategies as st
 from policies.driver import make_case
@@ -17,8 +20,13 @@ from kvjax.models.rope import RopeConfig
 
 def token(case, at, position):
     """Every row's inputs of one place, as a token at a position."""
-    q, k, v = (jnp.asarray(x[:, at]) for x in (case.q, case.k, case.v))
-    return cache.Token(q, k, v, jnp.asarray(position, jnp.int32), case.spec.rope)
+    q, k, v = (to_jax(x[:, at]) for x in (case.q, case.k, case.v))
+    return cache.Token(q, k, v, to_jax(position, jnp.int32), case.spec.rope)
+
+
+@functools.partial(jax.jit, static_argnames="rotated")
+def inserted(slots, token, rotated=True):
+    return cache.insert(slots, token, rotated=rotated)[0]
 
 
 def test_buckets_are_few_and_not_wasteful():
@@ -43,7 +51,7 @@ def test_what_layers_are_told():
     assert first.rope == config.rope.resolve(65 + 7)
     assert second == dataclasses.replace(first, layer=1, window=20)
     assert first.totals(None).tolist() == [104] * 3
-    assert first.totals(jnp.arange(3)).tolist() == [0, 1, 2]
+    assert first.totals(to_jax([0, 1, 2])).tolist() == [0, 1, 2]
 
 
 def test_few_sizes_serve_all_lengths():
@@ -54,12 +62,21 @@ def test_few_sizes_serve_all_lengths():
     assert len(sizes) == 19
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 48))
-def test_compact_is_nonzero(keep, capacity):
-    index, live = cache.compact_indices(jnp.asarray([keep]), capacity)
-    expected = np.flatnonzero(keep)[:capacity]
-    assert np.asarray(index)[0, : len(expected)].tolist() == expected.tolist()
-    assert np.asarray(live)[0].tolist() == [i < len(expected) for i in range(capacity)]
+compact_indices = jax.jit(cache.compact_indices, static_argnums=1)
+
+
+@given(
+    st.lists(st.integers(0, 2**40 - 1), min_size=4, max_size=4),
+    st.sampled_from([1, 2, 7, 24, 40]),
+    st.sampled_from([1, 3, 24, 40, 48]),
+)
+def test_compact_is_nonzero(numbers, size, capacity):
+    """Rows of bits, in a few shapes of all kinds, each of which is a program."""
+    rows = np.asarray([[bool(number >> i & 1) for i in range(size)] for number in numbers])
+    for keep, index, live in zip(rows, *jax.device_get(compact_indices(rows, capacity)), strict=True):
+        expected = np.flatnonzero(keep)[:capacity]
+        assert index[: len(expected)].tolist() == expected.tolist()
+        assert live.tolist() == [i < len(expected) for i in range(capacity)]
 
 
 def test_select_insert_evict():
@@ -70,22 +87,28 @@ def test_select_insert_evict():
     k[:, :8], v[:, :8] = case.k, case.v
     keep = np.zeros((2, 1, spec.prompt_len), bool)
     keep[:, :, [0, 3, 5]] = True
-    q, k, v = (jnp.asarray(x) for x in (np.zeros((2, spec.prompt_len, 2, 8), np.float32), k, v))
-    prompt = cache.Prompt.of(spec.rope, q, k, v, jnp.asarray(case.lengths), jnp.asarray(case.lengths))
-    slots, index = cache.gather_kept(spec, 8, prompt, jnp.asarray(keep), rotated=False)
+    q = np.zeros((2, spec.prompt_len, 2, 8), np.float32)
+
+    @jax.jit
+    def gathered(q, k, v, lengths, keep):
+        prompt = cache.Prompt.of(spec.rope, q, k, v, lengths, lengths)
+        slots, index = cache.gather_kept(spec, 8, prompt, keep, rotated=False)
+        return slots, index, slots.count
+
+    slots, index, count = gathered(q, k, v, case.lengths, keep)
     assert np.asarray(index)[0, 0, :3].tolist() == [0, 3, 5]
     assert np.asarray(slots.pos)[:, 0].tolist() == [
         [0, 3, 5] + [-1] * 5,
         [0] + [-1] * 7,
     ]  # the second row has two tokens
-    assert np.asarray(slots.count).tolist() == [[3], [1]]
+    assert np.asarray(count).tolist() == [[3], [1]]
     assert np.asarray(slots.next).tolist() == [[3], [1]]
 
-    slots = cache.evict(slots, jnp.asarray([[1], [0]], jnp.int32), jnp.asarray([[True], [False]]))
-    assert np.asarray(slots.live)[0, 0, :4].tolist() == [True, False, True, False]
-    slots, _ = cache.insert(slots, token(case, 6, [6, 2]), rotated=False)
+    slots = jax.jit(cache.evict)(slots, np.asarray([[1], [0]], np.int32), np.asarray([[True], [False]]))
+    assert (np.asarray(slots.weight)[0, 0, :4] > 0).tolist() == [True, False, True, False]
+    slots = inserted(slots, token(case, 6, [6, 2]), rotated=False)
     assert np.asarray(slots.pos)[:, 0, :3].tolist() == [[0, 6, 5], [0, 2, -1]]
-    np.testing.assert_array_equal(slots.k[0, 0, 1], case.k[0, 6, 0])
+    np.testing.assert_array_equal(np.asarray(slots.k)[0, 0, 1], case.k[0, 6, 0])
     assert np.asarray(slots.seen).tolist() == [7, 3]
 
 
@@ -93,10 +116,11 @@ def test_select_insert_evict():
 def test_sliding_window_counts_original_positions(window):
     case = make_case(1, [6], steps=1, heads=1, kv_heads=1)
     spec = dataclasses.replace(case.spec, window=window)
-    slots = cache.empty(spec, 8)
+    slots = jax.jit(lambda: cache.empty(spec, 8))()
     for pos in range(6):
-        slots, _ = cache.insert(slots, token(case, pos, [pos]))
-    _, probs = cache.attend(spec, slots, token(case, 5, [5]), probs=True)
+        slots = inserted(slots, token(case, pos, [pos]))
+    attend = jax.jit(functools.partial(cache.attend, spec, probs=True))
+    _, probs = attend(slots, token(case, 5, [5]))
     assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]
 
 
@@ -110,12 +134,12 @@ def test_places_that_are_kept_move_to_the_front_in_order(numbers, monkeypatch):
     there = np.arange(slots) < count[..., None]
     pos = np.where(there, 3 * np.arange(slots), -1).astype(np.int32)
     arrays = k, v, pos, there.astype(np.float32), count.astype(np.int32) % slots, np.asarray([960, 960], np.int32)
-    kept = cache.LayerCache(*map(jnp.asarray, arrays))
+    kept = cache.LayerCache(*map(to_jax, arrays))
     keep = random.random((2, 2, slots)) < 0.6
-    got = cache.keep_places(kept, capacity, jnp.asarray(keep))
+    got = jax.device_get(jax.jit(lambda kept, keep: cache.keep_places(kept, capacity, keep))(kept, keep))
     for row, head in np.ndindex(2, 2):
         chosen = np.flatnonzero(keep[row, head, slots - count[row, head] :])[:capacity]
         for x, old in ((got.k, k), (got.v, v), (got.pos, pos)):
             np.testing.assert_array_equal(x[row, head, : len(chosen)], old[row, head, chosen])
-        assert (np.asarray(got.pos[row, head, len(chosen) :]) == -1).all()
+        assert (got.pos[row, head, len(chosen) :] == -1).all()
         assert int(got.next[row, head]) == len(chosen) == int(got.weight[row, head].sum())

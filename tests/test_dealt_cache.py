@@ -1,12 +1,15 @@
 """A cache whose slots are dealt among devices is the cache of one device. A mapped axis of JAX stands for the devices."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
+from policies.oracle_arrays import rotate
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, attention, dealt
@@ -37,12 +40,12 @@ def held(counts: list[int], size: int = 96, seed: int = 0) -> LayerCache:
     live = np.broadcast_to((np.arange(size) < np.asarray(counts)[:, None])[:, None], (2, 2, size))
     k, v = (np.where(live[..., None], random.normal(size=(*live.shape, 8)), np.nan) for _ in range(2))
     return LayerCache(
-        k=jnp.asarray(k, jnp.float32),
-        v=jnp.asarray(v, jnp.float32),
-        pos=jnp.asarray(np.where(live, np.arange(size), -1), jnp.int32),
-        weight=jnp.asarray(live * random.integers(1, 4, live.shape), jnp.float32),
-        next=jnp.asarray(np.broadcast_to(np.asarray(counts)[:, None], (2, 2)), jnp.int32),
-        seen=jnp.asarray(counts, jnp.int32),
+        k=to_jax(k, jnp.float32),
+        v=to_jax(v, jnp.float32),
+        pos=to_jax(np.where(live, np.arange(size), -1), jnp.int32),
+        weight=to_jax(live * random.integers(1, 4, live.shape), jnp.float32),
+        next=to_jax(np.broadcast_to(np.asarray(counts)[:, None], (2, 2)), jnp.int32),
+        seen=to_jax(counts, jnp.int32),
     )
 
 
@@ -61,8 +64,17 @@ def same(parts: Any, whole: Any, **tolerance: Any) -> None:
 
 
 def token(position: Any, seed: int = 5) -> Token:
-    q, k, v = (jax.random.normal(jax.random.key(seed + i), (2, n, 8)) for i, n in enumerate((4, 2, 2)))
-    return Token(q, k, v, jnp.asarray(position, jnp.int32), SPEC.rope)
+    random = np.random.default_rng(seed)
+    q, k, v = (to_jax(random.normal(size=(2, n, 8)), jnp.float32) for n in (4, 2, 2))
+    return Token(q, k, v, position if isinstance(position, jax.Array) else to_jax(position, jnp.int32), SPEC.rope)
+
+
+def turned(new: Token) -> np.ndarray:
+    """The token's queries, rotated."""
+    return rotate(SPEC.rope, np.asarray(new.q), np.asarray(new.position)[:, None])
+
+
+attend = jax.jit(lambda spec, kept, new: cache.attend(spec, kept, new)[0], static_argnums=0)
 
 
 def softmax_over_slots(kept: LayerCache, query: Any, *, seen: Any) -> np.ndarray:
@@ -102,9 +114,19 @@ def test_new_tokens(devices: int) -> None:
     for i in range(20):
         new = token([14 + i, 95 + i], seed=i)
         whole, parts = step(whole, new), steps(parts, new)
-    back = jax.vmap(cache.gathered, axis_name=SLOTS)(parts)
+    back = jax.jit(jax.vmap(cache.gathered, axis_name=SLOTS))(parts)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(whole), strict=True):
         same(got, want)
+
+
+@functools.cache
+def attend_among(devices: int, spec: LayerSpec, small: bool) -> Any:
+    """Attention by devices, compiled while `small` says how they put together what they have found."""
+
+    def work(kept: LayerCache, new: Token) -> Any:
+        return cache.attend(spec, cache.deal(kept, devices), new)[0]
+
+    return jax.jit(jax.vmap(work, (None, None), axis_name=SLOTS, axis_size=devices))
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -114,12 +136,11 @@ def test_attention(counts: list[int], window: int | None, small: bool, monkeypat
     """Of a new token, whichever way devices put together what they have found; some have no live slot, and of one row none has."""
     monkeypatch.setattr(dealt, "SMALL_GATHER", 1 << 18 if small else 0)
     spec, kept, new = dataclasses.replace(SPEC, window=window), held(counts), token([c - 1 for c in counts])
-    out = on(4, lambda x: cache.attend(spec, cache.deal(x, 4), new)[0], kept)
+    out = attend_among(4, spec, small)(kept, new)
     pos, last = np.repeat(np.asarray(kept.pos), 2, axis=1), np.asarray(new.position)[:, None, None]
     seen = pos > (-1 if window is None else last - window)
-    query = np.asarray(new.q_rotated, np.float64)
-    same(out, softmax_over_slots(kept, query, seen=seen), atol=1e-5)
-    same(out, cache.attend(spec, kept, new)[0], atol=1e-5)
+    same(out, softmax_over_slots(kept, turned(new), seen=seen), atol=1e-5)
+    same(out, attend(spec, kept, new), atol=1e-5)
 
 
 def by_slots(
@@ -139,16 +160,17 @@ def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: py
     if by_slot:
         monkeypatch.setattr(attention, "partial_block_attention", by_slots)
     spec, kept = dataclasses.replace(SPEC, window=window), held([29, 0])
-    kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, n, 8)) for i, n in enumerate((4, 2, 2)))
-    position, count, total = (jnp.asarray(x, jnp.int32) for x in ([29, 0], [24, 9], [96, 96]))
+    kept = dataclasses.replace(kept, weight=to_jax(np.asarray(kept.weight) > 0, jnp.float32))
+    random = np.random.default_rng(2)
+    q, k, v = (to_jax(random.normal(size=(2, 24, n, 8)), jnp.float32) for n in (4, 2, 2))
+    position, count, total = (to_jax(x, jnp.int32) for x in ([29, 0], [24, 9], [96, 96]))
     block = TokenBlock(q, k, v, position, count, total, SPEC.rope)
 
     def read(kept: LayerCache) -> Any:
         after = cache.insert_block(kept, block)
         return cache.attend_block(spec, after, block), after
 
-    want, after = read(kept)
+    want, after = jax.jit(read)(kept)
     out, back = on(
         devices,
         lambda x: jax.tree.map(lambda y: y, (lambda o, c: (o, cache.gathered(c)))(*read(cache.deal(x, devices)))),
@@ -156,12 +178,13 @@ def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: py
     )
     for got, expected in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
         same(got, expected)
-    inside = np.asarray(block.mask)
+    inside = np.arange(24) < np.asarray([24, 9])[:, None]
     same(np.asarray(out)[:, inside], np.asarray(want)[inside], atol=1e-5)
-    query = np.asarray(block.q_rotated, np.float64)
+    positions = np.asarray([29, 0])[:, None] + np.arange(24)
+    query = rotate(SPEC.rope, np.asarray(q), positions[..., None])
     pos = np.repeat(np.asarray(after.pos), 2, axis=1)
     for i in (0, 8):
-        at = np.asarray(block.positions)[:, i, None, None]
+        at = positions[:, i, None, None]
         seen = (pos <= at) & (pos > (-1 if window is None else at - window)) & (pos >= 0)
         np.testing.assert_allclose(
             np.asarray(out)[0][:, i], softmax_over_slots(after, query[:, i], seen=seen), atol=1e-5
@@ -179,8 +202,8 @@ def test_segments_of_one_store(devices: int, window: int | None) -> None:
     pos = np.where(inside, slot - start[..., None], -1).max(axis=1)[:, None]
     k, v = (np.where(pos[..., None] >= 0, random.normal(size=(2, 1, size, 8)), np.nan) for _ in range(2))
     store = Ragged(
-        *(jnp.asarray(x, jnp.float32) for x in (k, v)),
-        *(jnp.asarray(x, jnp.int32) for x in (pos, start, following, [61, 49])),
+        *(to_jax(x, jnp.float32) for x in (k, v)),
+        *(to_jax(x, jnp.int32) for x in (pos, start, following, [61, 49])),
     )
 
     def steps(state: Any) -> Any:
@@ -218,12 +241,15 @@ def test_few_bits(policy: Policy) -> None:
     """Packed where the slots are, groups of keys when they have come together, past runs' ends; one row begins with nothing."""
     layer, window = policy.layer(SPEC), policy.layer(dataclasses.replace(SPEC, window=40))
     assert layer.traits.deals_store
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 40, n, 8)) for i, n in enumerate((4, 2, 2)))
-    rotate = SPEC.rope.rotate_by_table
-    places = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[:, None], (2, 40, 1))
-    lengths, total = (jnp.asarray(x, jnp.int32) for x in ([40, 1], [128, 128]))
-    turned = [rotate(x, jnp.broadcast_to(places, x.shape[:3]), 128) for x in (q, k)]
-    prompt = Prompt(q, k, v, *turned, None, lengths, lengths, total)
+    random = np.random.default_rng(4)
+    q, k, v = (random.normal(size=(2, 40, n, 8)).astype(np.float32) for n in (4, 2, 2))
+
+    @jax.jit
+    def begin(q: Any, k: Any, v: Any) -> Any:
+        places = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[:, None], (2, 40, 1))
+        lengths, total = (jnp.asarray(x, jnp.int32) for x in ([40, 1], [128, 128]))
+        both = [SPEC.rope.rotate_by_table(x, jnp.broadcast_to(places, x.shape[:3]), 128) for x in (q, k)]
+        return layer.prefill(Prompt(q, k, v, *both, None, lengths, lengths, total), {})[0]
 
     def steps(state: Any) -> Any:
         def step(state: Any, place: Any) -> Any:
@@ -235,7 +261,7 @@ def test_few_bits(policy: Policy) -> None:
         state, found = jax.lax.scan(step, state, jnp.arange(40, dtype=jnp.int32))
         return found, state
 
-    begun = jax.jit(lambda: layer.prefill(prompt, {})[0])()
+    begun = begin(q, k, v)
     want, after = jax.jit(steps)(begun)
 
     def parts(state: Any) -> Any:
@@ -257,28 +283,29 @@ def test_groups_that_would_straddle_devices_are_not_dealt() -> None:
 def test_selected_pages(page: int, by_slot: bool) -> None:
     """Pages that devices divide, and such as they do not; of which some are not meant, and the last has free slots."""
     kept, new, random = held([50, 31]), token([49, 30]), np.random.default_rng(1)
-    kept = dataclasses.replace(kept, weight=(kept.weight > 0).astype(jnp.float32))
+    kept = dataclasses.replace(kept, weight=to_jax(np.asarray(kept.weight) > 0, jnp.float32))
     index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, -1)
     live = random.random((2, 4, index.shape[-1] * (page if by_slot else 1))) < 0.7
-    args = jnp.asarray(index, jnp.int32), jnp.asarray(live), page
+    args = to_jax(index, jnp.int32), to_jax(live), page
     out = on(4, lambda x: cache.attend_selected(SPEC, cache.deal(x, 4), new, *args), kept)
     slots = (index[..., None] * page + np.arange(page)).reshape(2, 4, -1)
     meant = live if by_slot else np.repeat(live, page, axis=-1)
     seen = np.zeros((2, 4, 96), bool)
     for b, n in np.ndindex(2, 4):
         seen[b, n, slots[b, n][meant[b, n]]] = True
-    same(out, softmax_over_slots(kept, np.asarray(new.q_rotated, np.float64), seen=seen), atol=1e-5)
-    same(out, cache.attend_selected(SPEC, kept, new, *args), atol=1e-5)
+    same(out, softmax_over_slots(kept, turned(new), seen=seen), atol=1e-5)
+    alone = jax.jit(lambda kept, new: cache.attend_selected(SPEC, kept, new, *args))
+    same(out, alone(kept, new), atol=1e-5)
 
 
 def test_keys_in_slots() -> None:
-    kept, pos = held([96, 96]), jnp.asarray([[0, 17, 95], [15, 16, 64]], jnp.int32)
-    same(on(4, lambda x: cache.keys_at(cache.deal(x, 4), pos), kept), cache.keys_at(kept, pos))
+    kept, pos = held([96, 96]), to_jax([[0, 17, 95], [15, 16, 64]], jnp.int32)
+    same(on(4, lambda x: cache.keys_at(cache.deal(x, 4), pos), kept), jax.jit(cache.keys_at)(kept, pos))
 
 
 def test_an_empty_cache_is_dealt_without_devices() -> None:
     """So its bytes are known where there are none."""
-    parts = cache.dealt_empty(cache.empty(SPEC, 96), 4)
+    parts = jax.jit(lambda: cache.dealt_empty(cache.empty(SPEC, 96), 4))()
     assert parts.k.shape == (2, 2, 32, 8)
     assert (parts.pos.shape, parts.dealt) == ((2, 2, 96), 4)
     same(on(4, lambda: cache.deal(cache.empty(SPEC, 96), 4).v), parts.v)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import files, plots
@@ -98,6 +97,12 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["pipe"]
 
 
+def draw_and_save(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    plots.save(Figure(), path)
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -105,7 +110,7 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
         lambda path: report.ResultFile(path, {"settings": {}, "versions": {}}),
         lambda path: Checkpoint(path, {}).save((), 0, np.zeros(1)),
         lambda path: HeadProfile("catekv", "model", "text", (), scores=((0.5,),), labels=(("adaptive",),)).save(path),
-        lambda path: plots.save(Figure(), path),
+        draw_and_save,
     ],
     ids=["results", "rows", "checkpoint", "profile", "picture"],
 )

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.image import imread
 
 import kvjax
 from kvjax import plots
@@ -57,6 +54,8 @@ def test_without_matplotlib(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_picture_is_really_drawn(tiny: Params, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
     file = tmp_path / "kept.png"
     plots.kept_tokens(tiny, PROMPT, [Full(), STREAMING], STEPS).savefig(file)
     pixels = imread(file)[..., :3]
@@ -94,6 +93,8 @@ def test_costs_are_those_of_the_runs(tiny: Params) -> None:
 
 
 def test_a_passage_is_coloured_token_by_token() -> None:
+    from matplotlib import colormaps
+
     pieces, shares = ["Call", " me", "\n", " Ishmael", "."], np.asarray([1.0, 0.0, 0.25, 0.5, 0.0])
     figure = plots.coloured_text(pieces, {"some": shares, "all": np.ones(5)}, width=12)
     some, whole, scale = figure.axes
@@ -138,6 +139,8 @@ def compared(policies: list[str], targets: list[float], tasks: tuple[str, ...] =
 
 def overlaps(figure: Any) -> list[tuple[str, str]]:
     """Pairs of a figure's texts that lie on one another, or beyond the figure's edge."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(figure).draw()
     texts = [text for legend in figure.legends for text in legend.get_texts()]
     for panel in figure.axes:

@@ -20,6 +20,7 @@ only scales and zeros have gradients. Pallas kernels of attention, and a policy 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -243,6 +244,7 @@ def changed_fields(policy: Policy, fields: Iterable[Any]) -> list[str]:
     ]
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def held_bytes(layer: Layer[Any]) -> tuple[int, int]:
     """Bytes that one layer's cache holds on the device and on the host."""
     held = jax.make_jaxpr(layer.init)().out_avals

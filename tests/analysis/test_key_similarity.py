@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from benchmarks.analyses import partition
 from kvjax.analysis import key_similarity
@@ -49,6 +48,8 @@ def test_a_distance_that_no_pair_has(distance):
 
 
 def test_pictures_show_the_numbers(tiny, tmp_path):
+    from matplotlib.image import imread
+
     keys = record(tiny, TEXT)[0].k
     maps = {f"head {head}": key_similarity.similarity(keys[:, head]) for head in range(2)}
     figure = key_similarity.draw_maps(maps)

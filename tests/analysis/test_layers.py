@@ -5,7 +5,6 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 import kvjax
 from benchmarks.analyses import layer_loss
@@ -146,6 +145,8 @@ def test_attention_needs_queries_after_the_prompt(recorded):
 
 
 def test_heat_maps(tmp_path):
+    from matplotlib.image import imread
+
     matrices = {"one": np.asarray([[1, 0.25], [0.25, 1]]), "two": np.asarray([[1, 0.75], [0.75, 1]])}
     figure = layers.draw_similarity(matrices)
     for panel, (title, matrix) in zip(figure.axes, matrices.items(), strict=False):

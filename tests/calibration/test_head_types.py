@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import default_model
 from policies.driver import make_case, rotated
 from policies.oracle_catekv import adaptive_heads, code_score, frequencies, observation_matrix, variation
 
@@ -194,12 +195,12 @@ def test_samples_that_cannot_be_cut(reader, tiny, tmp_path):
     ("method", "label", "count"),
     [("catekv", "adaptive", 36), ("chelsea", "outlier", 4), ("razorattention", "retrieval", 14)],
 )
-def test_the_default_model_has_its_profiles(smollm2, method, label, count, tmp_path):
+def test_the_default_model_has_its_profiles(method, label, count, tmp_path):
     """36 of its 90 KV heads are adaptive (40 %), 4 are outliers (4 %), 14 retrieve (14 % and 1 %).
 
     The files are such as `kvjax calibrate` writes.
     """
-    found = shipped(method, smollm2.config)
+    found = shipped(method, default_model().config)
     assert found is not None
     assert len(found.heads(label)) == count
     assert [len(layer) for layer in found.labels] == [3] * 30

@@ -1,6 +1,7 @@
 """TriAttention's statistics against a model's unrotated queries."""
 
 import numpy as np
+from checkpoints import default_model
 
 from kvjax.calibration.make_profile import profile
 from kvjax.calibration.recording import record
@@ -39,11 +40,11 @@ def test_profile_is_what_the_policy_takes(tiny, tmp_path):
         np.testing.assert_allclose(made.layer(layer, 16), found, rtol=2**-11, atol=2**-24)  # float16's
 
 
-def test_the_default_model_has_its_profile(smollm2):
+def test_the_default_model_has_its_profile():
     """Its queries lie around centres: mean sizes are no smaller than sizes of the mean, and on average not much larger."""
-    found = shipped("triattention", smollm2.config, MeanQueries)
+    found = shipped("triattention", default_model().config, MeanQueries)
     assert found is not None
-    found.require(["triattention"], smollm2.config)
+    found.require(["triattention"], default_model().config)
     shares = []
     for layer in range(30):
         real, imaginary, size = np.moveaxis(found.layer(layer, 64), 1, 0)

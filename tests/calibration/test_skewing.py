@@ -3,6 +3,7 @@
 from importlib import resources
 
 import numpy as np
+from checkpoints import default_model
 
 from kvjax.calibration.infinigen import skewing_matrices
 from kvjax.calibration.make_profile import profile
@@ -69,8 +70,9 @@ def test_identities_and_signs_survive():
     np.testing.assert_allclose(made.layer(0, 8), matrices[0], atol=1e-6)
 
 
-def test_the_shipped_profile_is_small(smollm2):
-    found = shipped("infinigen", smollm2.config, SkewProfile)
-    found.require(["infinigen"], smollm2.config)
+def test_the_shipped_profile_is_small():
+    config = default_model().config
+    found = shipped("infinigen", config, SkewProfile)
+    found.require(["infinigen"], config)
     folder = resources.files("kvjax.policies") / "profiles"
     assert max(len(file.read_bytes()) for file in folder.iterdir()) < 210_000

@@ -1,10 +1,12 @@
 """A small checkpoint on disk, and a way to run the command line on it."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from checkpoints import write_hf
 from typer.testing import CliRunner
 
@@ -27,10 +29,15 @@ def params(checkpoint: Path) -> Params:
     return load(checkpoint)
 
 
+built = functools.cache(typer.main.get_command)
+"""Builds the command line once, as a process does. Typer's runner would for each test, which takes longer than most of them."""
+
+
 @pytest.fixture
 def kvjax_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`kvjax ARGUMENTS…` in this process; its result has exit_code, stdout and stderr."""
     monkeypatch.setenv("KVJAX_COMPILATION_CACHE", "0")
+    monkeypatch.setattr("typer.testing._get_command", built)
     monkeypatch.setattr(progress, "PATIENCE", 1e6)  # what a slow machine makes of a test is not its subject
 
     def run(*arguments: object, stdin: str | None = None) -> Any:

@@ -17,21 +17,35 @@ from kvjax.conversion import default_model, load
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
-# A process of its own: the hub client reads its settings when it is imported.
+# The hub client reads its settings when it is imported. So each request has a process of its own: a fork of one that has imported
+# all the rest, and has not computed yet.
 LOADER = """
-import json, sys
+import json, os, sys
 from kvjax.conversion import CheckpointError, describe, load
-options = json.loads(sys.argv[3])
-try:
-    if sys.argv[2] == "describe":
-        found = describe(sys.argv[1], progress=False, **options)
-        print(json.dumps({"parameters": found.parameters, "dtypes": found.dtypes, "vocab": found.tokenizer.vocab_size}))
+assert "huggingface_hub" not in sys.modules
+
+def answer(model, what, options):
+    try:
+        if what == "describe":
+            found = describe(model, progress=False, **options)
+            return {"parameters": found.parameters, "dtypes": found.dtypes, "vocab": found.tokenizer.vocab_size}
+        params = load(model, progress=False, **options)
+        found = {"layers": params.config.num_layers, "sum": float(params.embed.sum())}
+        return found | {"chat": params.tokenizer.chat_template}
+    except CheckpointError as error:
+        return {"error": str(error)}
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if not (child := os.fork()):
+        with open(request["stderr"], "w") as errors:
+            os.dup2(errors.fileno(), 2)
+        os.environ.update(request["environment"])
+        found = answer(*request["arguments"])
+        with open(request["stdout"], "w") as out:
+            json.dump(found, out)
         sys.exit()
-    params = load(sys.argv[1], progress=False, **options)
-    found = {"layers": params.config.num_layers, "sum": float(params.embed.sum())}
-    print(json.dumps(found | {"chat": params.tokenizer.chat_template}))
-except CheckpointError as error:
-    print(json.dumps({"error": str(error)}))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -45,6 +59,7 @@ class Hub:
         self.asked: list[str] = []
         self.revisions: set[str] = set()
         self.token: str | None = None
+        self.loader: subprocess.Popen[str] | None = None
         self._root = root
         hub = self
 
@@ -114,27 +129,41 @@ class Hub:
         self._thread.join()
 
 
+@pytest.fixture(scope="module")
+def loader() -> Iterator[subprocess.Popen[str]]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADER], env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait() == 0
+
+
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path: Path, loader: subprocess.Popen[str]) -> Iterator[Hub]:
     served = Hub(tmp_path / "hub")
+    served.loader = loader
     yield served
     served.close()
 
 
-def loaded(model: str, home: Path, url: str, what: str = "load", offline: bool = False, **options: str) -> dict:
-    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+def loaded(model: str, home: Path, hub: Hub, what: str = "load", offline: bool = False, **options: str) -> dict:
+    stdout, stderr = home.parent / "stdout", home.parent / "stderr"
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     environment["HF_HUB_OFFLINE"] = str(int(offline))
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER, model, what, json.dumps(options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "%|" not in done.stderr, "no progress bars where nobody watches"
-    return json.loads(done.stdout.splitlines()[-1])
+    request = {"arguments": [model, what, options], "environment": environment}
+    assert hub.loader is not None
+    assert hub.loader.stdin is not None
+    assert hub.loader.stdout is not None
+    home.parent.mkdir(exist_ok=True)
+    hub.loader.stdin.write(json.dumps(request | {"stdout": str(stdout), "stderr": str(stderr)}) + "\n")
+    hub.loader.stdin.flush()
+    assert hub.loader.stdout.readline() == "0\n", stderr.read_text()
+    assert "%|" not in stderr.read_text(), "no progress bars where nobody watches"
+    return json.loads(stdout.read_text())
 
 
 def test_downloads_what_it_needs_and_no_more(tmp_path: Path, hub: Hub) -> None:
@@ -143,7 +172,7 @@ def test_downloads_what_it_needs_and_no_more(tmp_path: Path, hub: Hub) -> None:
     for name in ("pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors", "README.md", "run.py"):
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).write_bytes(b"not for us")
-    found = loaded("some-org/some.model", tmp_path / "home", hub.url)
+    found = loaded("some-org/some.model", tmp_path / "home", hub)
     assert found["layers"] == 2
     assert found["sum"] == pytest.approx(float(tensors["model.embed_tokens.weight"].sum()), abs=1e-3)
     assert "add_generation_prompt" in found["chat"]
@@ -157,14 +186,14 @@ def test_downloads_what_it_needs_and_no_more(tmp_path: Path, hub: Hub) -> None:
     ]
     # Once here, it loads without a connection.
     hub.asked.clear()
-    assert loaded("some-org/some.model", tmp_path / "home", hub.url, offline=True) == found
+    assert loaded("some-org/some.model", tmp_path / "home", hub, offline=True) == found
     assert hub.asked == []
 
 
 def test_describing_fetches_no_weights(tmp_path: Path, hub: Hub) -> None:
     tensors = write_hf(tmp_path / "hub/some-org/some.model", files=2, tokenizer=True)
     count = sum(value.size for value in tensors.values())
-    found = loaded("some-org/some.model", tmp_path / "home", hub.url, "describe")
+    found = loaded("some-org/some.model", tmp_path / "home", hub, "describe")
     assert found == {"parameters": count, "dtypes": [["float32", 4 * count]], "vocab": 261}
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
@@ -174,24 +203,24 @@ def test_says_why_not(tmp_path: Path, hub: Hub) -> None:
     for name in ("config.json", "pytorch_model.bin"):
         (tmp_path / "hub/some-org/pickled" / name).write_text("{}")
     home = tmp_path / "home"
-    error = loaded("some-org/pickled", home, hub.url)["error"]
+    error = loaded("some-org/pickled", home, hub)["error"]
     assert error == "some-org/pickled: the repository has no safetensors weights; pickled ones are not downloaded"
     assert "pytorch_model.bin" not in hub.asked
-    assert loaded("some-org/pickled", home, hub.url, "describe")["error"] == error
-    error = loaded("some-org/absent", home, hub.url)["error"]
+    assert loaded("some-org/pickled", home, hub, "describe")["error"] == error
+    error = loaded("some-org/absent", home, hub)["error"]
     assert error.startswith("some-org/absent: not available from the Hugging Face hub")
     assert "\n" not in error
-    error = loaded("some-org/other", home, hub.url, offline=True)["error"]
+    error = loaded("some-org/other", home, hub, offline=True)["error"]
     assert error.startswith("some-org/other: not available from the Hugging Face hub")
 
 
 def test_revisions_and_tokens_reach_the_hub(tmp_path: Path, hub: Hub) -> None:
     write_hf(tmp_path / "hub/some-org/some.model", tokenizer=True)
     hub.token, home = "hf_secret", tmp_path / "home"
-    assert "not available" in loaded("some-org/some.model", home, hub.url)["error"]
+    assert "not available" in loaded("some-org/some.model", home, hub)["error"]
     for what in ("load", "describe"):
         hub.revisions.clear()
-        found = loaded("some-org/some.model", home / what, hub.url, what, revision="v1.5", token="hf_secret")
+        found = loaded("some-org/some.model", home / what, hub, what, revision="v1.5", token="hf_secret")
         assert "error" not in found
         assert hub.revisions == {"v1.5", COMMIT}, "the revision, and the commit that it was found to be"
 

@@ -12,10 +12,12 @@ import numpy as np
 import packing_oracles as oracle
 import pytest
 from checkpoints import HF_CONFIG, weights, write_hf
+from oracles import logits
+from oracles import numbers as floats_of
 
 from kvjax.conversion import CheckpointError, convert, describe, from_hf, load
 from kvjax.conversion.checkpoint import nbytes_of
-from kvjax.models import Params, transformer
+from kvjax.models import Params
 from kvjax.models.params import count
 from kvjax.pallas_kernels import QuantizedMatrix, is_quantized
 
@@ -166,7 +168,7 @@ def test_numbers_are_those_of_the_library(tmp_path: Path, name: str) -> None:
         held = matrix(kept, tensor)
         assert is_quantized(held) == (name in LAYOUTS)
         if is_quantized(held):
-            np.testing.assert_array_equal(held.dequantized(jnp.float32), expected)
+            np.testing.assert_array_equal(floats_of(held), expected)
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, FEW[:2]))
@@ -190,9 +192,9 @@ def test_logits_are_those_of_the_numbers(tmp_path: Path, name: str) -> None:
     write(tmp_path, LAYOUTS[name])
     tokens = jnp.asarray([[5, 9, 2, 7, 7, 1] * 4], jnp.int32)
     kept, floats = (load(tmp_path, dtype="float32", weights=weights) for weights in ("as stored", "float"))
-    np.testing.assert_allclose(transformer.forward(kept, tokens), transformer.forward(floats, tokens), atol=1e-4)
+    np.testing.assert_allclose(logits(kept, tokens), logits(floats, tokens), atol=1e-4)
     halves = [load(tmp_path, dtype="bfloat16", weights=weights) for weights in ("as stored", "float")]
-    kept, floats = (np.asarray(transformer.forward(params, tokens), np.float32) for params in halves)
+    kept, floats = (np.asarray(logits(params, tokens), np.float32) for params in halves)
     np.testing.assert_allclose(kept, floats, atol=1e-2 * np.abs(floats).max())
 
 
@@ -218,10 +220,10 @@ def test_fused_projections_are_cut(tmp_path: Path, name: str) -> None:
     numbers = write(tmp_path, LAYOUTS[name], fields)
     kept = load(tmp_path, dtype="float32").layers[0]
     fused = numbers["model.layers.0.self_attn.qkv_proj.weight"]
-    q, k, v = (part.dequantized(jnp.float32) for part in (kept.attn.q, kept.attn.k, kept.attn.v))
-    np.testing.assert_array_equal(jnp.concatenate([q, k, v]), fused)
-    halves = [part.dequantized(jnp.float32) for part in (kept.mlp.gate, kept.mlp.up)]
-    np.testing.assert_array_equal(jnp.concatenate(halves), numbers["model.layers.0.mlp.gate_up_proj.weight"])
+    q, k, v = (floats_of(part) for part in (kept.attn.q, kept.attn.k, kept.attn.v))
+    np.testing.assert_array_equal(np.concatenate([q, k, v]), fused)
+    halves = [floats_of(part) for part in (kept.mlp.gate, kept.mlp.up)]
+    np.testing.assert_array_equal(np.concatenate(halves), numbers["model.layers.0.mlp.gate_up_proj.weight"])
 
 
 @pytest.mark.parametrize(

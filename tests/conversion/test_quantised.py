@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import HF_CONFIG, write_gguf, write_hf
+from oracles import logits, numbers
 
 from kvjax.conversion import CheckpointError, convert, describe, from_hf, load, quantize_weights, save
 from kvjax.conversion.checkpoint import nbytes_of
 from kvjax.conversion.quantised import BLOCKS, FROM_FLOATS, blocks_shape, dequantised, from_blocks
-from kvjax.models import Params, abstract, transformer
+from kvjax.models import Params, abstract
 from kvjax.models.params import count
 
 WIDE = HF_CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 40}
@@ -73,8 +74,8 @@ def test_as_stored_is_the_dequantised_model(tmp_path: Path, kind: str) -> None:
     kept, floats = (load(tmp_path / "m.gguf", dtype="float32", weights=w) for w in ("as stored", None))
     for name in ("q", "k", "o"):  # rows of q and k are permuted
         matrix = getattr(kept.layers[0].attn, name)
-        np.testing.assert_array_equal(matrix.dequantized(jnp.float32), getattr(floats.layers[0].attn, name))
-    np.testing.assert_array_equal(kept.embed.dequantized(jnp.float32), floats.embed)
+        np.testing.assert_array_equal(numbers(matrix), getattr(floats.layers[0].attn, name))
+    np.testing.assert_array_equal(numbers(kept.embed), floats.embed)
     bits = {"Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625}.get(kind, 8.625)
     assert nbytes_of(kept) <= bits / 8 * count(kept) + 4 * 3 * 256
     assert describe(tmp_path / "m.gguf", dtype="float32", weights="as stored").weight_bytes == nbytes_of(kept)
@@ -83,9 +84,7 @@ def test_as_stored_is_the_dequantised_model(tmp_path: Path, kind: str) -> None:
 def test_logits_as_stored(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", CONFIG, "Q4_1")
     tokens = jnp.arange(24, dtype=jnp.int32)[None]
-    kept, floats = (
-        transformer.forward(load(tmp_path / "m.gguf", dtype="bfloat16", weights=w), tokens) for w in ("as stored", None)
-    )
+    kept, floats = (logits(load(tmp_path / "m.gguf", dtype="bfloat16", weights=w), tokens) for w in ("as stored", None))
     np.testing.assert_allclose(kept, floats, atol=1e-2 * float(jnp.abs(floats).max()))
 
 
@@ -113,7 +112,7 @@ def test_what_is_written_is_loaded_again(tmp_path: Path, format: str, options: d
     # As floats, when they are asked for.
     floats = load(there, dtype=dtype, weights="float")
     assert jax.tree.structure(floats) == jax.tree.structure(abstract(floats.config))
-    np.testing.assert_array_equal(floats.layers[0].mlp.up, written.layers[0].mlp.up.dequantized(dtype))
+    np.testing.assert_array_equal(floats.layers[0].mlp.up, numbers(written.layers[0].mlp.up, dtype))
     assert describe(there, dtype=dtype).weight_bytes == nbytes_of(written)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from checkpoints import TEMPLATE, byte_tokenizer
+from checkpoints import TEMPLATE, byte_tokenizer, default_model
 
 from kvjax.conversion import CheckpointError, Tokenizer
 from kvjax.conversion.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
@@ -287,8 +287,8 @@ def test_contradictory_gguf_tokenizers() -> None:
         byte_level("smollm", model="llama", scores=[0.0])
 
 
-def test_default_model_splits_every_digit(smollm2: Params) -> None:
-    tokenizer = smollm2.tokenizer
+def test_default_model_splits_every_digit() -> None:
+    tokenizer = default_model().tokenizer()
     ids = tokenizer.encode("Call 5551234 at 10:45, 2024.")
     assert all(sum(c.isdigit() for c in tokenizer.decode([i])) <= 1 for i in ids)
     for text in TEXTS:

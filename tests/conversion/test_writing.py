@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import HF_CONFIG, byte_tokenizer, write_gguf, write_hf
+from oracles import logits
 from safetensors import safe_open
 
 import kvjax
@@ -343,8 +344,6 @@ def test_damaged_orbax(tmp_path: Path, damage: Callable[[Path], None], message: 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from kvjax.models.transformer import forward
-
     write_hf(tmp_path / "hf", HF_CONFIG | FAMILIES[name], tokenizer=True)
     out = kvjax.save(load(convert(tmp_path / "hf", tmp_path / "orbax")), tmp_path / "out", format="safetensors")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -352,7 +351,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
     tokens = np.arange(40, dtype=np.int32).reshape(2, 20)
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(forward(load(out), jnp.asarray(tokens)), theirs, atol=2e-5)
+    np.testing.assert_allclose(logits(load(out), tokens), theirs, atol=2e-5)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     text = "hello </s> wörld"

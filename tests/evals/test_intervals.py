@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from benchmarks.intervals import mean_interval, means_interval
 
 
 def test_the_interval_of_a_mean_is_students():
+    from scipy import stats
+
     samples = np.random.default_rng(0).normal(1, 2, 7)
     low, high = stats.ttest_1samp(samples, 0).confidence_interval(0.95)
     mean, width = mean_interval(samples)
@@ -18,6 +19,8 @@ def test_the_interval_of_a_mean_is_students():
 
 def test_the_interval_of_a_mean_of_means_is_welchs():
     """The half of a sum is the half of a difference with one of both negated, which is what Welch's test is of."""
+    from scipy import stats
+
     rng = np.random.default_rng(1)
     one, other = rng.normal(0, 1, 5), rng.normal(0, 3, 9)
     low, high = stats.ttest_ind(one, -other, equal_var=False).confidence_interval(0.95)

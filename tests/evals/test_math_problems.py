@@ -1,5 +1,6 @@
 r"""Competition problems: what counts as the answer, and which spellings of a value are the same."""
 
+import importlib.util
 import json
 import random
 import threading
@@ -9,7 +10,9 @@ import pytest
 from kvjax.evals import GSM8K, Example, Format, MathProblems, math_answers
 from kvjax.evals.math_answers import equals, last_box
 
-pytest.importorskip("math_verify", reason="comparing answers is in the `eval` extra")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="comparing answers is in the `eval` extra"
+)
 
 PROBLEMS = [
     {"problem": "Half of one?", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 1, "unique_id": "a"},

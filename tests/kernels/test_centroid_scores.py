@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import DeferredRope, centroid_scores
 from kvjax.pallas_kernels.block_scores import pallas_triton
@@ -15,14 +16,19 @@ from kvjax.pallas_kernels.op import Unsupported
 @pytest.fixture(params=["xla", "gpu"])
 def compute(request):
     """The public function with one implementation, interpreted where it is a Pallas kernel."""
-    options = {"implementation": request.param, "interpret": request.param != "xla"}
+    return jitted(request.param)
+
+
+@functools.cache
+def jitted(implementation):
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
     return jax.jit(functools.partial(centroid_scores, **options))
 
 
 def draw(seed, batch, heads, kv_heads, count, dim, dtype="float32"):
     random = np.random.default_rng(seed)
-    q = jnp.asarray(random.normal(size=(batch, heads, dim)), dtype)
-    return q, jnp.asarray(random.normal(size=(batch, kv_heads, count, dim)), jnp.float32)
+    q = to_jax(random.normal(size=(batch, heads, dim)), dtype)
+    return q, to_jax(random.normal(size=(batch, kv_heads, count, dim)), jnp.float32)
 
 
 def check(out, q, centroids):
@@ -42,8 +48,8 @@ def test_equals_products(compute, heads, kv_heads, count, dim, dtype):
 def test_queries_are_rotated_on_the_way(compute):
     q, centroids = draw(1, 3, 4, 2, 21, 32)
     angle = np.random.default_rng(2).normal(size=(3, 16))
-    q = DeferredRope(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
-    check(compute(q, centroids), q(), centroids)
+    q = DeferredRope(q, to_jax(np.cos(angle), jnp.float32), to_jax(np.sin(angle), jnp.float32))
+    check(compute(q, centroids), jax.jit(DeferredRope.__call__)(q), centroids)
 
 
 def test_blocks_of_centroids():
@@ -64,4 +70,4 @@ def test_blocks_of_centroids():
 def test_refusals(heads, dim, dtype, reason):
     q, centroids = draw(4, 1, heads, 1, 4, dim)
     with pytest.raises(Unsupported, match=reason):
-        centroid_scores(q, centroids.astype(dtype), implementation="gpu", interpret=True)
+        centroid_scores(q, to_jax(centroids, dtype), implementation="gpu", interpret=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import chunk_similarity
@@ -18,7 +19,7 @@ IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 def compute(implementation, keys, first, count, chunk):
     options = {"implementation": implementation, "interpret": implementation != "xla"}
     compare = functools.partial(chunk_similarity, chunk=chunk, **options)
-    out = jax.block_until_ready(jax.jit(compare)(keys, *(jnp.asarray(x, jnp.int32) for x in (first, count))))
+    out = jax.device_get(jax.jit(compare)(keys, *(to_jax(x, jnp.int32) for x in (first, count))))
     assert implementation != "tpu" or not races_found()
     return out
 
@@ -26,12 +27,13 @@ def compute(implementation, keys, first, count, chunk):
 def check(out, keys, first, count, chunk, exact=False):
     """Each edge's cosine, to the resolution, and where it leads: to the first of equals, or to one as similar up to rounding."""
     batch, heads, places, _ = keys.shape
+    keys = np.asarray(keys, np.float64)
     assert out.score.shape == (batch, heads, -(-places // chunk), -(-chunk // 2))
     for row, head, number in np.ndindex(out.score.shape[:3]):
         begin = number * chunk
         alive = begin + np.arange(chunk) < count[row]
         key = np.zeros((chunk, keys.shape[-1]))
-        key[alive] = np.asarray(keys[row, head], np.float64)[first[row] + begin :][:chunk][: alive.sum()]
+        key[alive] = keys[row, head, first[row] + begin :][:chunk][: alive.sum()]
         unit = key / np.maximum(np.linalg.norm(key, axis=-1, keepdims=True), 1e-300)
         cosine = np.where(alive[0::2, None] & alive[1::2], unit[0::2] @ unit[1::2].T, -np.inf)
         best, exists = cosine.max(axis=-1), np.isfinite(cosine).any(axis=-1)
@@ -47,9 +49,9 @@ def check(out, keys, first, count, chunk, exact=False):
 
 def draw(seed, dtype, places, first, count, dim, heads=1):
     """Normal keys, NaN before each row's first chunk and after its last key."""
-    keys = jnp.asarray(np.random.default_rng(seed).normal(size=(len(first), heads, places, dim)), dtype)
+    keys = np.random.default_rng(seed).normal(size=(len(first), heads, places, dim))
     at, first, count = np.arange(places), np.asarray(first)[:, None], np.asarray(count)[:, None]
-    return jnp.where(jnp.asarray((at >= first) & (at < first + count))[:, None, :, None], keys, jnp.nan)
+    return to_jax(np.where(((at >= first) & (at < first + count))[:, None, :, None], keys, np.nan), dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -73,15 +75,15 @@ class TestChunkSimilarity:
         random = np.random.default_rng(7)
         directions = np.eye(128)[:4] + np.eye(128)[1:5]
         length = 2.0 ** random.integers(-3, 3, size=(2, 1, 96, 1)) * (random.random((2, 1, 96, 1)) < 0.9)
-        keys = jnp.asarray(directions[random.integers(4, size=(2, 1, 96))] * length, jnp.float32)
+        keys = to_jax(directions[random.integers(4, size=(2, 1, 96))] * length, jnp.float32)
         case = [0, 4], [96, 75], 32
         check(compute(implementation, keys, *case), keys, *case, exact=True)
 
 
 def test_worked_example():
     """Four keys: edges lead from the first to the second (.8) and from the third to the second (.96)."""
-    keys = jnp.asarray([(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)], jnp.float32)[None, None]
-    similarity, target = chunk_similarity(keys, jnp.zeros(1, jnp.int32), jnp.full(1, 4, jnp.int32), 4)
+    keys = to_jax([[[(1, 0), (0.8, 0.6), (0.6, 0.8), (0, 1)]]], jnp.float32)
+    similarity, target = chunk_similarity(keys, to_jax([0]), to_jax([4]), 4)
     np.testing.assert_allclose(similarity, [[[[0.8, 0.96]]]], atol=RESOLUTION)
     assert target.tolist() == [[[[0, 0]]]]
 
@@ -106,4 +108,4 @@ def test_auto_is_xla_on_a_cpu():
 )
 def test_refusals(chunk, dim, implementation, reason):
     with pytest.raises(Unsupported, match=reason):
-        compute(implementation, jnp.zeros((1, 1, chunk, dim)), [0], [chunk], chunk)
+        compute(implementation, to_jax(np.zeros((1, 1, chunk, dim))), [0], [chunk], chunk)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import Attended, DeferredRope, Rotation, decode_attention
@@ -29,12 +30,12 @@ def draw(seed, batch, kv_heads, group, slots, dim, dtype, rotated):
             weight[b, h, slots // 2 :] = 0
     q = random.normal(size=(batch, kv_heads * group, dim))
     k, v = (np.where(weight[..., None] > 0, random.normal(size=(batch, kv_heads, slots, dim)), np.nan) for _ in "kv")
-    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    q, k, v = (to_jax(x, dtype) for x in (q, k, v))
     if not rotated:
-        return q, k, v, jnp.asarray(weight), None
-    place = jnp.asarray(random.integers(0, slots, size=weight.shape), jnp.int32)
-    query = jnp.asarray(random.integers(0, slots, size=weight.shape[:2]), jnp.int32)
-    return q, k, v, jnp.asarray(weight), Rotation(place, query, jnp.logspace(0, -3, dim // 2), 1.1)
+        return q, k, v, to_jax(weight), None
+    place = to_jax(random.integers(0, slots, size=weight.shape), jnp.int32)
+    query = to_jax(random.integers(0, slots, size=weight.shape[:2]), jnp.int32)
+    return q, k, v, to_jax(weight), Rotation(place, query, to_jax(np.logspace(0, -3, dim // 2), jnp.float32), 1.1)
 
 
 def turn(heads, place, rotation):
@@ -47,7 +48,8 @@ def turn(heads, place, rotation):
 
 def expected(q, k, v, weight, rotation, scale):
     """Outputs, log-sum-exps and mean probabilities, head by head."""
-    q, k, v, weight = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, weight))
+    q, k, v, weight = (np.asarray(x, np.float64) for x in (q, k, v, weight))
+    rotation = jax.device_get(rotation)
     batch, kv_heads, slots, dim = k.shape
     group = q.shape[1] // kv_heads
     out, lse, probs = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros(weight.shape)
@@ -84,9 +86,8 @@ class TestDecodeAttention:
         def attend(q, k, v, weight, rotation=None, **options) -> Attended:
             options |= {"implementation": request.param, "interpret": request.param != "xla", "rotation": rotation}
             got = decode_attention(q, k, v, weight, scale=0.2, **options)
-            if request.param == "tpu":
-                jax.block_until_ready(got)
-                assert not races_found()
+            got = jax.device_get(got)
+            assert request.param != "tpu" or not races_found()
             return got
 
         return attend
@@ -99,7 +100,7 @@ class TestDecodeAttention:
         out, lse, probs = expected(*given, scale=0.2)
         assert got.out.dtype == dtype
         assert got.logsumexp.dtype == got.probs.dtype == jnp.float32
-        np.testing.assert_allclose(got.out.astype(jnp.float32), out, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(got.out.astype(np.float32), out, atol=TOLERANCE[dtype])
         np.testing.assert_allclose(got.logsumexp, lse, atol=TOLERANCE[dtype])
         np.testing.assert_allclose(got.probs, probs, atol=TOLERANCE[dtype])
 
@@ -107,8 +108,8 @@ class TestDecodeAttention:
         """Each counts as often as the tokens that it stands for, whatever their number."""
         q, k, v, _, _ = draw(7, 2, 1, 2, 64, 16, "float32", False)
         sizes = np.random.default_rng(7).choice([0, 1, 65, 700, 4000, 30_000], size=(2, 1, 64))
-        k, v = (jnp.nan_to_num(x) for x in (k, v))
-        given = q, k, v, jnp.asarray(sizes, jnp.float32), None
+        k, v = (to_jax(np.nan_to_num(x)) for x in (k, v))
+        given = q, k, v, to_jax(sizes, jnp.float32), None
         got = attend(*given, probs=True)
         for one, other in zip(got, expected(*given, scale=0.2), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -123,30 +124,32 @@ class TestDecodeAttention:
     def test_queries_are_rotated_on_the_way(self, attend, dtype):
         """Each row by its own angles, and rounded to their type as they would be before."""
         q, k, v, weight, _ = draw(6, 2, 2, 4, 48, 16, dtype, False)
-        angle = jnp.asarray([[3.0], [50.0]]) * jnp.logspace(0, -2, 8)
-        turned = DeferredRope(q, jnp.cos(angle), jnp.sin(angle))
-        late, before = attend(turned, k, v, weight), attend(turned(), k, v, weight)
+        angle = np.asarray([[3.0], [50.0]]) * np.logspace(0, -2, 8)
+        turned = DeferredRope(q, to_jax(np.cos(angle), jnp.float32), to_jax(np.sin(angle), jnp.float32))
+        late, before = attend(turned, k, v, weight), attend(jax.jit(DeferredRope.__call__)(turned), k, v, weight)
         np.testing.assert_allclose(
-            late.out.astype(jnp.float32), before.out.astype(jnp.float32), atol=TOLERANCE[dtype] / 2
+            late.out.astype(np.float32), before.out.astype(np.float32), atol=TOLERANCE[dtype] / 2
         )
         assert late.out.dtype == dtype
         assert not np.allclose(late.logsumexp, attend(q, k, v, weight).logsumexp, atol=0.1)
 
     def test_a_cluster_counts_like_its_tokens(self, attend):
         q, k, v, _, _ = draw(3, 1, 1, 2, 32, 16, "float32", False)
-        k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+        k, v = np.nan_to_num(k), np.nan_to_num(v)
         counts = np.random.default_rng(0).integers(1, 4, size=32)
-        merged = attend(q, k, v, jnp.asarray(counts, jnp.float32)[None, None])
-        spread = [jnp.repeat(x, counts, axis=2) for x in (k, v)]
-        apart = attend(q, *spread, jnp.ones((1, 1, counts.sum())))
+        merged = attend(q, to_jax(k), to_jax(v), to_jax(counts[None, None], jnp.float32))
+        spread = [to_jax(np.repeat(x, counts, axis=2)) for x in (k, v)]
+        apart = attend(q, *spread, to_jax(np.ones((1, 1, counts.sum())), jnp.float32))
         np.testing.assert_allclose(merged.out, apart.out, atol=1e-6)
         np.testing.assert_allclose(merged.logsumexp, apart.logsumexp, atol=1e-6)
 
     def test_two_caches_join_by_their_logsumexp(self, attend):
         q, k, v, weight, _ = draw(4, 1, 2, 2, 64, 16, "float32", False)
         whole = attend(q, k, v, weight)
-        parts = [attend(q, k[:, :, half], v[:, :, half], weight[:, :, half]) for half in (slice(0, 32), slice(32, 64))]
-        share = jax.nn.softmax(jnp.stack([part.logsumexp for part in parts]), axis=0)[..., None]
+        stores = [np.asarray(x) for x in (k, v, weight)]
+        parts = [attend(q, *(to_jax(x[:, :, half]) for x in stores)) for half in (slice(0, 32), slice(32, 64))]
+        share = np.exp([part.logsumexp for part in parts])[..., None]
+        share /= share.sum(axis=0)
         np.testing.assert_allclose(
             sum(s * part.out for s, part in zip(share, parts, strict=True)), whole.out, atol=1e-6
         )

@@ -1,8 +1,10 @@
 """Slots of stores where they are missing, by every implementation, against loops."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import fetch_slots
 from kvjax.pallas_kernels.op import Unsupported
@@ -14,19 +16,19 @@ from kvjax.pallas_kernels.op import Unsupported
 def test_missing_slots_are_read_and_others_kept(implementation, dtype, heads):
     """21 slots: no whole number of a kernel's runs, which pass from one head to the next."""
     random = np.random.default_rng(0)
-    stores = [jnp.asarray(random.normal(size=(3, 2, 40, 16)), dtype) for _ in "kv"]
+    stores = [to_jax(random.normal(size=(3, 2, 40, 16)), dtype) for _ in "kv"]
     index = random.integers(0, 40, (3, heads, 21))
     missing = random.random(index.shape) < 0.4
-    got = [jnp.asarray(random.normal(size=(*index.shape, 16)), dtype) for _ in "kv"]
+    got = [to_jax(random.normal(size=(*index.shape, 16)), dtype) for _ in "kv"]
     found = fetch_slots(
         stores,
-        jnp.asarray(index, jnp.int32),
-        jnp.asarray(missing),
+        to_jax(index, jnp.int32),
+        to_jax(missing),
         got,
         implementation=implementation,
         interpret=implementation != "xla",
     )
-    for store, old, new in zip(stores, got, found, strict=True):
+    for store, old, new in zip(*jax.device_get((stores, got, list(found))), strict=True):
         want = np.array(old)
         for row, head, place in np.argwhere(missing):
             want[row, head, place] = store[row, head // (heads // 2), index[row, head, place]]
@@ -34,6 +36,7 @@ def test_missing_slots_are_read_and_others_kept(implementation, dtype, heads):
 
 
 def test_heads_that_no_kernel_serves():
-    store, index = jnp.zeros((1, 1, 8, 24)), jnp.zeros((1, 1, 4), jnp.int32)
+    zeros = ((1, 1, 8, 24), jnp.float32), ((1, 1, 4), jnp.int32), ((1, 1, 4), bool), ((1, 1, 4, 24), jnp.float32)
+    store, index, missing, got = (to_jax(np.zeros(shape), dtype) for shape, dtype in zeros)
     with pytest.raises(Unsupported, match="power of two"):
-        fetch_slots([store], index, index == 0, [jnp.zeros((1, 1, 4, 24))], implementation="gpu", interpret=True)
+        fetch_slots([store], index, missing, [got], implementation="gpu", interpret=True)

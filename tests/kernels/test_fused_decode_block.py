@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.lowering import decoding_step, on
 
 from kvjax.bench.case import Case
@@ -37,12 +38,12 @@ def draw(rows, attended, width, wide, heads, dtype=jnp.float32, weights=None):
     Args:
         weights: what makes a matrix of one's shape and position among the seven, if not all are floats.
     """
-    keys = iter(jax.random.split(jax.random.key(0), 11))
+    random = np.random.default_rng(0)
 
     def normal(*shape):
         if width > 1024:
             return jax.ShapeDtypeStruct(shape, dtype)
-        return (jax.random.normal(next(keys), shape) * shape[-1] ** -0.5).astype(dtype)
+        return to_jax(random.normal(size=shape) * shape[-1] ** -0.5, dtype)
 
     q, k = heads
     o, gate, up, down = normal(width, attended), normal(wide, width), normal(wide, width), normal(width, wide)
@@ -174,8 +175,8 @@ def test_parts_of_weights_in_groups(rows):
         weights = numbers.reshape(outputs, 2 * BYTES, parts, GROUPS).transpose(0, 2, 3, 1).reshape(-1, chunk)
         products = weights @ columns.T
         total += np.einsum("opbp->bo", products.reshape(outputs, parts, rows, parts))
-    matrix = GroupedMatrix(*map(jnp.asarray, (levels, scale, minimum)))
-    np.testing.assert_allclose(total, matrix.product(jnp.asarray(x), jnp.float32), rtol=1e-3, atol=1e-3)
+    matrix = GroupedMatrix(*map(to_jax, (levels, scale, minimum)))
+    np.testing.assert_allclose(total, matrix.product(to_jax(x), jnp.float32), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

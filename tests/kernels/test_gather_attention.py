@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import DeferredRope, gather_attention
@@ -28,8 +29,8 @@ def draw(seed, batch, heads, kv_heads, selecting, dim, page, pages, slots, dtype
         read[b, r * kv_heads // selecting, picked(index[b, r], live[b, r], page)] = True
     q = random.normal(size=(batch, heads, dim))
     k, v = (np.where(read[..., None], random.normal(size=(*read.shape, dim)), np.nan) for _ in "kv")
-    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-    return q, k, v, jnp.asarray(index, jnp.int32), jnp.asarray(live)
+    q, k, v = (to_jax(x, dtype) for x in (q, k, v))
+    return q, k, v, to_jax(index, jnp.int32), to_jax(live)
 
 
 def picked(index, live, page):
@@ -39,11 +40,12 @@ def picked(index, live, page):
 
 def expected(q, k, v, index, live, page):
     """Outputs and log-sum-exps, head by head."""
-    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    index, live = np.asarray(index), np.asarray(live)
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for b, n in np.ndindex(*q.shape[:2]):
         r, h = n * index.shape[1] // q.shape[1], n * k.shape[1] // q.shape[1]
-        slots = picked(np.asarray(index[b, r]), np.asarray(live[b, r]), page)
+        slots = picked(index[b, r], live[b, r], page)
         if len(slots):
             mass = np.exp(k[b, h, slots] @ q[b, n] * SCALE)
             lse[b, n] = np.log(mass.sum())
@@ -79,9 +81,9 @@ SERVED += [(name, "tpu") for name in PAGES]
 def test_queries_are_rotated_on_the_way(implementation):
     q, *rest = draw(6, 2, 4, 2, 4, 64, 1, 21, 64, "float32")
     angle = np.random.default_rng(7).normal(size=(2, 32))
-    q = DeferredRope(q, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    q = DeferredRope(q, to_jax(np.cos(angle), jnp.float32), to_jax(np.sin(angle), jnp.float32))
     options = {"implementation": implementation, "interpret": implementation != "xla"}
-    check(gather_attention(q, *rest, scale=SCALE, **options), (q(), *rest), 1)
+    check(gather_attention(q, *rest, scale=SCALE, **options), (jax.jit(DeferredRope.__call__)(q), *rest), 1)
 
 
 class TestGatherAttention:
@@ -102,11 +104,11 @@ class TestGatherAttention:
     @pytest.mark.parametrize("implementation", ["xla", "gpu", "tpu"])
     def test_whole_pages_up_to_a_token(self, implementation):
         """Pages are meant or not; of the page that holds a row's last token, only the slots up to it are read."""
-        page, tokens = 16, jnp.asarray([39, 128])
+        page, tokens = 16, to_jax([39, 128])
         q, k, v, index, _ = draw(1, *PAGES["pages, groups"])
-        live = jnp.asarray(np.random.default_rng(1).random(index.shape) < 0.7)
-        held = (jnp.arange(k.shape[2]) < tokens[:, None])[:, None, :, None]
-        k, v = (jnp.where(held, jnp.nan_to_num(x, nan=0.5), jnp.nan) for x in (k, v))
+        live = to_jax(np.random.default_rng(1).random(index.shape) < 0.7)
+        held = (np.arange(k.shape[2]) < np.asarray(tokens)[:, None])[:, None, :, None]
+        k, v = (to_jax(np.where(held, np.nan_to_num(np.asarray(x), nan=0.5), np.float32(np.nan))) for x in (k, v))
         out = gather_attention(
             *(q, k, v, index, live),
             scale=SCALE,
@@ -115,8 +117,8 @@ class TestGatherAttention:
             implementation=implementation,
             interpret=implementation != "xla",
         )
-        slots = index[..., None] * page + jnp.arange(page)
-        meant = live[..., None] & (slots < tokens[:, None, None, None])
+        slots = np.asarray(index)[..., None] * page + np.arange(page)
+        meant = np.asarray(live)[..., None] & (slots < np.asarray(tokens)[:, None, None, None])
         check(out, (q, k, v, index, meant.reshape(*index.shape[:2], -1)), page)
 
     def test_programs_share_a_head(self):
@@ -135,8 +137,9 @@ def test_what_does_not_fit_together():
 def test_heads_that_do_not_fit_together():
     q, k, v, index, live = draw(0, *TOKENS["each query head"])
     for heads in (1, 3):
+        some = [to_jax(np.asarray(x)[:, :heads]) for x in (index, live)]
         with pytest.raises(ValueError, match=rf"{heads} selecting heads for 4 query heads and 2 KV heads"):
-            gather_attention(q, k, v, index[:, :heads], live[:, :heads], scale=SCALE)
+            gather_attention(q, k, v, *some, scale=SCALE)
 
 
 def refused(implementation, interpret=True, dim=128, page=16, heads=2, dtype="float32"):

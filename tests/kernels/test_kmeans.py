@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.interpreter import races_found
 from policies.oracle_clusterkv import kmeans as lloyd
 
@@ -19,13 +20,18 @@ IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
 def cluster(implementation, x, init, iterations, distance="cosine", mask=None, clusters=None):
     batch, _, tokens, _ = x.shape
-    mask = jnp.ones((batch, tokens), bool) if mask is None else jnp.asarray(mask)
-    clusters = jnp.full((batch,), init.shape[2], jnp.int32) if clusters is None else jnp.asarray(clusters, jnp.int32)
-    options = {"implementation": implementation, "interpret": implementation != "xla"}
-    work = jax.jit(functools.partial(kmeans, iterations=iterations, distance=distance, **options))
-    out = jax.block_until_ready(work(jnp.asarray(x), mask, jnp.asarray(init), clusters))
+    mask = to_jax(np.ones((batch, tokens), bool) if mask is None else mask)
+    clusters = to_jax(np.full(batch, init.shape[2]) if clusters is None else clusters, jnp.int32)
+    work = clustering(implementation, iterations, distance)
+    out = jax.device_get(work(to_jax(x), mask, to_jax(init), clusters))
     assert implementation != "tpu" or not races_found()
     return out
+
+
+@functools.cache
+def clustering(implementation, iterations, distance):
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    return jax.jit(functools.partial(kmeans, iterations=iterations, distance=distance, **options))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -60,14 +66,14 @@ class TestKmeans:
     def test_sixteen_bits(self, implementation):
         """Tokens are compared with rounded centroids, and added up exactly."""
         random = np.random.default_rng(7)
-        x, init = (jnp.asarray(random.normal(size=(1, 2, n, 128)), jnp.bfloat16) for n in (90, 20))
+        x, init = (random.normal(size=(1, 2, n, 128)).astype(jnp.bfloat16) for n in (90, 20))
         centroids, labels = cluster(implementation, x, init, 1)
         for head in range(2):
             points = np.asarray(x[0, head], np.float64)
             for given, found in ((init[0, head], None), (centroids[0, head], labels[0, head])):
                 direction = np.asarray(given, np.float32)
                 direction = direction / np.linalg.norm(direction, axis=-1, keepdims=True)
-                scores = points @ np.asarray(jnp.asarray(direction, jnp.bfloat16), np.float64).T
+                scores = points @ direction.astype(jnp.bfloat16).astype(np.float64).T
                 if found is None:
                     nearest = scores.argmax(axis=-1)
                 else:
@@ -85,21 +91,27 @@ class TestKmeans:
         assert labels.tolist() == [[[0, 0]]]
 
 
-total = jax.jit(functools.partial(moved, interpret=True))
+total_of = jax.jit(functools.partial(moved, interpret=True))
+
+
+def total(*args):
+    return jax.device_get(total_of(*args))
 
 
 def channels_apart(random, tokens, dtype):
     """Tokens [2, 2, T, 16], channels of very different sizes, one of zeros."""
     x = random.normal(size=(2, 2, tokens, 16)) * 10.0 ** random.integers(-6, 6, size=(2, 2, 1, 16))
     x[..., 3] = 0
-    return np.array(jnp.asarray(x, dtype))
+    return x.astype(jnp.dtype(dtype))
 
 
 def members(x, size):
     """Of `size` clusters without tokens."""
     shape = *x.shape[:2], size
     return Members(
-        jnp.full(x.shape[:3], size), jnp.zeros((*x.shape[:2], parts(x.dtype), size, x.shape[3])), jnp.zeros(shape)
+        np.full(x.shape[:3], size, np.int32),
+        np.zeros((*x.shape[:2], parts(x.dtype), size, x.shape[3]), np.float32),
+        np.zeros(shape, np.float32),
     )
 
 
@@ -112,8 +124,8 @@ class TestSumsOnGpus:
         x[labels == 6] = np.nan
         largest = np.nanmax(np.abs(x.astype(np.float32)), axis=2)
         order = random.permutation(500)
-        found = total(jnp.asarray(x), largest, labels, members(x, 6))
-        again = total(jnp.asarray(x[:, :, order]), largest, labels[:, :, order], members(x, 6))
+        found = total(to_jax(x), largest, labels, members(x, 6))
+        again = total(to_jax(x[:, :, order]), largest, labels[:, :, order], members(x, 6))
         np.testing.assert_array_equal(found.sums, again.sums)
         for place in np.ndindex(2, 2):
             for c in range(6):
@@ -136,37 +148,40 @@ class TestSumsOnGpus:
                 labels[1, 0, :350] = 2
             elif change == "all":
                 labels = labels // 4
-            before = total(jnp.asarray(x), largest, jnp.asarray(labels), before)
-            afresh = total(jnp.asarray(x), largest, jnp.asarray(labels), members(x, 6))
+            before = total(to_jax(x), largest, to_jax(labels), before)
+            afresh = total(to_jax(x), largest, to_jax(labels), members(x, 6))
             for got, want in zip(before, afresh, strict=True):
                 np.testing.assert_array_equal(got, want, err_msg=change)
 
 
 def test_distances_differ():
     """The same keys and start, three ways: by direction, by place, and by length."""
-    x = jnp.asarray([[[[1.0, 0.4], [10, 0], [0, 1]]]])
-    init = jnp.asarray([[[[6.0, 0], [0.5, 1]]]])
+    x = to_jax([[[[1.0, 0.4], [10, 0], [0, 1]]]])
+    init = to_jax([[[[6.0, 0], [0.5, 1]]]])
     assert [cluster("xla", x, init, 1, d)[1][0, 0].tolist() for d in ("cosine", "l2", "ip")] == [
         [0, 0, 1],
         [1, 0, 1],
         [0, 0, 1],
     ]
-    x = jnp.asarray([[[[1.0, 1.2], [1, 0], [0, 1]]]])
-    init = jnp.asarray([[[[9.0, 0], [0, 1]]]])
+    x = to_jax([[[[1.0, 1.2], [1, 0], [0, 1]]]])
+    init = to_jax([[[[9.0, 0], [0, 1]]]])
     labels = [cluster("xla", x, init, 1, d)[1][0, 0, 0].item() for d in ("cosine", "ip")]
     assert labels == [1, 0]
 
 
 def test_auto_is_xla_on_a_cpu():
-    x = jnp.asarray(np.random.default_rng(9).normal(size=(1, 1, 30, 8)), jnp.float32)
-    work = functools.partial(kmeans, mask=jnp.ones((1, 30), bool), init=x[:, :, :3], clusters=jnp.full(1, 3, jnp.int32))
-    auto, xla = (work(x, iterations=3, implementation=name) for name in ("auto", "xla"))
+    x = to_jax(np.random.default_rng(9).normal(size=(1, 1, 30, 8)), jnp.float32)
+    work = functools.partial(
+        kmeans, mask=to_jax(np.ones((1, 30), bool)), init=to_jax(np.asarray(x)[:, :, :3]), clusters=to_jax([3])
+    )
+    auto, xla = jax.device_get([work(x, iterations=3, implementation=name) for name in ("auto", "xla")])
     assert all((a == b).all() for a, b in zip(auto, xla, strict=True))
 
 
 def test_refusals():
-    x, mask, one = jnp.zeros((1, 1, 4, 48)), jnp.ones((1, 4), bool), jnp.ones(1, jnp.int32)
+    given = np.zeros((1, 1, 4, 48), np.float32), np.ones((1, 4), bool), np.ones(1, np.int32)
+    x, mask, one = map(to_jax, given)
     with pytest.raises(Unsupported, match="head dim 48 is not a power of two"):
         kmeans(x, mask, x, one, iterations=1, implementation="gpu", interpret=True)
     with pytest.raises(Unsupported, match="queries are float16"):
-        kmeans(x.astype(jnp.float16), mask, x, one, iterations=1, implementation="tpu", interpret=True)
+        kmeans(to_jax(x, jnp.float16), mask, x, one, iterations=1, implementation="tpu", interpret=True)

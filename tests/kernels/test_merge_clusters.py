@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import Clusters, copy_clusters, merge_clusters
 from kvjax.pallas_kernels.cluster_merging import merge_clusters_pallas_triton as pallas_triton
@@ -17,7 +18,12 @@ HEADS, CHUNK, CHUNKS, DIM = 2, 32, 3, 32
 @pytest.fixture(params=["xla", "gpu"])
 def merge(request):
     """The public function with one implementation, interpreted where it is a Pallas kernel."""
-    options = {"implementation": request.param, "interpret": request.param != "xla"}
+    return merging(request.param)
+
+
+@functools.cache
+def merging(implementation):
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
     return jax.jit(functools.partial(merge_clusters, **options), static_argnums=4)
 
 
@@ -36,8 +42,8 @@ def draw(seed, first, count, share, chunk=CHUNK, dtype="float32"):
     at, count_of = np.arange(shape[2])[:, None] * chunk, count[:, None, None, None]
     exists = (at + 2 * np.arange(half) < count_of) & (at + 2 * target + 1 < count_of)
     target = np.where(exists & (random.random(shape) < share), target, -1)
-    tokens = Clusters(jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(pos), jnp.asarray(weight))
-    return tokens, jnp.asarray(target, jnp.int32), jnp.asarray(first), jnp.asarray(count), chunk
+    tokens = Clusters(to_jax(k, dtype), to_jax(v, dtype), to_jax(pos), to_jax(weight))
+    return tokens, to_jax(target, jnp.int32), to_jax(first), to_jax(count), chunk
 
 
 def expected(rows, pos, weight, target, chunk):
@@ -55,12 +61,11 @@ def expected(rows, pos, weight, target, chunk):
 
 
 def check(out, inputs, error=1e-6):
-    tokens, *edges, chunk = inputs
-    target, first, count = (np.asarray(x) for x in edges)
+    out, (tokens, target, first, count, chunk) = jax.device_get((out, inputs))
     for row, head in np.ndindex(tokens.pos.shape[:2]):
         before, end = int(first[row]), int(first[row] + count[row])
-        k, v, pos, weight = (np.asarray(x[row, head]) for x in tokens)
-        got_k, got_v, got_pos, got_weight = (np.asarray(x[row, head]) for x in out)
+        k, v, pos, weight = (x[row, head] for x in tokens)
+        got_k, got_v, got_pos, got_weight = (x[row, head] for x in out)
         for got, rows in ((got_k, k), (got_v, v)):
             left, newest, weights = expected(
                 rows[before:end], pos[before:end], weight[before:end], target[row, head], chunk
@@ -91,30 +96,23 @@ class TestMergeClusters:
 
     def test_room_is_written_to_and_not_read(self, merge):
         inputs = draw(2, [0, 1], [2 * CHUNK, 5], 0.5)
-        k, v, pos, weight = inputs[0]
-        room = (
-            jnp.full_like(k, jnp.nan),
-            jnp.full_like(v, jnp.nan),
-            jnp.full_like(pos, -7),
-            jnp.full_like(weight, jnp.nan),
-        )
-        check(merge(*inputs, into=Clusters(*room)), inputs)
+        room = (np.full_like(x, fill) for x, fill in zip(inputs[0], (np.nan, np.nan, -7, np.nan), strict=True))
+        check(merge(*inputs, into=Clusters(*map(to_jax, room))), inputs)
 
     @pytest.mark.parametrize("count", [[0, 3], [-5, 0]])
     def test_rows_without_chunks(self, merge, count):
         """Of a row shorter than what is never merged, no more than what is before the chunks; less is asked for by a negative count."""
         inputs = draw(10, [7, 20], count, 0.9)
-        tokens = inputs[0]
-        for new, old in zip(merge(*inputs), tokens, strict=True):
-            for row, first in enumerate(inputs[2].tolist()):
-                held = first + min(int(inputs[3][row]), 0)
+        merged, (tokens, _, first, _, _) = jax.device_get((merge(*inputs), inputs))
+        for new, old in zip(merged, tokens, strict=True):
+            for row, held in enumerate(first + np.minimum(count, 0)):
                 np.testing.assert_array_equal(new[row, :, :held], old[row, :, :held])
 
     def test_without_edges_nothing_changes(self, merge):
         """To the bit."""
         first, count = [2, 0], [CHUNKS * CHUNK - 1, 1]
         inputs = draw(3, first, count, 0.0)
-        for new, old in zip(merge(*inputs), inputs[0], strict=True):
+        for new, old in zip(*jax.device_get((merge(*inputs), inputs[0])), strict=True):
             for row, held in enumerate(np.add(first, count)):
                 np.testing.assert_array_equal(new[row, :, :held], old[row, :, :held])
 
@@ -125,14 +123,14 @@ def test_heavy_clusters(implementation, most):
     """Weights of more than 8 bits, and of more than 16, in bfloat16: the mean is exact before it is rounded."""
     tokens, *edges = draw(8, [0], [2 * CHUNK], 0.9, dtype="bfloat16")
     weight = np.random.default_rng(0).integers(1, most, tokens.weight.shape)
-    tokens = tokens._replace(weight=jnp.asarray(weight, jnp.float32))
+    tokens = tokens._replace(weight=to_jax(weight, jnp.float32))
     options = {"implementation": implementation, "interpret": implementation != "xla"}
     check(merge_clusters(tokens, *edges, **options), (tokens, *edges), error=2**-7)
-    tokens = tokens._replace(k=tokens.k.astype(jnp.float32), v=tokens.v.astype(jnp.float32))
-    exact = merge_clusters(tokens, *edges, implementation="xla")
-    rounded = merge_clusters(tokens._replace(k=tokens.k.astype(jnp.bfloat16)), *edges, **options)
-    left = 2 * CHUNK - int((edges[0] >= 0).sum(axis=(-2, -1)).max())
-    off = np.asarray(rounded.k, np.float64) - np.asarray(exact.k.astype(jnp.bfloat16), np.float64)
+    wide = tokens._replace(k=to_jax(tokens.k, jnp.float32), v=to_jax(tokens.v, jnp.float32))
+    exact = merge_clusters(wide, *edges, implementation="xla")
+    rounded = merge_clusters(wide._replace(k=tokens.k), *edges, **options)
+    left = 2 * CHUNK - (np.asarray(edges[0]) >= 0).sum(axis=(-2, -1)).max()
+    off = np.asarray(rounded.k, np.float64) - np.asarray(np.asarray(exact.k, jnp.bfloat16), np.float64)
     assert (off[:, :, :left] != 0).mean() < 0.01  # ties that float32 breaks
 
 
@@ -140,7 +138,9 @@ def test_heavy_clusters(implementation, most):
 def test_large_stars(implementation, chunk):
     """One cluster of more than a hundred tokens, or a thousand, itself of clusters: none is left out."""
     tokens, target, first, count, _ = draw(11, [2], [2 * chunk], 0.0, chunk=chunk)
-    target = target.at[:, :, 0].set(3).at[:, 0, 1, ::2].set(1)
+    target = np.array(target)
+    target[:, :, 0], target[:, 0, 1, ::2] = 3, 1
+    target = to_jax(target)
     options = {"implementation": implementation, "interpret": implementation != "xla"}
     out = merge_clusters(tokens, target, first, count, chunk, **options)
     check(out, (tokens, target, first, count, chunk))
@@ -151,15 +151,16 @@ def test_large_stars(implementation, chunk):
 def test_copies(dtype):
     """What is a row's, and nothing else of what is written to."""
     tokens, *_ = draw(9, [0, 0], [CHUNKS * CHUNK, CHUNK + 1], 0.0, dtype=dtype)
-    into = Clusters(*(jnp.full_like(x, 7) for x in tokens))
-    size = jnp.asarray([70, 0], jnp.int32)
-    out = copy_clusters(tokens, size, into, implementation="gpu", interpret=True)
+    into = Clusters(*(to_jax(np.full_like(x, 7)) for x in tokens))
+    size = to_jax([70, 0], jnp.int32)
+    out = jax.device_get(copy_clusters(tokens, size, into, implementation="gpu", interpret=True))
+    unmoved = np.asarray(copy_clusters(tokens, size, into, implementation="xla").k)
+    tokens = jax.device_get(tokens)
     for new, old in zip(out, tokens, strict=True):
         np.testing.assert_array_equal(new[0, :, :70], old[0, :, :70])
         assert (new[0, :, 70:] == 7).all()
         assert (new[1] == 7).all()
-    unmoved = copy_clusters(tokens, size, into, implementation="xla")
-    np.testing.assert_array_equal(unmoved.k[0, :, :70], tokens.k[0, :, :70])
+    np.testing.assert_array_equal(unmoved[0, :, :70], tokens.k[0, :, :70])
 
 
 def test_several_programs_for_a_chunk():
@@ -183,10 +184,10 @@ def test_odd_chunks():
     ],
 )
 def test_refusals(dtype, chunk, dim, reason):
-    shape, none = (1, 1, 2 * chunk), jnp.zeros(1, jnp.int32)
+    shape, none = (1, 1, 2 * chunk), np.zeros(1, np.int32)
     with jax.enable_x64(dtype == "float64"):
-        rows = jnp.zeros((*shape, dim), dtype)
-        tokens = Clusters(rows, rows, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-        edges = jnp.full((1, 1, 2, chunk // 2), -1, jnp.int32)
+        rows = to_jax(np.zeros((*shape, dim)), dtype)
+        tokens = Clusters(rows, rows, to_jax(np.zeros(shape), jnp.int32), to_jax(np.zeros(shape), jnp.float32))
+        edges, *ends = map(to_jax, (np.full((1, 1, 2, chunk // 2), -1, np.int32), none, none + np.int32(chunk)))
         with pytest.raises(Unsupported, match=reason):
-            merge_clusters(tokens, edges, none, none + chunk, chunk, implementation="gpu", interpret=True)
+            merge_clusters(tokens, edges, *ends, chunk, implementation="gpu", interpret=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from jax.experimental.pallas import mosaic_gpu
 from kernels.interpreter import gpu_races_found, races_found
 
@@ -18,7 +19,7 @@ IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
 
 def compute(implementation, *args):
     work = functools.partial(nearest, implementation=implementation, interpret=implementation != "xla")
-    out = jax.block_until_ready(jax.jit(work)(*args))
+    out = jax.device_get(jax.jit(work)(*args))
     assert implementation != "tpu" or not races_found()
     return out
 
@@ -29,27 +30,35 @@ def draw(seed, dtype, groups, queries, keys, dim, grid=False):
     x, y, bias = (random.normal(size=shape) for shape in ((groups, queries, dim), (groups, keys, dim), (groups, keys)))
     if grid:
         x, y, bias = (np.round(2 * part) / 2 for part in (x * (random.random(x.shape) < 0.05), y, bias))
-    return jnp.asarray(x, dtype), jnp.asarray(y, dtype), jnp.asarray(bias, jnp.float32)
+    return to_jax(x, dtype), to_jax(y, dtype), to_jax(bias, jnp.float32)
 
 
 def check(out, x, y, bias=None, exact=False):
     """The best score, from the first key that has it; where scores are not exact, from one as good up to rounding."""
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    forbidden = np.zeros(y.shape[:-1], bool) if bias is None else np.asarray(bias) == -np.inf
+    out, x, y = jax.device_get(out), np.asarray(x, np.float64), np.asarray(y, np.float64)
+    bias = None if bias is None else np.asarray(bias, np.float64)
+    forbidden = np.zeros(y.shape[:-1], bool) if bias is None else bias == -np.inf
     for group in np.ndindex(x.shape[:-2]):
         scores = x[group] @ np.where(forbidden[group][:, None], 0, y[group]).T
         if bias is not None:
-            scores += np.asarray(bias[group], np.float64)
-        best, index = scores.max(axis=-1), np.asarray(out.place[group])
+            scores += bias[group]
+        best, index = scores.max(axis=-1), out.place[group]
         if forbidden[group].all():
             assert set(index.tolist()) == {0}
-            assert set(np.asarray(out.score[group]).tolist()) == {-np.inf}
+            assert set(out.score[group].tolist()) == {-np.inf}
             continue
         chosen = np.take_along_axis(scores, index[:, None], axis=-1)[:, 0]
         np.testing.assert_allclose(out.score[group], best, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(chosen, best, rtol=1e-5, atol=1e-5)
         if exact:
             assert index.tolist() == scores.argmax(axis=-1).tolist()
+
+
+def forbid(y, bias, allowed):
+    """Keys with NaN, and biases, where they may not be chosen."""
+    y, bias = np.array(y), np.array(bias)
+    y[~allowed], bias[~allowed] = np.nan, -np.inf
+    return to_jax(y), to_jax(bias)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -64,7 +73,10 @@ class TestNearest:
 
     def test_the_first_of_equals(self, implementation):
         """In groups along two axes."""
-        x, y, bias = (part.reshape(2, 3, *part.shape[1:]) for part in draw(1, "float32", 6, 60, 140, 64, grid=True))
+        x, y, bias = (
+            to_jax(np.asarray(part).reshape(2, 3, *part.shape[1:]))
+            for part in draw(1, "float32", 6, 60, 140, 64, grid=True)
+        )
         check(compute(implementation, x, y, bias), x, y, bias, exact=True)
 
     def test_what_is_forbidden_is_not_even_seen(self, implementation):
@@ -72,20 +84,21 @@ class TestNearest:
         x, y, bias = draw(3, "bfloat16", 4, 24, 140, 64)
         open_ = np.random.default_rng(3).random((4, 140)) < np.asarray([0.5, 0.05, 0, 0])[:, None]
         open_[2, -1] = True
-        y, bias = jnp.where(open_[..., None], y, jnp.nan), jnp.where(open_, bias, -jnp.inf)
+        y, bias = forbid(y, bias, open_)
         check(compute(implementation, x, y, bias), x, y, bias)
 
 
 def test_rounding_does_not_decide_in_xla():
     """Keys that are there twice, the second time a little longer or shorter: the first are taken. Kernels add alike in any batch."""
     x, y, _ = draw(2, "float32", 2, 60, 70, 64)
-    longer = 1 + 1e-6 * jnp.asarray(np.random.default_rng(0).standard_normal((2, 70, 1)), jnp.float32)
-    check(nearest(x, jnp.concatenate([y, y * longer], axis=1), implementation="xla"), x, y, exact=True)
+    longer = 1 + 1e-6 * np.random.default_rng(0).standard_normal((2, 70, 1)).astype(np.float32)
+    twice = to_jax(np.concatenate([y, np.asarray(y) * longer], axis=1))
+    check(nearest(x, twice, implementation="xla"), x, y, exact=True)
 
 
 def test_auto_is_xla_on_a_cpu():
     x, y, bias = draw(5, "float32", 2, 24, 40, 48)
-    auto, xla = jax.jit(nearest)(x, y, bias), jax.jit(lambda *args: nearest(*args, implementation="xla"))(x, y, bias)
+    auto, xla = (compute(implementation, x, y, bias) for implementation in ("auto", "xla"))
     assert all((a == b).all() for a, b in zip(auto, xla, strict=True))
 
 
@@ -98,14 +111,14 @@ def test_auto_is_xla_on_a_cpu():
     ],
 )
 def test_refusals(dtypes, dim, implementation, reason):
-    x, y = (jnp.zeros((1, 16, dim), dtype) for dtype in dtypes)
+    x, y = (to_jax(np.zeros((1, 16, dim)), dtype) for dtype in dtypes)
     with pytest.raises(Unsupported, match=reason):
         nearest(x, y, implementation=implementation, interpret=True)
 
 
 @pytest.mark.parametrize("implementation", ["gpu", "tpu"])
 def test_not_on_this_device(implementation):
-    x = jnp.zeros((1, 16, 64))
+    x = to_jax(np.zeros((1, 16, 64)), jnp.float32)
     with pytest.raises(Unsupported, match=f"for cpu, not for a {implementation}"):
         nearest(x, x, implementation=implementation)
 
@@ -119,7 +132,7 @@ def test_hopper(biased):
     x, y, bias = draw(6, "bfloat16", 2, 128, 256, 64)
     allowed = np.random.default_rng(6).random((2, 256)) < np.asarray([0.7, 0])[:, None]
     if biased:
-        y, bias = jnp.where(allowed[..., None], y, jnp.nan), jnp.where(allowed, bias, -jnp.inf)
+        y, bias = forbid(y, bias, allowed)
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     interpreted = mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
     with interpreted, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
@@ -131,17 +144,18 @@ def test_hopper(biased):
 
 def test_hopper_serves(monkeypatch):
     """What is measured to be faster than the Triton kernel, and without that all that it can."""
-    x = jnp.zeros((1, 128, 64), jnp.bfloat16)
+    x = to_jax(np.zeros((1, 128, 64)), jnp.bfloat16)
     assert pallas_mosaic_gpu.unsupported_reason(x, x) == "this program is not for a Hopper GPU"
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         assert pallas_mosaic_gpu.unsupported_reason(x, x) == "the Triton kernel was measured to be as fast"
-        tuned = jnp.zeros((512, 1024, 128), jnp.bfloat16)
+        tuned = to_jax(np.zeros((512, 1024, 128), jnp.bfloat16))
         assert pallas_mosaic_gpu.unsupported_reason(tuned, tuned) is None
         monkeypatch.setattr(pallas_mosaic_gpu, "triton_unsupported", lambda: "there is none")
         assert pallas_mosaic_gpu.unsupported_reason(x, x) is None
-        assert str(pallas_mosaic_gpu.unsupported_reason(x[:, :100], x)).startswith(
+        assert str(pallas_mosaic_gpu.unsupported_reason(to_jax(np.asarray(x)[:, :100]), x)).startswith(
             "100 queries and 128 keys are not whole blocks"
         )
-        assert str(pallas_mosaic_gpu.unsupported_reason(x[..., :32], x[..., :32])).startswith("head dim 32")
-        assert str(pallas_mosaic_gpu.unsupported_reason(x.astype(jnp.float32), x)).startswith("queries are float32")
+        narrow = to_jax(np.asarray(x)[..., :32])
+        assert str(pallas_mosaic_gpu.unsupported_reason(narrow, narrow)).startswith("head dim 32")
+        assert str(pallas_mosaic_gpu.unsupported_reason(to_jax(x, jnp.float32), x)).startswith("queries are float32")

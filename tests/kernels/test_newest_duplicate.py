@@ -1,8 +1,9 @@
 """The newest near duplicate of each key, by every implementation, against loops in float64."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import newest_duplicate
 from kvjax.pallas_kernels.kmeans import reference
@@ -21,7 +22,7 @@ def draw(batch, heads, count, dim, dtype):
     live = random.random((batch, heads, count)) < 0.8
     live[:, :, :5] = True
     keys = np.where(live[..., None], keys, 0)
-    return jnp.asarray(keys, dtype), jnp.asarray(live)
+    return to_jax(keys, dtype), to_jax(live)
 
 
 def expected(keys, live, threshold):
@@ -65,6 +66,11 @@ def test_float32_is_left_to_xla():
 def test_parts_do_not_matter(monkeypatch):
     """Some keys at a time, as many as do not divide their number, give what all at once do."""
     keys, live = draw(*SHAPES[0])
-    expected = newest_duplicate(keys, live, 0.5, implementation="xla")
+
+    def apart(*args):
+        """By a program of its own, which does not know how many keys another took at a time."""
+        return jax.jit(lambda *args: newest_duplicate(*args, 0.5, implementation="xla"))(*args)
+
+    expected = apart(keys, live)
     monkeypatch.setattr(reference, "COSINES", 0)
-    np.testing.assert_array_equal(newest_duplicate(keys, live, 0.5, implementation="xla"), expected)
+    np.testing.assert_array_equal(apart(keys, live), expected)

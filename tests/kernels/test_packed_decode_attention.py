@@ -6,9 +6,11 @@ import itertools
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.lowering import decoding_step
 from policies.driver import TINY, compiled, make_case
 
@@ -32,8 +34,8 @@ def draw(batch, kv_heads, group, size, dim, dtype, bits, tokens, residual, fills
     def levels(along, shape, used):
         codes = random.integers(0, 256, size=(batch, kv_heads, size // count, dim))
         scale, zero = random.uniform(0.2, 1.0, size=shape) * 3 / (2**bits - 1), random.uniform(-1.5, -0.5, size=shape)
-        scale, zero = (jnp.asarray(np.where(used, x, np.nan), dtype) for x in (scale, zero))
-        return Packed(jnp.asarray(codes, jnp.uint8), scale, zero, along)
+        scale, zero = (to_jax(np.where(used, x, np.nan), dtype) for x in (scale, zero))
+        return Packed(to_jax(codes, jnp.uint8), scale, zero, along)
 
     def exact(places, first):
         """Numbers of the slots from `first` on, each at its place."""
@@ -41,16 +43,16 @@ def draw(batch, kv_heads, group, size, dim, dtype, bits, tokens, residual, fills
         for b, h in np.ndindex(batch, kv_heads):
             for s in range(max(first[b, h], 0), filled[b, h]):
                 x[b, h, s % places] = random.normal(size=dim)
-        return jnp.asarray(x, dtype)
+        return to_jax(x, dtype)
 
     whole = (batch, kv_heads, size // tokens, dim), (batch, kv_heads, dim // channels, size)
     k = levels("slots", whole[0], (slot[::tokens] < k_packed[..., None])[..., None])
     v = levels("channels", whole[1], (slot < filled[..., None] - recent)[:, :, None])
-    q = jnp.asarray(random.normal(size=(batch, kv_heads * group, dim)), dtype)
+    q = to_jax(random.normal(size=(batch, kv_heads * group, dim)), dtype)
     visible = random.random((batch, kv_heads, size)) < 0.8
-    numbers = (jnp.asarray(x, jnp.int32) for x in (k_packed, filled))
+    numbers = (to_jax(x, jnp.int32) for x in (k_packed, filled))
     slots = PackedSlots(k, v, exact(residual, k_packed), exact(recent, filled - recent), *numbers)
-    return q, slots, jnp.asarray(visible)
+    return q, slots, to_jax(visible)
 
 
 def number(x, b, h, s, c, bits):
@@ -119,17 +121,16 @@ class TestPackedDecodeAttention:
         given, bits = draw(*case), case[6]
         got = attend(*given, bits=bits, scale=0.3)
         assert got.dtype == case[5]
-        np.testing.assert_allclose(got.astype(jnp.float32), expected(*given, bits, 0.3), atol=TOLERANCE[case[5]])
+        np.testing.assert_allclose(np.asarray(got, np.float32), expected(*given, bits, 0.3), atol=TOLERANCE[case[5]])
 
     def test_one_head_fills_as_its_own(self, attend):
         """Each row and KV head by itself is what it is among the others."""
-        q, slots, visible = draw(2, 2, 2, 96, 16, "float32", 4, 8, 16, (96, 40, 3, 60))
-        together = attend(q, slots, visible, bits=4, scale=0.3)
+        given = draw(2, 2, 2, 96, 16, "float32", 4, 8, 16, (96, 40, 3, 60))
+        together = np.asarray(attend(*given, bits=4, scale=0.3))
         b, h = 1, 1
-        alone = PackedSlots(
-            *(Packed(*(y[b:, h:] for y in (x.codes, x.scale, x.zero)), x.along) for x in slots[:2]), *(x[b:, h:] for x in slots[2:])
-        )  # fmt: skip
-        got = attend(q[b:, 2 * h :], alone, visible[b:, h:], bits=4, scale=0.3)
+        q, *others = jax.tree.map(np.asarray, given)
+        alone = jax.tree.map(lambda x: to_jax(x[b:, h:]), others)
+        got = attend(to_jax(q[b:, 2 * h :]), *alone, bits=4, scale=0.3)
         np.testing.assert_allclose(got, together[b:, 2 * h :], atol=1e-6)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import DeferredRope, widen_bounds
 from kvjax.pallas_kernels.op import Unsupported
@@ -16,7 +17,12 @@ BATCH, HEADS, DIM, PAGE, PAGES = 3, 2, 32, 4, 5
 @pytest.fixture(params=["xla", "gpu"])
 def widen(request):
     """The public function with one implementation, interpreted where it is a Pallas kernel."""
-    options = {"implementation": request.param, "interpret": request.param != "xla"}
+    return jitted(request.param)
+
+
+@functools.cache
+def jitted(implementation):
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
     return jax.jit(functools.partial(widen_bounds, page=PAGE, **options))
 
 
@@ -24,15 +30,16 @@ def test_token_after_token(widen):
     """Rows that begin at different places of a page; pages that have no token yet hold NaN."""
     random = np.random.default_rng(0)
     keys = random.normal(size=(BATCH, HEADS, PAGES * PAGE, DIM)).astype(np.float32)
-    bounds = jnp.full((BATCH, HEADS, PAGES, 2 * DIM), jnp.nan)
+    bounds = to_jax(np.full((BATCH, HEADS, PAGES, 2 * DIM), np.nan), jnp.float32)
     begin = PAGE * np.arange(BATCH)
     for step in range(2 * PAGE - 1):
         pos = begin + step
         key = keys[np.arange(BATCH), :, pos]
-        bounds = widen(bounds, jnp.asarray(key), jnp.asarray(pos, jnp.int32))
+        bounds = widen(bounds, to_jax(key), to_jax(pos, jnp.int32))
+        now = np.asarray(bounds)
         for row, page in np.ndindex(BATCH, PAGES):
             of_page = keys[row, :, max(page * PAGE, begin[row]) : min((page + 1) * PAGE, pos[row] + 1)]
-            got = np.asarray(bounds[row, :, page])
+            got = now[row, :, page]
             if not of_page.shape[1]:
                 assert np.isnan(got).all()
             else:
@@ -44,13 +51,13 @@ def test_keys_are_rotated_on_the_way(widen, dtype):
     random = np.random.default_rng(1)
     angle = random.normal(size=(BATCH, DIM // 2))
     key = DeferredRope(
-        jnp.asarray(random.normal(size=(BATCH, HEADS, DIM)), dtype),
-        *(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)),
+        to_jax(random.normal(size=(BATCH, HEADS, DIM)), dtype),
+        *(to_jax(f(angle), jnp.float32) for f in (np.cos, np.sin)),
     )
-    pos = jnp.asarray([0, PAGE, 2 * PAGE + 1], jnp.int32)
-    bounds = jnp.zeros((BATCH, HEADS, PAGES, 2 * DIM), dtype)
+    pos = to_jax([0, PAGE, 2 * PAGE + 1], jnp.int32)
+    bounds = to_jax(np.zeros((BATCH, HEADS, PAGES, 2 * DIM)), dtype)
     got = np.asarray(widen(bounds, key, pos), np.float64)
-    turned = np.asarray(key(), np.float64)
+    turned = np.asarray(jax.jit(DeferredRope.__call__)(key), np.float64)
     tolerance = 1e-6 if dtype == "float32" else 2**-7
     for row in range(BATCH):
         low, high = (turned[row], turned[row]) if row < 2 else (np.minimum(turned[row], 0), np.maximum(turned[row], 0))
@@ -58,6 +65,6 @@ def test_keys_are_rotated_on_the_way(widen, dtype):
 
 
 def test_refusals():
-    bounds, key = jnp.zeros((1, 1, 1, 96)), jnp.zeros((1, 1, 48))
+    bounds, key = (to_jax(np.zeros(shape), jnp.float32) for shape in ((1, 1, 1, 96), (1, 1, 48)))
     with pytest.raises(Unsupported, match="head dim 48 is not a power of two"):
-        widen_bounds(bounds, key, jnp.zeros(1, jnp.int32), page=4, implementation="gpu", interpret=True)
+        widen_bounds(bounds, key, to_jax([0]), page=4, implementation="gpu", interpret=True)

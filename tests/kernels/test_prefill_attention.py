@@ -1,8 +1,12 @@
 """Prefill attention against float64 NumPy, written out."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import Stripes, block_attention, partial_block_attention, prefill_attention
 from kvjax.pallas_kernels.op import Unsupported
@@ -19,8 +23,13 @@ def softmax(logits):
 def draw(seed, dtype, *shapes):
     """Random arrays of this type, and the same numbers in float64."""
     random = np.random.default_rng(seed)
-    arrays = [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
-    return arrays, [np.asarray(a.astype(jnp.float32), np.float64) for a in arrays]
+    arrays = [to_jax(random.normal(size=shape), dtype) for shape in shapes]
+    return arrays, [np.asarray(a, np.float64) for a in arrays]
+
+
+def fresh(function, *args, **options):
+    """By a program of its own, which is traced with the sizes that a test has set."""
+    return jax.jit(functools.partial(function, **options))(*args)
 
 
 def causal(q, k, v, scale, window):
@@ -44,15 +53,13 @@ def test_prefill_attention(length, window, dtype, monkeypatch):
     """One block, several, and a last one that is not full."""
     monkeypatch.setattr(reference, "BLOCK", 32)
     (q, k, v), numbers = draw(length, dtype, (2, length, 4, 16), *[(2, length, 2, 16)] * 2)
-    out = prefill_attention(q, k, v, scale=0.25, window=window, implementation="xla")
+    out = fresh(prefill_attention, q, k, v, scale=0.25, window=window, implementation="xla")
     assert out.dtype == q.dtype
     expected = causal(*numbers, scale=0.25, window=window)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=TOLERANCE[dtype])
 
 
 def test_prefill_attention_has_no_square_buffer():
-    import jax
-
     length = 8192
     shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
     compiled = jax.jit(lambda q, k, v: prefill_attention(q, k, v, scale=1.0)).lower(shape, shape, shape).compile()
@@ -73,7 +80,7 @@ def test_prefill_attention_of_tpus(dtype, window):
     [("gpu", 128, "got float32 with head dim 64"), ("tpu", 75, "75 tokens are not a multiple of 128")],
 )
 def test_who_cannot_serve_says_why(implementation, length, says):
-    x = jnp.zeros((1, length, 1, 64))
+    x = to_jax(np.zeros((1, length, 1, 64)), jnp.float32)
     with pytest.raises(Unsupported, match=says):
         prefill_attention(x, x, x, scale=1.0, implementation=implementation, interpret=True)
 
@@ -89,8 +96,8 @@ def block_case(seed, dtype, batch, size, slots, heads, kv_heads, dim):
     q_pos[0, size // 2 :] = -1
     weight = random.integers(1, 50, pos.shape).astype(np.float32)
     q, k, v = arrays
-    k, v = (jnp.where(live[..., None], x, jnp.nan) for x in (k, v))
-    return (q, k, v, jnp.asarray(q_pos), jnp.asarray(pos), jnp.asarray(weight)), numbers
+    k, v = (to_jax(np.where(live[..., None], x, np.asarray(np.nan, x.dtype))) for x in (k, v))
+    return (q, k, v, to_jax(q_pos), to_jax(pos), to_jax(weight)), numbers
 
 
 def over_slots(numbers, q_pos, pos, weight, scale, window):
@@ -98,13 +105,13 @@ def over_slots(numbers, q_pos, pos, weight, scale, window):
     q, k, v = numbers
     heads, kv_heads = q.shape[2], k.shape[1]
     out = np.zeros(q.shape)
-    for b, s, n in np.ndindex(*q.shape[:3]):
+    for b, n in np.ndindex(len(q), heads):
         head = n // (heads // kv_heads)
-        distance = q_pos[b, s] - pos[b, head]
+        distance = q_pos[b, :, None] - pos[b, head]
         seen = (pos[b, head] >= 0) & (distance >= 0) & (distance < (10**9 if window is None else window))
-        if seen.any():
-            logits = k[b, head, seen] @ q[b, s, n] * scale + np.log(weight[b, head, seen])
-            out[b, s, n] = softmax(logits) @ v[b, head, seen]
+        any_ = seen.any(axis=1)
+        logits = q[b, any_, n] @ k[b, head].T * scale + np.log(weight[b, head])
+        out[b, any_, n] = softmax(np.where(seen[any_], logits, -np.inf)) @ v[b, head]
     return out
 
 
@@ -117,7 +124,7 @@ def test_block_attention(size, slots, window, dtype, monkeypatch):
     (*args, weight), numbers = block_case(slots, dtype, 3, size, slots, 4, 2, 16)
     q_pos, pos = (np.asarray(x) for x in args[3:])
     for weights in (None, weight):
-        out = block_attention(*args, weights, scale=0.25, window=window, implementation="xla")
+        out = fresh(block_attention, *args, weights, scale=0.25, window=window, implementation="xla")
         assert out.dtype == args[0].dtype
         told = np.ones(pos.shape) if weights is None else np.asarray(weights)
         expected = over_slots(numbers, q_pos, pos, told, 0.25, window)
@@ -132,7 +139,8 @@ def test_block_attention_of_tpus(dtype, window, dim, monkeypatch):
     (*args, weight), numbers = block_case(1, dtype, 2, 20, 300, 4, 2, dim)
     q_pos, pos = (np.asarray(x) for x in args[3:])
     for weights in (None, weight):
-        out = block_attention(*args, weights, scale=0.125, window=window, implementation="tpu", interpret=True)
+        options = {"scale": 0.125, "window": window, "implementation": "tpu", "interpret": True}
+        out = fresh(block_attention, *args, weights, **options)
         told = np.ones(pos.shape) if weights is None else np.asarray(weights)
         expected = over_slots(numbers, q_pos, pos, told, 0.125, window)
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=2 * TOLERANCE[dtype])
@@ -148,11 +156,13 @@ def test_partial_block_attention(implementation, dtype, window, monkeypatch):
     monkeypatch.setattr(block_attention_pallas_mosaic_tpu, "SLOTS", 128)
     (q, k, v, q_pos, pos, weight), numbers = block_case(2, dtype, 2, 20, 300, 4, 2, 64)
     told = np.asarray(q_pos), np.asarray(pos), np.asarray(weight)
+    k, v = np.asarray(k), np.asarray(v)
     total, joined, empty = 0.0, 0.0, 0
     for part in (slice(0, 7), slice(7, 140), slice(140, 300)):
-        given = k[:, :, part], v[:, :, part], q_pos, pos[:, :, part], weight[:, :, part]
+        given = [to_jax(x[:, :, part]) for x in (k, v, *told[1:])]
+        given.insert(2, q_pos)
         options = {"implementation": implementation, "interpret": implementation == "tpu"}
-        out, sums = partial_block_attention(q, *given, scale=0.125, window=window, **options)
+        out, sums = fresh(partial_block_attention, q, *given, scale=0.125, window=window, **options)
         assert (out.dtype, sums.dtype) == (q.dtype, jnp.float32)
         sums = np.asarray(sums, np.float64)
         expected = sums_over_slots(numbers, *told[:1], *(x[:, :, part] for x in told[1:]), part, 0.125, window)
@@ -182,9 +192,15 @@ def sums_over_slots(numbers, q_pos, pos, weight, part, scale, window):
 @pytest.mark.parametrize(("width", "parts"), [(16, 3), (4, 2), (1, 5)])
 def test_stripes(width, parts):
     """Against a count of all slots, dealt one by one."""
-    slot = jnp.arange(200, dtype=jnp.int32)
+    slot = np.arange(200, dtype=np.int32)
+
+    @jax.jit
+    def both(part, slot, some):
+        stripes = Stripes(width, parts, part)
+        return stripes.among_all(some), stripes.below(slot)
+
     for part in range(parts):
-        stripes = Stripes(width, parts, jnp.asarray(part, jnp.int32))
         mine = [i for i in range(200) if i // width % parts == part]
-        np.testing.assert_array_equal(stripes.among_all(slot[: len(mine)]), mine)
-        np.testing.assert_array_equal(stripes.below(slot), [sum(m < i for m in mine) for i in range(200)])
+        among_all, below = both(np.int32(part), slot, slot)
+        np.testing.assert_array_equal(among_all[: len(mine)], mine)
+        np.testing.assert_array_equal(below, [sum(m < i for m in mine) for i in range(200)])

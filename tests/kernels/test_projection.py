@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.lowering import on
 
 from kvjax.conversion.quantised import BLOCKS, from_blocks, to_int4, to_int8
@@ -23,11 +24,11 @@ def draw(seed, rows, depth, outputs, dtype):
     random = np.random.default_rng(seed)
     x, gain = 3 * random.normal(size=(rows, depth)), random.normal(size=depth)
     matrices = [random.normal(size=(count, depth)) / depth**0.5 for count in outputs]
-    return jnp.asarray(x, dtype), Norm(jnp.asarray(gain, dtype), EPS), [jnp.asarray(w, dtype) for w in matrices]
+    return to_jax(x, dtype), Norm(to_jax(gain, dtype), EPS), [to_jax(w, dtype) for w in matrices]
 
 
 def exact(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
+    return np.asarray(x, np.float64)
 
 
 def normed(x, norm):
@@ -69,7 +70,7 @@ class TestProjection:
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_adds_what_is_to_be_added(self, by, case):
         x, norm, (w, *_) = draw(2, *case, "bfloat16")
-        residual = jnp.asarray(np.random.default_rng(3).normal(size=(len(x), len(w))), jnp.bfloat16)
+        residual = to_jax(np.random.default_rng(3).normal(size=(len(x), len(w))), jnp.bfloat16)
         for first in (None, norm):
             (got,) = projection(x, w, norm=first, residual=residual, **by)
             inputs = exact(x) if first is None else normed(x, norm)
@@ -78,7 +79,7 @@ class TestProjection:
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_gate_goes_through_silu(self, by, case):
         x, norm, (gate, *_) = draw(4, *case, "bfloat16")
-        up = jnp.flip(gate, axis=0)
+        up = to_jax(np.asarray(gate)[::-1])
         for first in (None, norm):
             inputs = exact(x) if first is None else normed(x, norm)
             a, b = inputs @ exact(gate).T, inputs @ exact(up).T
@@ -93,8 +94,8 @@ class TestProjection:
 
 def test_xla_serves_any_shape_and_type():
     x, norm, matrices = draw(6, 20, 10, (7, 3), "float32")
-    for w, y in zip(matrices, projection(x.reshape(4, 5, 10), *matrices, norm=norm), strict=True):
-        agree(y.reshape(20, -1), normed(x, norm) @ exact(w).T, "float32")
+    for w, y in zip(matrices, projection(to_jax(np.asarray(x).reshape(4, 5, 10)), *matrices, norm=norm), strict=True):
+        agree(np.asarray(y).reshape(20, -1), normed(x, norm) @ exact(w).T, "float32")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_auto_is_xla_on_a_cpu():
 def test_gradients_pass_through():
     """Fine-tuning goes through the same blocks."""
     x, norm, (w,) = draw(9, 2, 8, (4,), "float32")
-    slope = jax.grad(lambda w: projection(x, w, norm=norm)[0].sum())(w)
+    slope = jax.jit(jax.grad(lambda w: projection(x, w, norm=norm)[0].sum()))(w)
     np.testing.assert_allclose(slope, np.broadcast_to(normed(x, norm).sum(0), (4, 8)), rtol=1e-5)
 
 
@@ -141,7 +142,14 @@ def quantised(kind, w):
         held = from_blocks(kind, blocks.reshape(len(w), -1))
     else:
         held = to_int8(w) if kind == "int8" else to_int4(w)
-    return jax.tree.map(jnp.asarray, held)
+    return jax.tree.map(to_jax, held)
+
+
+def floats(held):
+    return exact(dequantized(held))
+
+
+dequantized = jax.jit(lambda held: held.dequantized(jnp.float32))
 
 
 class TestQuantized:
@@ -150,15 +158,15 @@ class TestQuantized:
     def test_products_are_those_of_the_numbers(self, by, case, kind):
         x, norm, matrices = draw(5, *case, "bfloat16")
         held = [quantised(kind, w) for w in matrices]
-        numbers = [exact(w.dequantized(jnp.float32)) for w in held]
+        numbers = [floats(w) for w in held]
         for first in (None, norm):
             inputs = exact(x) if first is None else normed(x, norm)
             for w, y in zip(numbers, projection(x, *held, norm=first, **by), strict=True):
                 agree(y, inputs @ w.T, "bfloat16")
-        residual = jnp.asarray(np.random.default_rng(3).normal(size=(len(x), len(numbers[0]))), jnp.bfloat16)
+        residual = to_jax(np.random.default_rng(3).normal(size=(len(x), len(numbers[0]))), jnp.bfloat16)
         (got,) = projection(x, held[0], residual=residual, **by)
         agree(got, exact(residual) + exact(x) @ numbers[0].T, "bfloat16")
-        up = jax.tree.map(lambda a: jnp.flip(a, axis=0), held[0])
+        up = jax.tree.map(lambda a: to_jax(np.asarray(a)[::-1]), held[0])
         a, b = normed(x, norm) @ numbers[0].T, normed(x, norm) @ numbers[0][::-1].T
         agree(gated_projection(x, held[0], up, norm=norm, **by), a / (1 + np.exp(-a)) * b, "bfloat16")
 
@@ -168,8 +176,9 @@ class TestQuantized:
         held = [quantised(kind, w) for w in matrices]
         options = {"norm": norm, "residual": None, "dtype": x.dtype}
         options["sizes"] = {"outputs": 16, "inputs": 64, "warps": 4, "stages": 1, "units": 0}
-        for w, y in zip(held, pallas_triton.projection(x, held, **options, interpret=True), strict=True):
-            agree(y, normed(x, norm) @ exact(w.dequantized(jnp.float32)).T, "bfloat16")
+        work = jax.jit(partial(pallas_triton.projection, **options, interpret=True))
+        for w, y in zip(held, work(x, held), strict=True):
+            agree(y, normed(x, norm) @ floats(w).T, "bfloat16")
         with on():
             traced = jax.jit(partial(pallas_triton.projection, **options)).trace(x, held)
             assert "prmt.b32" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -178,7 +187,7 @@ class TestQuantized:
         x, norm, matrices = draw(6, 2, 512, (32, 16, 16), "bfloat16")
         held = [quantised(kind, w) for kind, w in zip(("int4", "int4", "int8"), matrices, strict=True)]
         for w, y in zip(held, projection(x, *held, norm=norm, **by), strict=True):
-            agree(y, normed(x, norm) @ exact(w.dequantized(jnp.float32)).T, "bfloat16")
+            agree(y, normed(x, norm) @ floats(w).T, "bfloat16")
 
     def test_says_what_kernels_do_not_multiply(self):
         x, _, (w, *_) = draw(6, 1, 256, (32,), "bfloat16")

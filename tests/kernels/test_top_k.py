@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import top_k, top_k_indices
@@ -33,7 +34,7 @@ def rows(seed, number, size, dtype):
     scores[5::6, ::3] = -np.inf
     count = random.integers(-1, size + 2, number)
     count[::7] = size // 2
-    return jnp.asarray(scores, dtype), jnp.asarray(count, jnp.int32)
+    return to_jax(scores, dtype), to_jax(count, jnp.int32)
 
 
 @pytest.fixture(scope="module", params=["xla", "tpu", "gpu"])
@@ -61,24 +62,24 @@ class TestTopK:
     def test_counts_spread_over_heads(self, compute):
         """A number for each row of the batch serves all its heads, and NaN beyond a row's end is not chosen."""
         scores, _ = rows(7, 12, 37, "float32")
-        scores = jnp.where(jnp.arange(37) < 20, jnp.nan_to_num(scores, nan=0.0), jnp.nan).reshape(3, 4, 37)
-        keep = np.asarray(compute(scores, jnp.asarray([[0], [5], [20]])))
+        scores = np.where(np.arange(37) < 20, np.nan_to_num(np.asarray(scores), nan=0.0), np.float32(np.nan))
+        keep = np.asarray(compute(scores.reshape(3, 4, 37), to_jax([[0], [5], [20]])))
         assert keep.shape == (3, 4, 37)
         assert (keep.sum(axis=-1) == [[0], [5], [20]]).all()
         assert not keep[..., 20:].any()
 
     def test_equal_scores_are_taken_from_the_left(self, compute):
-        keep = compute(jnp.asarray([[1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 2.0]]), jnp.asarray([5]))
+        keep = compute(to_jax([[1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 2.0]]), to_jax([5]))
         assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 6]
 
     def test_rounding_does_not_decide(self, compute):
         """Scores that differ by a few units in the last place are equal, whatever their size; in what is well apart all is as before."""
         equal = rounded(np.asarray([[3.0, 1, 2, 2, 1, 2, 3, 2, 1]] * 8) * 10.0 ** np.arange(-4, 4)[:, None])
         for count in range(10):
-            keep = np.asarray(compute(jnp.asarray(equal), jnp.full((8,), count, jnp.int32)))
+            keep = np.asarray(compute(to_jax(equal), np.full(8, count, np.int32)))
             assert [np.flatnonzero(row).tolist() for row in keep] == [sorted([0, 6, 2, 3, 5, 7, 1, 4, 8][:count])] * 8
         apart = np.linspace(1, 1.01, 37, dtype=np.float32)[None] * np.asarray([[1], [-1]], np.float32)
-        keep = np.asarray(compute(jnp.asarray(apart), jnp.asarray([5, 5], jnp.int32)))
+        keep = np.asarray(compute(to_jax(apart), to_jax([5, 5], jnp.int32)))
         assert [np.flatnonzero(row).tolist() for row in keep] == [[32, 33, 34, 35, 36], [0, 1, 2, 3, 4]]
 
 
@@ -93,33 +94,32 @@ class TestIndices:
     def test_are_where_the_mask_is(self, implementation, number, size, room):
         """Those of the mask but for what is -inf or NaN, each once and first; the others are places in the row, too."""
         scores, count = rows(3, number, size, "float32")
-        count = jnp.minimum(count, room)
-        index, live = top_k_indices(
-            scores, count, room, implementation=implementation, interpret=implementation == "gpu"
+        count = to_jax(np.minimum(count, room))
+        index, live = jax.device_get(
+            top_k_indices(scores, count, room, implementation=implementation, interpret=implementation == "gpu")
         )
         assert index.shape == live.shape == (number, room)
         assert ((index >= 0) & (index < size)).all()
+        scores = np.asarray(scores)
         finite = np.where(np.isnan(scores), -np.inf, scores) > -np.inf
-        expected = np.asarray(top_k(scores, count)) & finite
-        for places, meant, mask in zip(np.asarray(index), np.asarray(live), expected, strict=True):
+        expected = np.asarray(top_k(to_jax(scores), count)) & finite
+        for places, meant, mask in zip(index, live, expected, strict=True):
             assert (np.diff(meant.astype(int)) <= 0).all()
             assert sorted(places[meant].tolist()) == np.flatnonzero(mask).tolist()
 
     @pytest.mark.parametrize("implementation", ["xla", "gpu"])
     def test_rounding_does_not_decide(self, implementation):
         options = {"implementation": implementation, "interpret": implementation == "gpu"}
-        equal = jnp.asarray(rounded(np.asarray([[3.0, 1, 2, 2, 1, 2, 3, 2, 1]] * 16)))
+        equal = to_jax(rounded(np.asarray([[3.0, 1, 2, 2, 1, 2, 3, 2, 1]] * 16)))
         for count in range(1, 10):
-            index, live = top_k_indices(equal, jnp.full((16,), count, jnp.int32), 9, **options)
-            chosen = [
-                sorted(row[meant].tolist()) for row, meant in zip(np.asarray(index), np.asarray(live), strict=True)
-            ]
+            index, live = jax.device_get(top_k_indices(equal, to_jax(np.full(16, count)), 9, **options))
+            chosen = [sorted(row[meant].tolist()) for row, meant in zip(index, live, strict=True)]
             assert chosen == [sorted([0, 6, 2, 3, 5, 7, 1, 4, 8][:count])] * 16
 
     def test_of_rows_with_heads(self):
         """A number for each row of the batch serves all its heads."""
-        scores = jnp.arange(24.0).reshape(2, 3, 4)
-        index, live = top_k_indices(scores, jnp.asarray([[1], [0]]), 2)
+        scores = to_jax(np.arange(24.0).reshape(2, 3, 4), jnp.float32)
+        index, live = jax.device_get(top_k_indices(scores, to_jax([[1], [0]]), 2))
         assert live.tolist() == [[[True, False]] * 3, [[False, False]] * 3]
         assert (index[0, :, 0] == 3).all()
 
@@ -127,14 +127,16 @@ class TestIndices:
 @pytest.mark.parametrize(("implementation", "longest"), [("tpu", 131072), ("gpu", 65536)])
 def test_rows_too_long_are_refused(implementation, longest):
     with pytest.raises(Unsupported, match=rf"rows of {longest + 1} scores do not fit .*; {longest} do"):
-        top_k(jnp.zeros((1, longest + 1)), jnp.asarray([1]), implementation=implementation, interpret=True)
+        top_k(
+            to_jax(np.zeros((1, longest + 1)), jnp.float32), to_jax([1]), implementation=implementation, interpret=True
+        )
 
 
 def test_another_device_is_refused():
     with pytest.raises(Unsupported, match=r"this program is for cpu, not for a gpu"):
-        top_k(jnp.zeros((1, 4)), jnp.asarray([1]), implementation="gpu")
+        top_k(to_jax(np.zeros((1, 4)), jnp.float32), to_jax([1]), implementation="gpu")
 
 
 def test_nothing_to_choose_from():
-    assert top_k(jnp.zeros((3, 0)), jnp.asarray([1, 1, 1])).shape == (3, 0)
-    assert top_k(jnp.zeros((0, 5)), jnp.zeros((0,), jnp.int32)).shape == (0, 5)
+    assert top_k(to_jax(np.zeros((3, 0)), jnp.float32), to_jax([1, 1, 1])).shape == (3, 0)
+    assert top_k(to_jax(np.zeros((0, 5)), jnp.float32), to_jax(np.zeros(0), jnp.int32)).shape == (0, 5)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 
 from kvjax.pallas_kernels import Ranked, tree_eviction
 
@@ -24,7 +25,7 @@ def draw(slots, counts):
     count = np.repeat(np.asarray(counts, np.int32)[:, None], HEADS, axis=1)
     scope = random.integers(0, 4, (ROWS, HEADS)).astype(np.int32)
     state = Ranked(rank, pos, live.astype(np.float32), count, np.full((ROWS, HEADS), 7, np.int32), scope)
-    return Ranked(*map(jnp.asarray, state)), jnp.asarray(score), jnp.asarray(steps)
+    return Ranked(*map(to_jax, state)), to_jax(score), to_jax(steps)
 
 
 def expected(ranked, score, steps, stride, scored):
@@ -55,18 +56,19 @@ def expected(ranked, score, steps, stride, scored):
 )
 def test_evicts_one_of_two_neighbours(implementation, slots, counts, stride, scored):
     ranked, score, steps = draw(slots, counts)
+    before = [np.asarray(x) for x in (score, steps)]
     rounding = 1 + 5e-7 * np.random.default_rng(0).standard_normal(score.shape)  # which does not decide
     got = tree_eviction(
         ranked,
-        jnp.asarray(score * rounding, jnp.float32),
+        to_jax(before[0] * rounding, jnp.float32),
         steps,
-        jnp.asarray(TREE, jnp.int32),
-        jnp.asarray(BUDGET, jnp.int32),
+        to_jax(TREE, jnp.int32),
+        to_jax(BUDGET, jnp.int32),
         sinks=SINKS,
         stride=stride,
         scored=scored,
         implementation=implementation,
         interpret=implementation != "xla",
     )
-    for name, new, wanted in zip(Ranked._fields, got, expected(ranked, score, steps, stride, scored), strict=True):
+    for name, new, wanted in zip(Ranked._fields, got, expected(ranked, *before, stride, scored), strict=True):
         np.testing.assert_array_equal(new, wanted, err_msg=name)

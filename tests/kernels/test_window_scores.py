@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.interpreter import races_found
 
 from kvjax.pallas_kernels import window_scores
@@ -22,12 +23,13 @@ def draw(seed, size, heads, kv_heads, dim, dtype):
     q, k = (np.where(padding, np.nan, random.normal(size=(5, size, n, dim))) for n in (heads, kv_heads))
     first = np.minimum(random.integers(0, 9, 5), lengths)
     count = random.integers(0, lengths - first + 1)
-    return jnp.asarray(q, dtype), jnp.asarray(k, dtype), *(jnp.asarray(x, jnp.int32) for x in (lengths, first, count))
+    return to_jax(q, dtype), to_jax(k, dtype), *(to_jax(x, jnp.int32) for x in (lengths, first, count))
 
 
 def expected(q, k, lengths, first, count, window, sliding, chunk):
     """Scores, query by query; of a chunk, each query gives what it gives to the best token."""
-    q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
+    q, k, lengths, first, count = (np.asarray(x) for x in (q, k, lengths, first, count))
+    q, k = q.astype(np.float64), k.astype(np.float64)
     batch, size, kv_heads, _ = k.shape
     group, chunks = q.shape[2] // kv_heads, -(-size // chunk)
     scores = np.zeros((batch, kv_heads, chunks))
@@ -78,7 +80,7 @@ class TestWindowScores:
         for seed in range(1 if implementation == "tpu" else 4):
             q, k, lengths, first, count = draw(seed, size, heads, kv_heads, dim, dtype)
             if not middle:
-                first, count = jnp.zeros_like(lengths), lengths
+                first, count = np.zeros(len(lengths), np.int32), lengths
             found = compute(q, k, lengths, *((first, count) if middle else ()))
             wanted = expected(q, k, lengths, first, count, window, sliding, chunk)
             np.testing.assert_allclose(found, wanted, atol=2e-6, rtol=2e-5)
@@ -88,8 +90,8 @@ class TestWindowScores:
 def test_programs_share_the_tokens():
     """Several blocks, parts of them, and tiles of queries."""
     q, k, lengths, _, _ = draw(5, 70, 8, 2, 64, "float32")
-    none = jnp.zeros_like(lengths)
-    observers = Observers.of(q, lengths, 8, 2)
+    none = to_jax(np.zeros(len(lengths), np.int32))
+    observers = jax.jit(Observers.of, static_argnums=(2, 3))(q, lengths, 8, 2)
     options = {"scale": SCALE, "sliding_window": None, "chunk": 2, "interpret": True}
     sizes = {"rows": 16, "block": 16, "splits": 3, "warps": 4, "stages": 1}
     total = window_scores_pallas_triton.window_scores(observers, k, none, lengths, sizes=sizes, **options)
@@ -101,8 +103,13 @@ def test_programs_share_the_tokens():
 def test_bare_products(dtype):
     """No mask and no softmax: every observer with every token of its prompt."""
     q, k, lengths, _, _ = draw(6, 32, 4, 2, 16, dtype)
-    scores = window_scores(q, k, lengths, window=8, scale=SCALE, kind="logits")
-    q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
+    scores = jax.jit(lambda *args: window_scores(*args, window=8, scale=SCALE, kind="logits"))(q, k, lengths)
+    scores, lengths, q, k = (
+        np.asarray(scores),
+        np.asarray(lengths),
+        np.asarray(q, np.float64),
+        np.asarray(k, np.float64),
+    )
     for b, head in np.ndindex(*scores.shape[:2]):
         n = int(lengths[b])
         wanted = np.zeros(32)
@@ -130,7 +137,7 @@ def test_what_is_refused():
     for implementation, reason in reasons.items():
         with pytest.raises(Unsupported, match=reason):
             window_scores(q, k, lengths, window=4, scale=SCALE, implementation=implementation, interpret=True)
-    k = jnp.zeros((5, 16, 2, 64))
+    k = to_jax(np.zeros((5, 16, 2, 64)), jnp.float32)
     for implementation in reasons:
         with pytest.raises(Unsupported, match="a chunk of 3 tokens is not a power of two"):
             window_scores(k, k, lengths, window=4, scale=SCALE, chunk=3, implementation=implementation, interpret=True)

@@ -1,9 +1,12 @@
 """Update one slot per head in several arrays at once, by every implementation, against loops."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from kernels.lowering import on
 
 from kvjax.models.rope import Rope
@@ -27,17 +30,17 @@ def draw(dtype):
     """Keys, values, positions and weights of a cache, and slots of which one is beyond its end."""
     random = np.random.default_rng(0)
     shape = ROWS, HEADS, SLOTS
-    pairs = [jnp.asarray(random.normal(size=(*shape, DIM)), dtype) for _ in "kv"]
-    marks = [jnp.asarray(random.integers(0, 9, shape), jnp.int32), jnp.asarray(random.normal(size=shape), jnp.float32)]
+    pairs = [to_jax(random.normal(size=(*shape, DIM)), dtype) for _ in "kv"]
+    marks = [to_jax(random.integers(0, 9, shape), jnp.int32), to_jax(random.normal(size=shape), jnp.float32)]
     slot = random.integers(0, SLOTS, (ROWS, HEADS))
     slot[1, 0] = SLOTS
-    new = [jnp.asarray(random.normal(size=(ROWS, HEADS, DIM)), dtype) for _ in "kv"]
-    return [*pairs, *marks], jnp.asarray(slot, jnp.int32), new
+    new = [to_jax(random.normal(size=(ROWS, HEADS, DIM)), dtype) for _ in "kv"]
+    return [*pairs, *marks], to_jax(slot, jnp.int32), new
 
 
 def written(array, slot, value):
     """The same, one head after the other; nothing where the slot does not exist."""
-    array = np.array(array)
+    array, slot = np.array(array), np.asarray(slot)
     value = np.broadcast_to(np.asarray(value, array.dtype), (ROWS, HEADS, *array.shape[3:]))
     for row, head in np.ndindex(ROWS, HEADS):
         if slot[row, head] < SLOTS:
@@ -45,11 +48,16 @@ def written(array, slot, value):
     return array
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def deferred_and_turned(rope, k, pos):
+    return DeferredRope(k, *rope.cos_sin(pos)), rope.rotate(k, pos[:, None])
+
+
 class TestWriteSlots:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_writes_one_slot_a_head(self, write, dtype):
         arrays, slot, (k, v) = draw(dtype)
-        values = [k, v, jnp.asarray([[4], [5]], jnp.int32), 1.0]
+        values = [k, v, to_jax([[4], [5]], jnp.int32), 1.0]
         got = write(arrays, slot, values)
         for new, array, value in zip(got, arrays, values, strict=True):
             assert new.dtype == array.dtype
@@ -59,19 +67,20 @@ class TestWriteSlots:
     def test_turns_keys_as_rope_does(self, write, dtype):
         (keys, *_), slot, (k, _) = draw(dtype)
         rope = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1)
-        pos = jnp.asarray([3, 1000], jnp.int32)
-        (got,) = write([keys], slot, [DeferredRope(k, *rope.cos_sin(pos))])
-        expected = written(keys, slot, rope.rotate(k, pos[:, None]))
-        np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(np.float32), atol=1e-6)
+        pos = to_jax([3, 1000], jnp.int32)
+        deferred, turned = deferred_and_turned(rope, k, pos)
+        (got,) = write([keys], slot, [deferred])
+        expected = written(keys, slot, turned)
+        np.testing.assert_allclose(np.asarray(got, np.float32), expected.astype(np.float32), atol=1e-6)
 
     def test_counters_go_up_by_one(self, write):
         arrays, slot, (k, v) = draw("float32")
-        seen, other = jnp.asarray([8, 3], jnp.int32), slot * 2
+        seen, other = to_jax([8, 3], jnp.int32), to_jax(2 * np.asarray(slot))
         for counters in ([slot, seen], [other], [seen, other]):
             values = [k, v, 4, 1.0]
             got = write(arrays, slot, values, counters)
             expected = [written(array, slot, value) for array, value in zip(arrays, values, strict=True)]
-            for new, wanted in zip(got, [*expected, *(counter + 1 for counter in counters)], strict=True):
+            for new, wanted in zip(got, [*expected, *(np.asarray(counter) + 1 for counter in counters)], strict=True):
                 np.testing.assert_array_equal(new, wanted)
 
 
@@ -79,22 +88,25 @@ class TestWriteSlots:
 def test_divided_among_caches_as_if_alone(implementation):
     """Heads of a layer in two caches of different sizes: each has what it would have in a cache of all."""
     random = np.random.default_rng(1)
-    k, v = (jnp.asarray(random.normal(size=(ROWS, 5, DIM)), jnp.float32) for _ in "kv")
-    rope, pos = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1), jnp.asarray([3, 1000], jnp.int32)
-    values = [DeferredRope(k, *rope.cos_sin(pos)), v, pos[:, None], 1.0]
+    k, v = (to_jax(random.normal(size=(ROWS, 5, DIM)), jnp.float32) for _ in "kv")
+    rope, pos = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1), to_jax([3, 1000], jnp.int32)
+    deferred, turned = deferred_and_turned(rope, k, pos)
+    values = [deferred, v, to_jax(np.asarray(pos)[:, None]), 1.0]
     writings = []
     for heads, slots in (((3, 1), SLOTS), ((0, 4, 2), SLOTS + 4)):
         shape = ROWS, len(heads), slots
-        arrays = [jnp.zeros((*shape, DIM)), jnp.ones((*shape, DIM)), jnp.full(shape, -1), jnp.zeros(shape)]
-        slot = jnp.asarray(random.integers(0, slots, shape[:2]), jnp.int32)
-        seen = jnp.asarray(random.integers(0, 9, ROWS), jnp.int32)
+        arrays = np.zeros((*shape, DIM), np.float32), np.ones((*shape, DIM), np.float32), np.full(shape, -1, np.int32)
+        arrays = [*map(to_jax, (*arrays, np.zeros(shape, np.float32)))]
+        slot = to_jax(random.integers(0, slots, shape[:2]), jnp.int32)
+        seen = to_jax(random.integers(0, 9, ROWS), jnp.int32)
         writings.append(SlotUpdate(arrays, slot, values, [slot, seen], heads))
     got = write_sharded_slots(writings, implementation=implementation, interpret=implementation != "xla")
-    for written_to, writing in zip(got, writings, strict=True):
+    turned, v, pos = jax.device_get((turned, v, pos))
+    for written_to, writing in zip(*jax.device_get((got, writings)), strict=True):
         mine = np.asarray(writing.heads)
         for row, place in np.ndindex(ROWS, len(mine)):
             at = int(writing.slot[row, place])
-            news = rope.rotate(k, pos[:, None])[row, mine[place]], v[row, mine[place]], pos[row], 1.0
+            news = turned[row, mine[place]], v[row, mine[place]], pos[row], 1.0
             for new, before, value in zip(written_to, writing.arrays, news, strict=False):
                 wanted = np.array(before[row, place])
                 wanted[at] = value
@@ -105,7 +117,7 @@ def test_divided_among_caches_as_if_alone(implementation):
 
 def test_a_slot_that_counts_is_given_once():
     """Given twice, XLA would copy it before and after, in each layer of a step."""
-    array, slot = jnp.zeros((1, 2, 8, DIM), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
+    array, slot = to_jax(np.zeros((1, 2, 8, DIM)), jnp.bfloat16), to_jax(np.zeros((1, 2)), jnp.int32)
     with on():
         lowered = jax.jit(lambda array, slot: write_slots([array], slot, [1.0], [slot])).trace(array, slot)
     (call,) = [line for line in lowered.lower(lowering_platforms=("cuda",)).as_text().splitlines() if "triton" in line]
@@ -113,6 +125,6 @@ def test_a_slot_that_counts_is_given_once():
 
 
 def test_who_cannot_serve_says_why():
-    arrays = [jnp.zeros((1, 2, 4, 24))]
+    arrays = [to_jax(np.zeros((1, 2, 4, 24)), jnp.float32)]
     with pytest.raises(Unsupported, match="head dim 24 is not a power of two"):
-        write_slots(arrays, jnp.zeros((1, 2), jnp.int32), [0.0], implementation="gpu", interpret=True)
+        write_slots(arrays, to_jax(np.zeros((1, 2)), jnp.int32), [0.0], implementation="gpu", interpret=True)

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import logits, numbers
 from policies.driver import every_policy
 
 import kvjax
 from kvjax.bench.floor import weight_bytes
 from kvjax.conversion import quantize_weights
-from kvjax.models import Params, abstract, transformer
+from kvjax.models import Params, abstract
 from kvjax.models.params import count, nbytes, retyped
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Norm, is_quantized, lookup, projection
 from kvjax.pallas_kernels.fused_decode_block import BlockWeights, fused_decode_block
@@ -28,7 +29,7 @@ def held(tiny: Params) -> dict[str, Params]:
 
 
 def dequantised(params: Params) -> Params:
-    return jax.tree.map(lambda w: w.dequantized(params.dtype) if is_quantized(w) else w, params, is_leaf=is_quantized)
+    return jax.tree.map(lambda w: numbers(w, params.dtype.name) if is_quantized(w) else w, params, is_leaf=is_quantized)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,22 +37,24 @@ def dequantised(params: Params) -> Params:
 def test_products_are_those_of_the_numbers(held, kind: str, shape: tuple[int, ...]) -> None:
     w = held[kind].layers[0].mlp.down
     assert isinstance(w, Int8Matrix if kind == "int8" else GroupedMatrix)
-    x, y = (jax.random.normal(jax.random.key(i), (*shape, w.shape[1 - i])) for i in (0, 1))
-    norm = Norm(1 + 0.1 * jax.random.normal(jax.random.key(2), (w.shape[1],)), 1e-5)
-    (found,) = projection(x, w, norm=norm, residual=y)
-    np.testing.assert_allclose(found, y + norm(x) @ w.dequantized(jnp.float32).T, atol=1e-4)
-    (found,) = projection(x.astype(jnp.bfloat16), w, dtype=jnp.float32)
-    expected = x.astype(jnp.bfloat16).astype(jnp.float32) @ w.dequantized(jnp.float32).T
-    np.testing.assert_allclose(found, expected, atol=0.02 * float(jnp.abs(expected).max()))
-    indices = jnp.asarray(np.random.default_rng(0).integers(0, w.shape[0], shape), jnp.int32)
-    np.testing.assert_array_equal(lookup(w, indices, jnp.float32), w.dequantized(jnp.float32)[indices])
+    random, floats = np.random.default_rng(0), np.asarray(numbers(w))
+    x, y = (random.normal(size=(*shape, w.shape[1 - i])).astype(np.float32) for i in (0, 1))
+    norm = Norm(jnp.asarray(1 + 0.1 * random.normal(size=w.shape[1]), jnp.float32), 1e-5)
+    found, normed = jax.jit(lambda x, w, y: (projection(x, w, norm=norm, residual=y)[0], norm(x)))(x, w, y)
+    np.testing.assert_allclose(found, y + normed @ floats.T, atol=1e-4)
+    half = x.astype(jnp.bfloat16)
+    (found,) = jax.jit(lambda x, w: projection(x, w, dtype=jnp.float32))(half, w)
+    expected = half.astype(np.float32) @ floats.T
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    indices = random.integers(0, w.shape[0], shape).astype(np.int32)
+    np.testing.assert_array_equal(jax.jit(lambda w, i: lookup(w, i, jnp.float32))(w, indices), floats[indices])
 
 
 @pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_logits_are_those_of_the_numbers(held, kind: str) -> None:
     tokens = jnp.asarray([PROMPT], jnp.int32)
-    expected = transformer.forward(dequantised(held[kind]), tokens)
-    np.testing.assert_allclose(transformer.forward(held[kind], tokens), expected, atol=1e-4)
+    expected = logits(dequantised(held[kind]), tokens)
+    np.testing.assert_allclose(logits(held[kind], tokens), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +134,8 @@ def test_the_fused_block_leaves_them_to_xla(held) -> None:
     norms = Norm(a.mlp_norm, 1e-5), Norm(b.attn_norm, 1e-5)
     weights = BlockWeights(a.attn.o, norms[0], a.mlp.gate, a.mlp.up, a.mlp.down, norms[1], b.attn.q, b.attn.k, b.attn.v)
     out, x = jnp.ones((1, 64)), jnp.ones((1, 48))
-    found = fused_decode_block(out, x, weights)
-    numbers = BlockWeights(*(w.dequantized(jnp.float32) if is_quantized(w) else w for w in weights))
-    for got, want in zip(found, fused_decode_block(out, x, numbers), strict=True):
+    run = jax.jit(fused_decode_block)
+    found = run(out, x, weights)
+    floats = BlockWeights(*(numbers(w) if is_quantized(w) else w for w in weights))
+    for got, want in zip(found, run(out, x, floats), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4)

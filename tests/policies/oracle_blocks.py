@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 from policies import oracle_cam
-from policies.driver import ROPE, highest, rotate, softmax
+from policies.driver import ROPE, highest
+from policies.oracle_arrays import rotate, shares
 from policies.oracle_catekv import chunk_scores
 from policies.oracle_chelsea import ChelseaHead
 from policies.oracle_clusterkv import ClusterHead
@@ -38,9 +39,7 @@ class Text:
         self.q, self.k, self.v = (x.astype(np.float64) for x in (q, k, v))
         self.heads, self.size, self.seen = k.shape[1], size, 0
         self.group = q.shape[1] // self.heads
-        self.q_turned, self.k_turned = (
-            np.stack([[rotate(ROPE, x, pos) for x in heads] for pos, heads in enumerate(text)]) for text in (q, k)
-        )
+        self.q_turned, self.k_turned = (rotate(ROPE, text, np.arange(len(text))[:, None]) for text in (q, k))
         self.held: list[list[int]] = [[] for _ in range(self.heads)]
         self.begin()
 
@@ -59,12 +58,10 @@ class Text:
     def attention(self, head: int, entries: list[int], n: int) -> np.ndarray:
         """Causal probabilities that the last n of these entries, as queries of each head of the group, give to all [n, G, M]."""
         keys, queries = self.placed(head, entries, n)
-        before = len(entries) - n
-        probs = np.zeros((n, self.group, len(entries)))
-        for i, g in np.ndindex(n, self.group):
-            visible = [place for place in range(before + i + 1) if entries[place] > entries[before + i] - self.sliding]
-            probs[i, g, visible] = softmax(keys[visible] @ queries[i, g] / np.sqrt(keys.shape[-1]))
-        return probs
+        positions, places = np.asarray(entries), np.arange(len(entries))
+        own = places[len(entries) - n :, None]
+        visible = (places <= own) & (positions > positions[own] - self.sliding)
+        return shares(queries @ keys.T / np.sqrt(keys.shape[-1]), visible[:, None])
 
     def placed(self, head: int, entries: list[int], n: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys of entries [M, H] and the last n queries [n, G, H], at their positions in the text."""
@@ -100,12 +97,9 @@ class Streaming(Text):
     def placed(self, head: int, entries: list[int], n: int) -> tuple[np.ndarray, np.ndarray]:
         if not self.by_place:
             return super().placed(head, entries, n)
-        keys = np.stack([rotate(ROPE, self.k[pos, head], place) for place, pos in enumerate(entries)])
-        queries = [
-            [rotate(ROPE, self.q[entries[place], h], place) for h in self.queries_of(head)]
-            for place in range(len(entries) - n, len(entries))
-        ]
-        return keys, np.asarray(queries)
+        places = np.arange(len(entries))
+        queries = self.q[entries[len(entries) - n :]][:, self.queries_of(head)]
+        return rotate(ROPE, self.k[entries, head], places), rotate(ROPE, queries, places[len(entries) - n :, None])
 
     def survivors(self, entries: list[list[int]], probs: list[np.ndarray]) -> list[list[int]]:
         recent = self.budget - self.sinks
@@ -228,15 +222,10 @@ class CateKV(Text):
         keys, queries = self.placed(head, entries, n)
         middle = list(range(self.sinks, len(entries) - self.recent))
         observers = list(range(n))[-self.window :]
-        matrix = np.zeros((len(observers), len(middle)))
-        for row, i in enumerate(observers):
-            own = len(entries) - n + i
-            visible = [j for j, at in enumerate(middle) if at <= own and entries[at] > entries[own] - self.sliding]
-            for g in range(self.group):
-                if visible:
-                    logits = keys[[middle[j] for j in visible]] @ queries[i, g] / np.sqrt(keys.shape[-1])
-                    matrix[row, visible] += softmax(logits) / self.group
-        return matrix
+        own, positions = len(entries) - n + np.asarray(observers)[:, None], np.asarray(entries)
+        visible = (np.asarray(middle) <= own) & (positions[middle] > positions[own] - self.sliding)
+        logits = queries[observers] @ keys[middle].T / np.sqrt(keys.shape[-1])
+        return shares(logits, visible[:, None]).mean(axis=1)
 
 
 class ExpectedAttention(Text):
@@ -257,16 +246,14 @@ class ExpectedAttention(Text):
         if not behind:
             return scores
         dim = self.q.shape[-1]
-        turns = [
-            np.stack([rotate(ROPE, axis, self.seen + i) for axis in np.eye(dim)], axis=1) for i in range(self.future)
-        ]
+        turns = [rotate(ROPE, np.eye(dim), self.seen + i).T for i in range(self.future)]
         turn = np.mean(turns, axis=0)
         keys = self.k_turned[[entries[i] for i in behind], head]
         for n in self.queries_of(head):
             queries = self.q[self.sinks : self.seen, n]
             mean, covariance = turn @ queries.mean(axis=0), turn @ np.cov(queries.T, bias=True) @ turn.T
-            logits = [key @ mean / np.sqrt(dim) + key @ covariance @ key / dim / 2 for key in keys]
-            scores[behind] += softmax(np.asarray(logits)) / self.group
+            logits = keys @ mean / np.sqrt(dim) + ((keys @ covariance) * keys).sum(axis=1) / dim / 2
+            scores[behind] += shares(logits) / self.group
         values = np.linalg.norm(self.v[[entries[i] for i in behind], head], axis=-1)
         scores[behind] = (scores[behind] + self.epsilon) * values
         return scores
@@ -384,14 +371,11 @@ class Clustering(ChelseaHead):
         """Append tokens, attend with the group's queries [n, G, H], cluster if it is time: outputs [n, G, H]."""
         for i, (k, v) in enumerate(zip(keys, values, strict=True)):
             self._append(k, v, first + i)
-        outputs = np.zeros(queries.shape)
-        for i, g in np.ndindex(queries.shape[:2]):
-            seen = [e for e in self.entries if e["pos"] <= first + i]
-            k, v = (np.stack([e[name] for e in seen]) for name in "kv")
-            query = rotate(ROPE, queries[i, g], first + i)
-            outputs[i, g] = softmax(k @ query / np.sqrt(len(query)) + np.log([e["n"] for e in seen])) @ v
+        k, v, n, pos = (np.stack([e[name] for e in self.entries]) for name in ("k", "v", "n", "pos"))
+        at = first + np.arange(len(queries))[:, None]
+        logits = rotate(ROPE, queries, at) @ k.T / np.sqrt(k.shape[-1]) + np.log(n)
         self._compress()
-        return outputs
+        return shares(logits, pos <= at[..., None]) @ v
 
 
 class Chelsea(Text):

@@ -1,7 +1,8 @@
 """CaM, literally: one row in NumPy and lists, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, softmax
+from policies.oracle_arrays import rotate
 from policies.oracle_scoring import Row
 
 
@@ -27,7 +28,7 @@ class CaM(Row):
         for head, held in enumerate(self.held):
             held[pos] = 0.0
             positions = list(held)
-            keys = np.stack([rotate(ROPE, self.k[p, head], place) for place, p in enumerate(positions)])
+            keys = rotate(ROPE, self.k[positions, head], np.arange(len(positions)))
             for n in self.queries_of(head):
                 query = rotate(ROPE, self.q[pos, n], len(positions) - 1)
                 probs = softmax(keys @ query / np.sqrt(len(query)))

@@ -4,24 +4,17 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE
+from policies.oracle_arrays import rotate, shares
 
 
 def observation_matrix(queries: np.ndarray, keys: np.ndarray, sinks: int, recent: int, window: int) -> np.ndarray:
     """Equation 1, averaged over the group: queries [n, G, H] and keys [n, H] of one KV head; [L_obs, n - sinks - recent]."""
-    n, group, dim = queries.shape
-    middle = range(sinks, n - recent)
-    observers = range(max(0, n - window), n)
-    matrix = np.zeros((len(observers), max(len(middle), 0)))
-    for i, query in enumerate(observers):
-        visible = [j for j, key in enumerate(middle) if key <= query]
-        if not visible:
-            continue
-        rotated = np.stack([rotate(ROPE, keys[middle[j]], middle[j]) for j in visible])
-        for g in range(group):
-            attention = softmax(rotated @ rotate(ROPE, queries[query, g], query) / np.sqrt(dim))
-            matrix[i, visible] += attention / group
-    return matrix
+    n, _, dim = queries.shape
+    middle = np.arange(sinks, n - recent)
+    observers = np.arange(max(0, n - window), n)[:, None]
+    turned, asking = rotate(ROPE, keys[middle], middle), rotate(ROPE, queries[observers[:, 0]], observers)
+    return shares(asking @ turned.T / np.sqrt(dim), middle <= observers[..., None]).mean(axis=1)
 
 
 def chunk_scores(matrix: np.ndarray, chunk: int, order: str) -> list[float]:
@@ -75,7 +68,7 @@ class CateHead:
     def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
         """Attention of a group's queries [G, H] over all that is held."""
         keys, values = np.stack(list(self.keys.values())), np.stack(list(self.values.values()))
-        return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])
+        return shares(rotate(ROPE, queries, pos) @ keys.T / np.sqrt(keys.shape[-1])) @ values
 
 
 def frequencies(matrix: np.ndarray, k: float, alpha: float) -> np.ndarray:

@@ -4,7 +4,8 @@ import math
 from fractions import Fraction
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, softmax
+from policies.oracle_arrays import rotate
 
 
 def ratio(schedule: tuple[float, float, int], r_min: float, i: int) -> Fraction:

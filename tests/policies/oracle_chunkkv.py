@@ -1,29 +1,26 @@
 """ChunkKV, literally: observe, score chunks, keep the best ones whole, in NumPy and lists. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, softmax
+from policies.oracle_arrays import rotate, shares
 
 
 def observed(queries: np.ndarray, keys: np.ndarray, window: int, score: str = "softmax") -> np.ndarray:
     """Attention that each of n tokens gets from the last `window` queries [n, G, H]; keys [n, H]. Sum over queries, mean over G."""
-    n, group, dim = queries.shape
-    turned = np.stack([rotate(ROPE, key, pos) for pos, key in enumerate(keys)])
-    total = np.zeros(n)
-    for pos in range(max(0, n - window), n):
-        for g in range(group):
-            query = rotate(ROPE, queries[pos, g], pos)
-            if score == "raw":
-                total += turned @ query / group
-            else:
-                total[: pos + 1] += softmax(turned[: pos + 1] @ query / np.sqrt(dim)) / group
-    return total
+    n, _, dim = queries.shape
+    turned = rotate(ROPE, keys, np.arange(n))
+    at = np.arange(max(0, n - window), n)[:, None]
+    products = rotate(ROPE, queries[at[:, 0]], at) @ turned.T  # [w, G, n]
+    if score != "raw":
+        products = shares(products / np.sqrt(dim), np.arange(n) <= at[..., None])
+    return products.mean(axis=1).sum(axis=0)
 
 
 def pooled(a: np.ndarray, width: int) -> np.ndarray:
     """Average over `width` neighbours, zeros beyond the ends."""
     half = width // 2
     padded = np.concatenate([np.zeros(half), a, np.zeros(half)])
-    return np.asarray([padded[i : i + width].mean() for i in range(len(a))])
+    return np.lib.stride_tricks.sliding_window_view(padded, width).mean(axis=1) if len(a) else a
 
 
 def survivors(
@@ -92,5 +89,5 @@ def kvpress(attention: np.ndarray, ratio: float, chunk: int, pool: int) -> list[
 
 def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, held: list[int], pos: int) -> np.ndarray:
     """Attention output of one query [H] at `pos` over the held positions of keys and values [S, H]."""
-    turned = np.stack([rotate(ROPE, keys[p], p) for p in held])
+    turned = rotate(ROPE, keys[held], np.asarray(held))
     return softmax(turned @ rotate(ROPE, query, pos) / np.sqrt(len(query))) @ values[held].astype(np.float64)

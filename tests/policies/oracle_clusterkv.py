@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, softmax
+from policies.oracle_arrays import rotate
 
 
-def nearness(x: np.ndarray, centroid: np.ndarray, distance: str) -> float:
-    """How near a key is to a centroid: larger is nearer."""
-    if distance == "cosine":
-        length = np.linalg.norm(centroid)
-        return float(x @ centroid / (np.linalg.norm(x) * length)) if length > 0 else 0.0
-    return float(x @ centroid if distance == "ip" else -np.sum((x - centroid) ** 2))
+def nearness(x: np.ndarray, centroids: np.ndarray, distance: str) -> np.ndarray:
+    """How near each key [T, H] is to each centroid [M, H]: larger is nearer."""
+    if distance == "l2":
+        return -np.sum((x[:, None] - centroids) ** 2, axis=-1)
+    products = x @ centroids.T
+    if distance == "ip":
+        return products
+    lengths = np.linalg.norm(centroids, axis=-1)
+    return np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), 0) / np.linalg.norm(x, axis=-1)[:, None]
 
 
 def kmeans(x: np.ndarray, init: np.ndarray, iterations: int, distance: str) -> tuple[np.ndarray, list[int]]:
@@ -19,19 +23,19 @@ def kmeans(x: np.ndarray, init: np.ndarray, iterations: int, distance: str) -> t
     centroids = init.astype(np.float64).copy()
 
     def assign() -> list[int]:
-        return [int(np.argmax([nearness(key, c, distance) for c in centroids])) for key in x]
+        return nearness(x, centroids, distance).argmax(axis=1).tolist() if len(x) else []
 
     for _ in range(iterations):
         labels = assign()
         for c in set(labels):  # a cluster without keys keeps its centroid
-            centroids[c] = np.mean([key for key, label in zip(x, labels, strict=True) if label == c], axis=0)
+            centroids[c] = x[np.asarray(labels) == c].mean(axis=0)
     return centroids, assign()
 
 
 def select(query: np.ndarray, centroids: np.ndarray, clusters: Sequence[Sequence[int]], budget: int) -> list[int]:
     """Tokens of the clusters that a query likes best, best cluster first, the last one cut to fit the budget."""
     chosen: list[int] = []
-    for c in sorted(range(len(clusters)), key=lambda c: -(query @ centroids[c])):
+    for c in np.argsort(-(centroids @ query), kind="stable"):
         chosen += clusters[c]
         if len(chosen) >= budget:
             break
@@ -83,7 +87,7 @@ class ClusterHead:
         """Append a token and attend with the group's queries [G, H]: the output [G, H], and what each query selected."""
         p = self.policy
         self.add(k, v)
-        turned = np.stack([rotate(ROPE, q, pos) for q in queries])
+        turned = rotate(ROPE, queries, pos)
         liking = np.repeat(turned.mean(axis=0)[None], len(turned), axis=0) if p.gqa == "mean" else turned
         outputs, selected = [], []
         for query, wish in zip(turned, liking, strict=True):

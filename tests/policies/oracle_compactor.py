@@ -1,7 +1,8 @@
 """Compactor, literally: leverage of keys, and attention from both sides, in NumPy loops, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import highest, softmax
+from policies.driver import highest
+from policies.oracle_arrays import shares
 from policies.oracle_scoring import pooled
 
 
@@ -11,18 +12,15 @@ def leverage(keys: np.ndarray, sketch: np.ndarray | None, ridge: float) -> np.nd
     if sketch is not None:
         rows = rows @ sketch
     inverse = np.linalg.inv(rows.T @ rows + ridge * np.eye(rows.shape[1]))
-    return np.asarray([row @ inverse @ row for row in rows])
+    return np.einsum("nk,kl,nl->n", rows, inverse, rows)
 
 
 def attention(queries: np.ndarray, keys: np.ndarray, chunk: int, scale: float) -> np.ndarray:
     """What the queries of each chunk [n, G, d] give to its keys [n, d], from both sides, summed and averaged over the group."""
-    n, group, _ = queries.shape
-    total = np.zeros(n)
-    for start in range(0, n, chunk):
-        members = list(range(start, min(start + chunk, n)))
-        for i in members:
-            for g in range(group):
-                total[members] += softmax(keys[members] @ queries[i, g] * scale) / group
+    total = np.zeros(len(keys))
+    for start in range(0, len(keys), chunk):
+        part = slice(start, start + chunk)
+        total[part] = shares(queries[part] @ keys[part].T * scale).mean(axis=1).sum(axis=0)
     return total
 
 

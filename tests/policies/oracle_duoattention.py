@@ -1,7 +1,8 @@
 """DuoAttention, literally: streaming and retrieval heads as lists, and their mixture, in NumPy. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, softmax
+from policies.oracle_arrays import rotate, shares
 
 
 class DuoHead:
@@ -23,18 +24,18 @@ class DuoHead:
     def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
         """Attention of a group's queries [G, H], at original positions."""
         keys, values = (np.stack([entry[i] for entry in self.held]) for i in (1, 2))
-        return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])
+        return shares(rotate(ROPE, queries, pos) @ keys.T / np.sqrt(keys.shape[-1])) @ values
 
 
 def mixed(q, k, v, gate: float, sinks: int, recent: int) -> np.ndarray:
     """One head over a text [T, H]: full attention with weight `gate`, and for the rest attention to sinks and recent tokens."""
-    keys = [rotate(ROPE, key, pos) for pos, key in enumerate(k)]
+    keys, queries = (rotate(ROPE, x, np.arange(len(x))) for x in (k, q))
     rows = []
-    for pos, query in enumerate(q):
+    for pos, query in enumerate(queries):
         row = np.zeros(q.shape[1])
         near = [s for s in range(pos + 1) if s < sinks or pos - s < recent]
         for weight, seen in ((gate, range(pos + 1)), (1 - gate, near)):
-            probs = softmax(np.stack([keys[s] for s in seen]) @ rotate(ROPE, query, pos) / np.sqrt(len(query)))
+            probs = softmax(keys[list(seen)] @ query / np.sqrt(len(query)))
             row += weight * sum(p * v[s] for p, s in zip(probs, seen, strict=True))
         rows.append(row)
     return np.stack(rows)

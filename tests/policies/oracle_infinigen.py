@@ -1,7 +1,8 @@
 """InfiniGen, literally: skewing, partial keys and the count of tokens in NumPy, for one row of a layer. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE, softmax
+from policies.oracle_arrays import rotate
 
 
 class InfiniLayer:
@@ -31,17 +32,14 @@ class InfiniLayer:
             self.append(k, v)
         group = queries.shape[1] // keys.shape[1]
         for head, held in enumerate(self.keys):
-            turned = [
-                rotate(ROPE, queries[pos, n], pos)
-                for pos in range(len(queries))
-                for n in range(head * group, (head + 1) * group)
-            ]
+            own = queries[:, head * group : (head + 1) * group]
+            turned = rotate(ROPE, own, np.arange(len(own))[:, None]).reshape(-1, own.shape[-1])
             if self.matrices is not None:
                 a = self.matrices[head].astype(np.float64)
             elif 2 * self.channels >= queries.shape[2]:
                 a = np.eye(queries.shape[2])  # all directions, whichever
             else:
-                _, singular, vectors = np.linalg.svd(np.stack(turned), full_matrices=False)
+                _, singular, vectors = np.linalg.svd(turned, full_matrices=False)
                 a = vectors[singular > 0.003 * singular[0]].T
             sizes = (np.abs(np.stack(x) @ a).sum(axis=0) for x in (turned, held))
             best = {i for size in sizes for i in np.argsort(-size, kind="stable")[: self.channels].tolist()}

@@ -1,21 +1,22 @@
 """KIVI, literally: quantisation by group in NumPy, and one KV head's cache as lists. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE
+from policies.oracle_arrays import rotate, shares
 
 
-def rounded(group: np.ndarray, bits: int) -> np.ndarray:
-    """Numbers of one group as they come back from 2^bits evenly spaced levels."""
-    zero, scale = group.min(), (group.max() - group.min()) / (2**bits - 1)
-    return zero + scale * np.round((group - zero) / scale) if scale > 0 else group
+def rounded(group: np.ndarray, bits: int, axis: int | None = None) -> np.ndarray:
+    """Numbers of one group, or of each group along an axis, as they come back from 2^bits evenly spaced levels."""
+    zero = group.min(axis=axis, keepdims=True)
+    scale = (group.max(axis=axis, keepdims=True) - zero) / (2**bits - 1)
+    return np.where(scale > 0, zero + scale * np.round((group - zero) / np.where(scale > 0, scale, 1)), group)
 
 
 def keys_back(keys: np.ndarray, bits: int, group: int) -> np.ndarray:
     """Keys [n, H], each channel of `group` tokens quantised together."""
     back = keys.copy()
     for start in range(0, len(keys), group):
-        for channel in range(keys.shape[1]):
-            back[start : start + group, channel] = rounded(keys[start : start + group, channel], bits)
+        back[start : start + group] = rounded(keys[start : start + group], bits, axis=0)
     return back
 
 
@@ -52,4 +53,4 @@ class KiviHead:
     def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
         """Attention of a group's queries [G, H]."""
         keys, values = np.stack(self.keys), np.stack(self.values)
-        return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])
+        return shares(rotate(ROPE, queries, pos) @ keys.T / np.sqrt(keys.shape[-1])) @ values

@@ -3,7 +3,8 @@
 import math
 
 import numpy as np
-from policies.driver import highest, softmax
+from policies.driver import highest
+from policies.oracle_arrays import shares
 
 
 def part_scores(
@@ -24,15 +25,13 @@ def part_scores(
         values: [G, c], of KVzip+, how long the value of each key is behind the output projection of each query head.
         inputs: [R], likewise, how long what each query was made of is.
     """
-    found = np.zeros(len(part))
-    for i in asking if asking is not None else range(len(queries)):
-        keys = np.concatenate([sinks, part, own[: i + 1]])
-        for g, query in enumerate(queries[i]):
-            shares = softmax(keys @ query / math.sqrt(keys.shape[1]))[len(sinks) : len(sinks) + len(part)]
-            if values is not None and inputs is not None:
-                shares = shares * values[g] / inputs[i]
-            found = np.maximum(found, shares)
-    return found
+    at = np.asarray(asking if asking is not None else range(len(queries)))
+    keys, before = np.concatenate([sinks, part, own]), len(sinks) + len(part)
+    visible = np.arange(len(keys)) <= before + at[:, None, None]
+    given = shares(queries[at] @ keys.T / math.sqrt(keys.shape[1]), visible)[..., len(sinks) : before]
+    if values is not None and inputs is not None:
+        given = given * values / inputs[at, None, None]
+    return given.max(axis=(0, 1), initial=0)
 
 
 def parts(length: int, chunk: int, prefix: int) -> list[range]:

@@ -6,17 +6,9 @@ from policies.driver import highest, softmax
 
 def varied(segment: np.ndarray, following: np.ndarray) -> np.ndarray:
     """For each of a segment's L tokens [L, d], how much it varies over channels, in the range of the segment after it."""
-    lag, dim = segment.shape
-    deviations = np.zeros(lag)
-    for token in range(lag):
-        relative = np.zeros(dim)
-        for channel in range(dim):
-            low, high = min(following[:, channel]), max(following[:, channel])
-            if high > low:
-                relative[channel] = (segment[token, channel] - low) / (high - low)
-        mean = sum(relative) / dim
-        deviations[token] = np.sqrt(sum((x - mean) ** 2 for x in relative) / (dim - 1))  # as torch.std
-    return softmax(deviations)
+    low, high = following.min(axis=0), following.max(axis=0)
+    relative = np.where(high > low, (segment - low) / np.where(high > low, high - low, 1), 0)
+    return softmax(relative.std(axis=1, ddof=1))  # as torch.std
 
 
 def survivors(keys: np.ndarray, values: np.ndarray, budget: int, sinks: int, lag: int) -> list[int]:

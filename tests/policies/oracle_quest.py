@@ -1,12 +1,13 @@
 """Quest, literally: Algorithm 1 of the paper in NumPy and loops, for one KV head. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, highest, rotate, softmax
+from policies.driver import ROPE, highest, softmax
+from policies.oracle_arrays import rotate
 
 
 def bound(query: np.ndarray, keys: np.ndarray) -> float:
     """The most that a query [H] can have as product with anything between the least and greatest of keys [n, H]."""
-    return sum(max(q * low, q * high) for q, low, high in zip(query, keys.min(axis=0), keys.max(axis=0), strict=True))
+    return np.maximum(query * keys.min(axis=0), query * keys.max(axis=0)).sum()
 
 
 class QuestHead:
@@ -39,7 +40,7 @@ class QuestHead:
 
     def attend(self, queries: np.ndarray) -> tuple[np.ndarray, list[list[int]]]:
         """What a group's queries [G, H] at the last position get [G, H], and the tokens that each reads."""
-        turned = [rotate(ROPE, q, len(self.keys) - 1) for q in queries]
+        turned = rotate(ROPE, queries, len(self.keys) - 1)
         scores = np.asarray([self.bounds(q) for q in turned])
         if self.gqa != "query_head":
             scores = np.broadcast_to(scores.sum(axis=0) if self.gqa == "sum" else scores.max(axis=0), scores.shape)

@@ -1,7 +1,7 @@
 """Rounds of compression while decoding, literally: one row of a layer in NumPy and lists, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import softmax
+from policies.oracle_arrays import shares
 from policies.oracle_blocks import Text
 from policies.oracle_scoring import pooled
 
@@ -37,14 +37,10 @@ class Rounds(Text):
 
     def looks(self, head: int, entries: list[int]) -> np.ndarray:
         """Causal probabilities that the last queries, rotated where they stood, give to entries [w, G, M]."""
-        observers = range(max(self.seen - self.window, 0), self.seen)
-        probs = np.zeros((len(observers), self.group, len(entries)))
-        for i, at in enumerate(observers):
-            visible = [place for place, pos in enumerate(entries) if at - self.sliding < pos <= at]
-            for g, n in enumerate(self.queries_of(head)):
-                keys = self.k_turned[[entries[place] for place in visible], head]
-                probs[i, g, visible] = softmax(keys @ self.q_turned[at, n] / np.sqrt(keys.shape[-1]))
-        return probs
+        at, positions = np.arange(max(self.seen - self.window, 0), self.seen)[:, None], np.asarray(entries)
+        keys, queries = self.k_turned[entries, head], self.q_turned[at[:, 0]][:, self.queries_of(head)]
+        visible = (at - self.sliding < positions) & (positions <= at)
+        return shares(queries @ keys.T / np.sqrt(keys.shape[-1]), visible[:, None])
 
 
 class SnapKV(Rounds):

@@ -9,13 +9,12 @@ from policies.oracle_scoring import pooled
 def redundancy(keys: np.ndarray, threshold: float = 0.5, spare_first: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """The mean cosine that each of s keys [s, d] is charged, and the softmax of that over all."""
     s = len(keys)
-    cosines = np.zeros((s, s))
-    for i, j in np.ndindex(s, s):
-        if i != j:
-            cosines[i, j] = keys[i] @ keys[j] / (np.linalg.norm(keys[i]) * np.linalg.norm(keys[j]))
+    lengths = np.linalg.norm(keys, axis=1)
+    cosines = keys @ keys.T / (lengths[:, None] * lengths)
+    np.fill_diagonal(cosines, 0)
     for i in range(s):
-        alike = [j for j in range(s) if cosines[i, j] > threshold]
-        if alike:
+        alike = np.flatnonzero(cosines[i] > threshold)
+        if len(alike):
             cosines[i, alike[-1]] = 0
         elif spare_first:
             cosines[i, 0] = 0
@@ -48,7 +47,7 @@ class RKV(Rounds):
             return scores
         observers = range(self.seen - self.window, self.seen)
         keys = self.k_turned[before, head]
-        logits = np.asarray([[keys @ self.q_turned[at, n] for n in self.queries_of(head)] for at in observers])
+        logits = self.q_turned[list(observers)][:, self.queries_of(head)] @ keys.T
         for i, at in enumerate(observers):
             logits[i, :, [place for place, pos in enumerate(before) if pos <= at - self.sliding]] = -np.inf
         important = pooled(attention(logits / np.sqrt(keys.shape[-1])), self.kernel, "max")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE, highest, rotate, softmax
+from policies.driver import ROPE, highest, softmax
+from policies.oracle_arrays import rotate, shares
 
 from kvjax.pallas_kernels.ties import SHARE
 
@@ -21,7 +22,8 @@ class Row:
         self.q, self.k, self.v, self.length, self.budget = q, k, v.astype(np.float64), length, budget
         self.heads = k.shape[1]
         self.group = q.shape[1] // self.heads
-        self.turned = np.stack([[rotate(ROPE, key, pos) for key in keys] for pos, keys in enumerate(k)])
+        self.turned = rotate(ROPE, k, np.arange(len(k))[:, None])
+        self.asking = rotate(ROPE, q, np.arange(len(q))[:, None])
         self.held: list[dict[int, float]] = []
 
     def prompt_scores(self, head: int) -> np.ndarray:
@@ -78,7 +80,7 @@ class Row:
 
     def attention(self, n: int, pos: int, positions: Sequence[int]) -> np.ndarray:
         """Probabilities that query head n at `pos` gives to tokens at these positions."""
-        query = rotate(ROPE, self.q[pos, n], pos)
+        query = self.asking[pos, n]
         return softmax(self.turned[list(positions), n // self.group] @ query / np.sqrt(len(query)))
 
     def queries_of(self, head: int) -> range:
@@ -87,11 +89,11 @@ class Row:
 
     def mass(self, head: int, observers: int) -> np.ndarray:
         """Attention that each token of the prompt gets from the last `observers` queries, mean over the group."""
-        total = np.zeros(self.length)
-        for pos in range(max(0, self.length - observers), self.length):
-            for n in self.queries_of(head):
-                total[: pos + 1] += self.attention(n, pos, range(pos + 1)) / self.group
-        return total
+        at = np.arange(max(0, self.length - observers), self.length)
+        queries = self.asking[at][:, list(self.queries_of(head))]
+        logits = queries @ self.turned[: self.length, head].T / np.sqrt(queries.shape[-1])
+        visible = np.arange(self.length) <= at[:, None, None]
+        return shares(logits, visible).mean(axis=1).sum(axis=0)
 
     def kept(self) -> list[set[int]]:
         """Positions that each head holds."""
@@ -102,8 +104,10 @@ def pooled(scores: np.ndarray, width: int, kind: str) -> np.ndarray:
     """Average (zeros beyond the ends count) or maximum over `width` neighbours."""
     half = width // 2
     padded = np.concatenate([np.zeros(half), scores, np.zeros(half)])
-    windows = [padded[i : i + width] for i in range(len(scores))]
-    return np.asarray([w.mean() if kind == "avg" else w.max() for w in windows])
+    if not len(scores):
+        return scores
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)[: len(scores)]
+    return windows.mean(axis=1) if kind == "avg" else windows.max(axis=1)
 
 
 class SnapKV(Row):
@@ -192,9 +196,10 @@ class KeyDiff(Row):
 
     def difference(self, head: int, positions: Sequence[int] | dict[int, float]) -> np.ndarray:
         """2 less the cosine of each key with the mean of the normalised ones."""
-        units = [key / np.linalg.norm(key) for key in self.turned[list(positions), head]]
-        anchor = np.mean(units, axis=0)
-        return np.asarray([2 - (unit @ anchor) / np.linalg.norm(anchor) for unit in units])
+        keys = self.turned[list(positions), head]
+        units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+        anchor = units.mean(axis=0)
+        return 2 - units @ anchor / np.linalg.norm(anchor)
 
 
 class Random(Row):
@@ -223,7 +228,7 @@ class ExpectedAttention(Row):
             return np.zeros(self.length)
         dim = self.q.shape[-1]
         axes = np.eye(dim)
-        turns = [np.stack([rotate(ROPE, axis, self.length + i) for axis in axes], axis=1) for i in range(self.future)]
+        turns = [rotate(ROPE, axes, self.length + i).T for i in range(self.future)]
         turn = np.mean(turns, axis=0)
         keys = self.turned[self.sinks : self.length, head]
         expected = np.zeros(len(keys))
@@ -231,8 +236,8 @@ class ExpectedAttention(Row):
             queries = self.q[self.sinks : self.length, n].astype(np.float64)
             mean = turn @ queries.mean(axis=0)
             covariance = turn @ np.cov(queries.T, bias=True) @ turn.T
-            logits = [key @ mean / np.sqrt(dim) + key @ covariance @ key / dim / 2 for key in keys]
-            expected += softmax(np.asarray(logits)) / self.group
+            logits = keys @ mean / np.sqrt(dim) + ((keys @ covariance) * keys).sum(axis=1) / dim / 2
+            expected += shares(logits) / self.group
         values = np.linalg.norm(self.v[self.sinks : self.length, head], axis=-1)
         return np.concatenate([np.zeros(self.sinks), (expected + self.epsilon) * values])
 

@@ -1,7 +1,8 @@
 """ShadowKV, literally: Algorithms 1 and 2 of the paper in NumPy and lists, for one row of a layer. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE
+from policies.oracle_arrays import rotate, shares
 
 
 class ShadowLayer:
@@ -27,7 +28,7 @@ class ShadowLayer:
         self.chunks: list[dict[int, np.ndarray]] = []
         count = max(n // self.chunk - self.local, 0)
         for head in range(heads):
-            turned = np.stack([rotate(ROPE, keys[pos, head], pos) for pos in range(n)])
+            turned = rotate(ROPE, keys[:n, head], np.arange(n))
             members = {i: range(i * self.chunk, (i + 1) * self.chunk) for i in range(count)}
             landmarks = {i: turned[list(at)].mean(axis=0) for i, at in members.items()}
 
@@ -50,17 +51,15 @@ class ShadowLayer:
         marks = self.chunks[head]
         if not marks:
             return []
-        attention = np.stack([softmax(np.stack(list(marks.values())) @ q / np.sqrt(len(q))) for q in turned]).max(
-            axis=0
-        )
+        attention = shares(turned @ np.stack(list(marks.values())).T / np.sqrt(turned.shape[-1])).max(axis=0)
         order = np.asarray(list(marks))[np.argsort(-attention, kind="stable")]
         return [int(i) * self.chunk + j for i in order[: self.budget // self.chunk] for j in range(self.chunk)]
 
     def attend(self, queries: np.ndarray, pos: int, head: int) -> tuple[np.ndarray, list[int]]:
         """What the queries of a group [G, H] get [G, H], and what they select."""
-        turned = np.stack([rotate(ROPE, q, pos) for q in queries])
+        turned = rotate(ROPE, queries, pos)
         chosen = self.selected(turned, head)
-        pairs = [(rotate(ROPE, self.rebuilt[t, head], t), self.values[t, head]) for t in chosen]
-        pairs += list(self.exact[head].values())
-        keys, values = (np.stack([pair[i] for pair in pairs]) for i in (0, 1))
-        return np.stack([softmax(keys @ q / np.sqrt(len(q))) @ values for q in turned]), chosen
+        exact = [np.reshape([pair[i] for pair in self.exact[head].values()], (-1, turned.shape[-1])) for i in (0, 1)]
+        keys = np.concatenate([rotate(ROPE, self.rebuilt[chosen, head], np.asarray(chosen, int)), exact[0]])
+        values = np.concatenate([self.values[chosen, head], exact[1]])
+        return shares(turned @ keys.T / np.sqrt(keys.shape[-1])) @ values, chosen

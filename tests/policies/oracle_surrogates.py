@@ -12,9 +12,7 @@ def kvzap(weights: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         matrix, bias = (weights[f"{name}{part}"].astype(np.float64) for part in ("weight", "bias"))
-        return np.asarray(
-            [sum(m * a for m, a in zip(row, x, strict=True)) + b for row, b in zip(matrix, bias, strict=True)]
-        )
+        return matrix @ x + bias
 
     if "weight" in weights:
         return linear("", x)

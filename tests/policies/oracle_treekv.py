@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE
+from policies.oracle_arrays import rotate, shares
 
 from kvjax.pallas_kernels.ties import SHARE
 
@@ -47,9 +48,9 @@ class TreeHead:
         """Append a token, attend with the group's queries [G, H], score, evict; the attention output [G, H]."""
         self.entries.append({"k": k, "v": v, "pos": pos, "S": 0.0, "C": 0})
         last = len(self.entries) - 1
-        keys = np.stack([rotate(ROPE, e["k"], place) for place, e in enumerate(self.entries)])
+        keys = rotate(ROPE, np.stack([e["k"] for e in self.entries]), np.arange(len(self.entries)))
         values = np.stack([e["v"] for e in self.entries]).astype(np.float64)
-        probs = np.stack([softmax(keys @ rotate(ROPE, q, last) / np.sqrt(len(q))) for q in queries])
+        probs = shares(rotate(ROPE, queries, last) @ keys.T / np.sqrt(keys.shape[-1]))
         for entry, a in zip(self.entries, probs.mean(axis=0), strict=True):
             entry["S"] += a
             entry["C"] += 1
@@ -68,18 +69,14 @@ class TreeHead:
         seen = self.seen
         self.seen += n
         self.entries += [{"k": keys[i], "v": values[i], "pos": seen + i, "S": 0.0, "C": 0} for i in range(n)]
-        rotated = np.stack([rotate(ROPE, entry["k"], place) for place, entry in enumerate(self.entries)])
+        rotated = rotate(ROPE, np.stack([entry["k"] for entry in self.entries]), np.arange(len(self.entries)))
         stored = np.stack([entry["v"] for entry in self.entries]).astype(np.float64)
-        outputs = np.zeros(queries.shape)
-        for i in range(n):
-            place = held + i
-            probs = np.zeros((queries.shape[1], len(self.entries)))
-            for g, q in enumerate(queries[i]):
-                probs[g, : place + 1] = softmax(rotated[: place + 1] @ rotate(ROPE, q, place) / np.sqrt(len(q)))
-            outputs[i] = probs @ stored
-            if i >= n - min(block, size):
-                for entry, a in zip(self.entries, probs.mean(axis=0), strict=True):
-                    entry["S"] += a
+        place = held + np.arange(n)[:, None]
+        logits = rotate(ROPE, queries, place) @ rotated.T / np.sqrt(keys.shape[-1])
+        probs = shares(logits, np.arange(len(self.entries)) <= place[..., None])
+        outputs = probs @ stored
+        for entry, a in zip(self.entries, probs[-min(block, size) :].mean(axis=1).sum(axis=0), strict=True):
+            entry["S"] += a
         for entry in self.entries:
             entry["C"] += min(n, block, size)
         averages = np.array([entry["S"] / entry["C"] for entry in self.entries])
@@ -126,11 +123,8 @@ def surviving_blocks(
 
 def observation_scores(queries: np.ndarray, keys: np.ndarray, window: int) -> np.ndarray:
     """Causal attention of the last `window` queries [n, G, H] over keys [n, H], averaged over queries and group."""
-    n, group, dim = queries.shape
-    rotated = np.stack([rotate(ROPE, key, pos) for pos, key in enumerate(keys)])
-    total = np.zeros(n)
-    observers = range(max(0, n - window), n)
-    for pos in observers:
-        for g in range(group):
-            total[: pos + 1] += softmax(rotated[: pos + 1] @ rotate(ROPE, queries[pos, g], pos) / np.sqrt(dim))
-    return total / (len(observers) * group)
+    n, _, dim = queries.shape
+    rotated = rotate(ROPE, keys, np.arange(len(keys)))
+    observers = np.arange(max(0, n - window), n)[:, None]
+    logits = rotate(ROPE, queries[observers[:, 0]], observers) @ rotated.T / np.sqrt(dim)
+    return shares(logits, np.arange(n) <= observers[..., None]).mean(axis=(0, 1))

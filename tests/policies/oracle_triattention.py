@@ -7,7 +7,8 @@ from policies.oracle_recompress import Rounds
 
 def halves(x: np.ndarray) -> np.ndarray:
     """Complex numbers of channels i and i + half."""
-    return x[: len(x) // 2] + 1j * x[len(x) // 2 :]
+    half = x.shape[-1] // 2
+    return x[..., :half] + 1j * x[..., half:]
 
 
 def score(
@@ -15,18 +16,18 @@ def score(
     size: np.ndarray,
     key: np.ndarray,
     omega: np.ndarray,
-    place: int,
+    place: int | np.ndarray,
     seen: int,
     offsets: int,
     agg: str,
-) -> float:
-    """Of one query head, by μ and ρ of each pair, and an unrotated key, as complex numbers."""
-    by_distance = []
+) -> np.ndarray:
+    """Of one query head, by μ and ρ of each pair, and unrotated keys [..., F], as complex numbers, at places [...]."""
+    by_distance, place = [], np.asarray(place)[..., None]
     for delta in (2**i for i in range(offsets)):
         angles = omega * (seen + delta - place) + np.angle(mean * key.conj())
-        by_distance.append(np.sum(np.abs(mean) * np.abs(key) * np.cos(angles)))
-    spread = np.sum((size - np.abs(mean)) * np.abs(key))
-    return (np.mean(by_distance) if agg == "mean" else np.max(by_distance)) + spread
+        by_distance.append(np.sum(np.abs(mean) * np.abs(key) * np.cos(angles), axis=-1))
+    spread = np.sum((size - np.abs(mean)) * np.abs(key), axis=-1)
+    return (np.mean(by_distance, axis=0) if agg == "mean" else np.max(by_distance, axis=0)) + spread
 
 
 class TriAttention(Rounds):
@@ -49,20 +50,15 @@ class TriAttention(Rounds):
             own = own.mean(axis=0, keepdims=True)
         normal = []
         for real, imaginary, size in own:
-            found = np.asarray(
-                [
-                    score(
-                        real + 1j * imaginary,
-                        size,
-                        halves(self.k[pos, head]),
-                        np.asarray(ROPE.inv_freq),
-                        pos,
-                        self.seen,
-                        self.offsets,
-                        self.agg,
-                    )
-                    for pos in rivals
-                ]
+            found = score(
+                real + 1j * imaginary,
+                size,
+                halves(self.k[rivals, head]),
+                np.asarray(ROPE.inv_freq),
+                np.asarray(rivals),
+                self.seen,
+                self.offsets,
+                self.agg,
             )
             normal.append((found - found.mean()) / max(found.std(), 1e-6))
         scores[: len(rivals)] = np.mean(normal, axis=0) if self.gqa == "mean" else np.max(normal, axis=0)

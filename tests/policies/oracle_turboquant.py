@@ -3,7 +3,8 @@
 import math
 
 import numpy as np
-from policies.driver import ROPE, rotate, softmax
+from policies.driver import ROPE
+from policies.oracle_arrays import rotate, shares
 from policies.oracle_kivi import value_back
 
 LEVELS = {
@@ -29,8 +30,8 @@ def back(x: np.ndarray, levels: np.ndarray, rotation: np.ndarray, *, corrected: 
     if length == 0:
         return x
     coordinates = rotation @ x / length
-    nearest = [levels[np.abs(levels / math.sqrt(len(x)) - y).argmin()] / math.sqrt(len(x)) for y in coordinates]
-    code = np.asarray(nearest)
+    scaled = levels / math.sqrt(len(x))
+    code = scaled[np.abs(scaled - coordinates[:, None]).argmin(axis=1)]
     return length * rotation.T @ code / (np.sqrt((code**2).sum()) if corrected else 1.0)
 
 
@@ -58,4 +59,4 @@ class TurboHead:
     def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
         """Attention of a group's queries [G, H]."""
         keys, values = np.stack(self.keys), np.stack(self.values)
-        return np.stack([softmax(keys @ rotate(ROPE, q, pos) / np.sqrt(len(q))) @ values for q in queries])
+        return shares(rotate(ROPE, queries, pos) @ keys.T / np.sqrt(keys.shape[-1])) @ values

@@ -1,18 +1,19 @@
 """Ada-KV against its definition, and its store of segments."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_scoring as oracle
-from policies.driver import kept, make_case, run, softmax
+from policies.driver import make_case, run, softmax
+from policies.slots import kept, slots_of
 
 from kvjax.pallas_kernels import ragged_attention
 from kvjax.policies import AdaKV, PolicyError, SnapKV
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
 
 STEPS = 5
 
@@ -70,10 +71,10 @@ def test_equal_shares_are_snapkv():
 
 def test_a_head_gets_what_others_do_not_need():
     """By hand: two heads, three slots each beside the window; the first head's scores are all higher."""
-    scores = jnp.asarray([[[9, 8, 7, 6, 5, 4, 0, 0], [3, 2, 1, 1, 1, 1, 0, 0]]], jnp.float32)
-    lengths, budget = jnp.asarray([8], jnp.int32), jnp.asarray([5], jnp.int32)
+    scores = np.asarray([[[9, 8, 7, 6, 5, 4, 0, 0], [3, 2, 1, 1, 1, 1, 0, 0]]], np.float32)
+    lengths, budget = np.asarray([8], np.int32), np.asarray([5], np.int32)
     for alpha, counts in ((0.0, [6, 0]), (0.2, [5, 0]), (0.5, [4, 1]), (1.0, [3, 3])):
-        keep = AdaKV(budget=5, window=2, alpha=alpha).keep_mask(scores, lengths, budget)
+        keep = np.asarray(jax.jit(AdaKV(budget=5, window=2, alpha=alpha).keep_mask)(scores, lengths, budget))
         assert keep[0, :, :6].sum(axis=-1).tolist() == counts
         assert keep[0, :, 6:].all()
 
@@ -101,7 +102,8 @@ def test_attention_of_segments():
     visible = random.random((batch, size)) < 0.8
     inside = ((np.arange(size) >= start[..., None]) & (np.arange(size) < stop[..., None])).any(axis=1) & visible
     k, v = (np.where(inside[..., None], x, np.nan) for x in (k, v))
-    got = ragged_attention(*map(jnp.asarray, (q, k, v, start, stop)), scale=0.5, visible=jnp.asarray(visible))
+    attend = jax.jit(partial(ragged_attention, scale=0.5))
+    got = np.asarray(attend(q, *(x.astype(np.float32) for x in (k, v)), start, stop, visible=visible))
     for row, n in np.ndindex(batch, kv_heads * group):
         head = n // group
         slots = [s for s in range(start[row, head], stop[row, head]) if visible[row, s]]
@@ -114,12 +116,12 @@ def test_tokens_seen_are_counted():
     case = make_case(3, [30, 2], 3)
     policy = AdaKV(budget=8, window=4)
     for step, state in enumerate(run(policy, case)[2]):
-        assert as_cache(policy.layer(case.spec), state).seen.tolist() == [30 + step, 2 + step]
+        assert slots_of(policy, case, state).seen.tolist() == [30 + step, 2 + step]
 
 
 def test_without_a_prompt_heads_have_room_for_new_tokens():
     spec = dataclasses.replace(SPEC, prompt_len=0, new_tokens=40)
-    state = AdaKV(budget=64).layer(spec).init()
+    state = jax.jit(AdaKV(budget=64).layer(spec).init)()
     assert state.start.tolist() == state.next.tolist() == [[0, 40]]
     assert state.k.shape[2] >= 80
 

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_attention_matching as oracle
-from policies.driver import ROPE, TINY, kept, make_case, rotate, run, softmax
+from policies.driver import ROPE, TINY, make_case, run, softmax
+from policies.oracle_arrays import rotate
 from policies.oracle_kvzip import parts
+from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.analysis.recording import record
@@ -24,7 +27,7 @@ def match(queries, keys, values, count, size=None, padding=0, dtype=np.float32):
     queries, keys, values = (np.asarray(x, dtype) for x in (queries, keys, values))
     inside = np.arange(len(keys) + padding) < len(keys)
     keys, values = (np.pad(x, ((0, padding), (0, 0)), constant_values=np.nan) for x in (keys, values))
-    given = *map(jnp.asarray, (queries, np.ones(len(queries), bool), keys, values, inside)), jnp.int32(count)
+    given = *map(to_jax, (queries, np.ones(len(queries), bool), keys, values, inside)), jnp.int32(count)
     best, weight, fitted = jax.jit(matched, static_argnums=(6, 7))(*given, size or count, queries.shape[1] ** -0.5)
     return np.flatnonzero(best).tolist(), np.asarray(weight)[:count], np.asarray(fitted)[:count]
 
@@ -85,7 +88,7 @@ def test_factorisations_come_one_at_a_time():
     """Of batches of them on a CPU, some that run beside each other have waited for one another for ever."""
     case = make_case(0, [40, 30], 1)
     layer = AttentionMatching(budget=8, chunk=64).layer(case.spec)
-    text = *(jnp.zeros((2, 64, n, 8)) for n in (4, 2, 2)), jnp.asarray([40, 30]), jnp.asarray([41, 31])
+    text = *(np.zeros((2, 64, n, 8), np.float32) for n in (4, 2, 2)), to_jax([40, 30]), to_jax([41, 31])
     program = str(jax.make_jaxpr(lambda *x: prefill(layer, Prompt.of(ROPE, *x), {})[0])(*text))
     made = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd)\[", program)
     assert len(made) > 2
@@ -110,19 +113,20 @@ def test_equals_the_literal_algorithm(name):
     lengths = np.random.default_rng(len(name)).integers(4, 64, size=55)
     case = make_case(5, lengths, STEPS, heads, kv_heads)
     _, outputs, states = run(policy, case, padding=np.nan)
-    held, slots = kept(policy, case, states[0]), states[0]
-    live, weights, fitted = (np.asarray(x) for x in (slots.live, slots.weight, slots.v))
+    held, slots = kept(policy, case, states[0]), jax.device_get(states[0])
+    live, weights, fitted = slots.weight > 0, slots.weight, slots.v
     group, prefix = heads // kv_heads, policy.prefix
     for row, length in enumerate(lengths.tolist()):
         budget = budget_tokens(policy.budget, length + STEPS)
         read = [(i, length + j) for part in parts(length, policy.chunk, prefix) for j, i in enumerate(part)]
         for head in range(kv_heads):
-            keys = np.stack([rotate(ROPE, case.k[row, p, head], p) for p in range(length)])
+            keys = rotate(ROPE, case.k[row, :length, head], np.arange(length))
             best, weight, values = list(range(length)), np.ones(length), case.v[row, :length, head].astype(np.float64)
             if length > budget:
-                asks = [rotate(ROPE, case.q[row, i, head * group + g], at) for i, at in read for g in range(group)]
+                own, at = case.q[row, :, head * group : (head + 1) * group], np.asarray(read)
+                asks = rotate(ROPE, own[at[:, 0]], at[:, 1:]).reshape(-1, own.shape[-1])
                 found, w, v = oracle.matched(
-                    np.stack(asks), keys[prefix:], values[prefix:], budget - prefix, policy.steps, policy.bound
+                    asks, keys[prefix:], values[prefix:], budget - prefix, policy.steps, policy.bound
                 )
                 best = [*range(prefix), *(prefix + i for i in found)]
                 weight, values = np.concatenate([np.ones(prefix), w]), np.concatenate([values[:prefix], v])
@@ -177,14 +181,14 @@ def test_fewer_queries_are_every_second_token():
     lengths = [50, 20]
     case = make_case(7, lengths, 1)
     policies = [AttentionMatching(budget=8, chunk=64, queries=n) for n in (50_000, 64)]
-    states = [run(policy, case)[2][0] for policy in policies]
+    states = [jax.device_get(after_prompt(policy, case)) for policy in policies]
     assert not np.array_equal(states[0].weight, states[1].weight)
-    keys = np.stack([rotate(ROPE, case.k[0, p, 0], p) for p in range(50)])
+    keys = rotate(ROPE, case.k[0, :50, 0], np.arange(50))
     asks = [rotate(ROPE, case.q[0, i, g], 50 + i) for i in range(0, 50, 2) for g in range(2)]
     best, weight, _ = oracle.matched(np.stack(asks), keys, case.v[0, :50, 0], 8)
-    there = np.asarray(states[1].live[0, 0])
-    assert np.asarray(states[1].pos[0, 0])[there].tolist() == best
-    np.testing.assert_allclose(np.asarray(states[1].weight[0, 0])[there], weight, rtol=1e-3)
+    there = states[1].weight[0, 0] > 0
+    assert states[1].pos[0, 0][there].tolist() == best
+    np.testing.assert_allclose(states[1].weight[0, 0][there], weight, rtol=1e-3)
 
 
 def test_what_is_dropped_holds_no_memory():
@@ -230,6 +234,4 @@ def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = AttentionMatching(budget=8).layer(case.spec)
     with pytest.raises(PolicyError, match="second reading"):
-        layer.prefill(
-            Prompt.of(ROPE, *(jnp.asarray(x[:, :20]) for x in (case.q, case.k, case.v)), *[jnp.asarray([20])] * 2), {}
-        )
+        layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})

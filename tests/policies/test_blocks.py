@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_blocks as oracle
 from policies import oracle_recompress, oracle_rkv, oracle_thresholded
-from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, rotate, softmax, trained
+from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, trained
+from policies.oracle_arrays import rotate, shares
 from policies.oracle_quest import QuestHead
 
 from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
@@ -107,7 +109,7 @@ def spec_of(case: Case, size: int, layer: int = 0) -> LayerSpec:
 
 def start(policy: Policy, spec: LayerSpec, totals: np.ndarray) -> Any:
     """A state before the first token."""
-    return jax.jit(policy.layer(spec).init)(jnp.asarray(totals, jnp.int32))
+    return jax.jit(policy.layer(spec).init)(totals.astype(np.int32))
 
 
 def counts(seed: int, lengths: np.ndarray, size: int) -> list[np.ndarray]:
@@ -149,10 +151,21 @@ def leaves_of(state: Any, row: Any) -> list[np.ndarray]:
 Make = Callable[..., Any]
 
 
-def drawn(kv_heads: int, seed: int) -> np.ndarray:
-    """Numbers of the first 70 positions."""
-    spec = dataclasses.replace(make_case(0, [1], 1).spec, num_kv_heads=kv_heads)
-    return np.asarray(uniform(spec, seed, jnp.arange(70, dtype=jnp.int32)), np.float64)
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Numbers [K, 70] of the first positions, drawn when a test asks for some."""
+
+    kv_heads: int
+    seed: int
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        spec = dataclasses.replace(make_case(0, [1], 1).spec, num_kv_heads=self.kv_heads)
+        draw = jax.jit(lambda pos: uniform(spec, self.seed, pos))
+        return np.asarray(draw(np.arange(70, dtype=np.int32)), np.float64)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.numbers[at]
 
 
 def same(cls: Any, definition: Any, **options: Any) -> tuple[Policy, Make]:
@@ -201,11 +214,16 @@ def chelsea(schedule: str, **options: Any):
 def cluster(kv_heads: int, **options: Any):
     """The choice of first centroids is the policy's own."""
     policy = ClusterKV(**{"budget": 20, "sinks": 3, "dense_layers": 0, "iterations": 3} | options)
-    spec = dataclasses.replace(make_case(0, [64], 6).spec, num_kv_heads=kv_heads, num_heads=kv_heads)
-    pos = jnp.arange(70, dtype=jnp.int32)[None]
-    rank = np.argsort(np.asarray(policy.layer(spec).shuffled(pos, jnp.ones_like(pos, bool)))[0], axis=-1)
+
+    @functools.cache
+    def rank() -> np.ndarray:
+        spec = dataclasses.replace(make_case(0, [64], 6).spec, num_kv_heads=kv_heads, num_heads=kv_heads)
+        pos = np.arange(70, dtype=np.int32)[None]
+        shuffled = jax.jit(policy.layer(spec).shuffled)(pos, np.ones_like(pos, bool))
+        return np.argsort(np.asarray(shuffled)[0], axis=-1)
+
     return policy, partial(
-        oracle.ClusterKV, policy=policy, order=lambda head, positions: np.argsort(rank[head][positions])
+        oracle.ClusterKV, policy=policy, order=lambda head, positions: np.argsort(rank()[head][positions])
     )
 
 
@@ -285,9 +303,9 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "keydiff, MHA": (same(KeyDiff, oracle.KeyDiff, budget=9), 3, 3, 0),
     "knorm": ((KNorm(budget=14, dense_layers=0), partial(oracle.KNorm, budget=14)), 4, 2, 0),
     "knorm, fraction": ((KNorm(budget=0.4, dense_layers=0), partial(oracle.KNorm, budget=0.4)), 3, 3, 0),
-    "random": ((Random(budget=14, seed=3), partial(oracle.Random, budget=14, drawn=drawn(2, 3))), 4, 2, 0),
-    "random, fraction": ((Random(budget=0.4), partial(oracle.Random, budget=0.4, drawn=drawn(3, 0))), 3, 3, 0),
-    "cam": ((CaM(budget=14, merge=4), partial(oracle.CaM, budget=14, merge=4, drawn=drawn(2, 0))), 4, 2, 0),
+    "random": ((Random(budget=14, seed=3), partial(oracle.Random, budget=14, drawn=Drawn(2, 3))), 4, 2, 0),
+    "random, fraction": ((Random(budget=0.4), partial(oracle.Random, budget=0.4, drawn=Drawn(3, 0))), 3, 3, 0),
+    "cam": ((CaM(budget=14, merge=4), partial(oracle.CaM, budget=14, merge=4, drawn=Drawn(2, 0))), 4, 2, 0),
     "treekv": (same(TreeKV, oracle.TreeKV, budget=24, sinks=2, recent=9, block=4), 4, 2, 0),
     "treekv, default regions": (same(TreeKV, oracle.TreeKV, budget=20, sinks=3, block=5), 4, 1, 0),
     "treekv, printed cycle": (
@@ -474,7 +492,7 @@ def test_one_block_is_a_prompt(policy):
 def said(layer: Any, state: Any) -> Any:
     """A state without what stands where clusters are none, and packed numbers unpacked where there are some."""
     if isinstance(state, PackedCache | RotatedCache):
-        return as_cache(layer, jax.tree.map(jnp.asarray, state))
+        return as_cache(layer, jax.tree.map(to_jax, state))
     if not isinstance(state, ClusteredCache):
         return state
     used = (np.arange(state.sizes.shape[-1]) < state.clusters[:, None])[:, None]
@@ -494,7 +512,7 @@ def test_blocks_of_one_token_are_decoding(policy):
     lengths = np.random.default_rng(5).integers(20, 41, size=12)
     case = make_case(8, lengths, 6)
     spec, plan = spec_of(case, 1, layer_of(policy)), counts(8, lengths, 1)
-    step = compiled(policy, spec)[1]
+    step, there = compiled(policy, spec)[1], jax.jit(in_rows)
     rows, position = np.arange(12), np.zeros(12, np.int32)
     blocks = read(policy, case, spec, plan)
     next(blocks)
@@ -503,7 +521,7 @@ def test_blocks_of_one_token_are_decoding(policy):
         token = (x[rows, position] for x in (case.q, case.k, case.v))
         expected, new = step(state, *token, position)
         some = count > 0
-        state = in_rows(jnp.asarray(some), new, state)
+        state = there(some, new, state)
         np.testing.assert_allclose(out[some, 0], np.asarray(expected)[some], atol=2e-5)
         position = position + count
         got, want = (said(policy.layer(spec), own) for own in (got, state))
@@ -611,10 +629,10 @@ def test_decoding_goes_on_from_blocks(name):
             else:
                 keys, at = slots.k[row, head, places].astype(np.float64), newest
                 if head in by_place:
-                    keys, at = np.stack([rotate(ROPE, x, p) for p, x in enumerate(keys)]), len(keys) - 1
+                    keys, at = rotate(ROPE, keys, np.arange(len(keys))), len(keys) - 1
                 logs = np.log(slots.weight[row, head, places])
-                probs = [softmax(keys @ rotate(ROPE, x, at) / np.sqrt(8) + logs) for x in queries]
-                expected = np.stack(probs) @ slots.v[row, head, places]
+                probs = shares(rotate(ROPE, queries, at) @ keys.T / np.sqrt(8) + logs)
+                expected = probs @ slots.v[row, head, places]
             np.testing.assert_allclose(out[row, head * group : (head + 1) * group], expected, atol=3e-5)
         held = [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(*left, strict=True)]
 
@@ -682,8 +700,8 @@ WHOLE = [
 def test_what_needs_the_whole_prompt_says_so(policy):
     case = make_case(0, [60], 6)
     spec = spec_of(case, 8)
-    count = jnp.zeros((1,), jnp.int32)
-    block = TokenBlock(*(jnp.asarray(x[:, :8]) for x in (case.q, case.k, case.v)), count, count, count, spec.rope)
+    count = to_jax([0])
+    block = TokenBlock(*(to_jax(x[:, :8]) for x in (case.q, case.k, case.v)), count, count, count, spec.rope)
     bound = policy.bind(TINY)
     with pytest.raises(PolicyError, match=r"chooses from the prompt as a whole.*leave prefill_block out"):
         read_block(bound.layer(spec), None, block, {})

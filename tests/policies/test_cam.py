@@ -1,10 +1,11 @@
 """CaM against its definition."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
-from policies.driver import kept, make_case, run
+from policies.driver import make_case, run
 from policies.oracle_cam import CaM as Literal
+from policies.slots import kept
 
 from kvjax.policies import CaM, PolicyError, StreamingLLM
 from kvjax.policies.families.noise import uniform
@@ -22,10 +23,10 @@ def test_equals_the_definition(options, heads, kv_heads):
     policy = CaM(**options)
     lengths = np.random.default_rng(1).integers(1, 40, size=64)
     case = make_case(4, lengths, STEPS, heads, kv_heads)
-    drawn = np.asarray(uniform(case.spec, policy.seed, jnp.arange(60, dtype=jnp.int32)))
+    drawn = np.asarray(jax.jit(lambda pos: uniform(case.spec, policy.seed, pos))(np.arange(60, dtype=np.int32)))
     state, outputs, states = run(policy, case)
     before, after = kept(policy, case, states[0]), kept(policy, case, state)
-    values, merges = np.asarray(state.cache.v), 0
+    slots, merges = jax.device_get(state.cache), 0
     for row, length in enumerate(lengths.tolist()):
         size = length + STEPS
         literal = Literal(case.q[row, :size], case.k[row, :size], case.v[row, :size], length, policy.budget)
@@ -36,9 +37,9 @@ def test_equals_the_definition(options, heads, kv_heads):
             literal.evict()
         assert after[row] == literal.kept()
         merges += literal.merges
-        for head, slot in zip(*np.nonzero(np.asarray(state.cache.live)[row]), strict=True):
-            pos = np.asarray(state.cache.pos)[row, head, slot]
-            np.testing.assert_allclose(values[row, head, slot], literal.v[pos, head], atol=1e-5)
+        for head, slot in zip(*np.nonzero(slots.weight[row]), strict=True):
+            pos = slots.pos[row, head, slot]
+            np.testing.assert_allclose(slots.v[row, head, slot], literal.v[pos, head], atol=1e-5)
     assert 0.2 < merges / (len(lengths) * kv_heads * STEPS) < 0.95  # some are, some are not
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import TINY, kept, make_case, run
+from policies.driver import TINY, make_case, run
 from policies.oracle_catekv import CateHead
 from policies.oracle_catekv import chunk_scores as plain_scores
+from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.cache import Prompt, layer_specs
@@ -67,21 +69,24 @@ def test_order_of_max_and_sum():
     observed = np.asarray([[0.4, 0.1, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]], np.float32)
     q, k = np.zeros((2, 1, 6, 1, 4), np.float32)
     q[0, 4:, 0], k[0, :4, 0] = np.log(observed), np.eye(4)
-    middle = jnp.asarray([0]), jnp.asarray([4])
+    middle = np.asarray([0], np.int32), np.asarray([4], np.int32)
     for order, scores in (("max_then_sum", [0.8, 0.6]), ("sum_then_max", [0.5, 0.6])):
         np.testing.assert_allclose(plain_scores(observed, 2, order), scores, rtol=1e-6)
-        lengths, spec = jnp.asarray([6]), dataclasses.replace(make_case(0, [6], 1, 1, 1).spec, scale=1.0)
-        prompt = Prompt.of(
-            RopeConfig(dim=4, theta=100.0).resolve(1), jnp.asarray(q), jnp.asarray(k), jnp.asarray(k), lengths, lengths
-        )
-        prompt = dataclasses.replace(prompt, q_rotated=prompt.q, k_rotated=prompt.k)
-        found = chunk_scores(prompt, spec, Layout(6, 0, 0, chunk=2, window=2, order=order), middle)
+        lengths, spec = np.asarray([6], np.int32), dataclasses.replace(make_case(0, [6], 1, 1, 1).spec, scale=1.0)
+
+        @jax.jit
+        def score(q, k, lengths, middle, order=order, spec=spec):
+            prompt = Prompt.of(RopeConfig(dim=4, theta=100.0).resolve(1), q, k, k, lengths, lengths)
+            prompt = dataclasses.replace(prompt, q_rotated=prompt.q, k_rotated=prompt.k)
+            return chunk_scores(prompt, spec, Layout(6, 0, 0, chunk=2, window=2, order=order), middle)
+
+        found = np.asarray(score(q, k, lengths, middle))
         np.testing.assert_allclose(2 * found[0, 0, :2], scores, rtol=1e-6)
 
 
 def test_equal_chunks_are_taken_from_the_left():
-    scores = jnp.asarray([[[1.0, 2.0, 2.0, 1.0, 9.0, 2.0]]])
-    best = top_chunks(scores, jnp.asarray([4]), jnp.asarray([3]))
+    scores = np.asarray([[[1, 2, 2, 1, 9, 2]]], np.float32)
+    best = np.asarray(jax.jit(top_chunks)(scores, np.asarray([4], np.int32), np.asarray([3], np.int32)))
     assert np.flatnonzero(best[0, 0]).tolist() == [0, 1, 2]
 
 
@@ -89,7 +94,7 @@ def test_the_papers_default_is_216_chunks():
     """2048 tokens less 64 sinks and 256 recent ones, in chunks of 8."""
     layout = CateKV()._layout
     assert layout.regions(2048) == (64, 256)
-    chunks = Consistent(layout).chosen(jnp.asarray([10_000]), jnp.asarray([2048 - 64 - 256]))
+    chunks = jax.jit(Consistent(layout).chosen)(np.asarray([10_000]), np.asarray([2048 - 64 - 256]))
     assert chunks.item() == 216
 
 
@@ -97,7 +102,7 @@ def test_whole_chunks_are_kept():
     """What lies between sinks, tail and recent tokens is kept or dropped by the chunk, in both kinds of heads."""
     policy = bound(**SMALL, eta=0.5, profile=(("consistent", "adaptive"),) * 2)
     case = make_case(8, [63, 50, 41], steps=1)
-    for length, row in zip(case.lengths, kept(policy, case, run(policy, case)[2][0]), strict=True):
+    for length, row in zip(case.lengths, kept(policy, case, after_prompt(policy, case)), strict=True):
         chunks = (length - 6) // 4
         for held in row:
             inside = [held & set(range(2 + 4 * i, 6 + 4 * i)) for i in range(chunks)]
@@ -128,7 +133,7 @@ def test_bytes_are_the_papers(r, eta, share):
 def test_each_kind_of_head_has_slots_of_its_own():
     spec = layer_specs(TINY, 1, 2048, 32, jnp.float32)[0]
     policy = bound(budget=256, eta=0.5, profile=(("consistent", "adaptive"),) * 2)
-    consistent, adaptive = policy.layer(spec).init()
+    consistent, adaptive = jax.eval_shape(policy.layer(spec).init)
     assert consistent.k.shape == (1, 1, 256 + 32, 16)
     # 8 sinks, 32 recent and half of the 2008 tokens between them make 1044; with a tail of 7, and new tokens, 1080.
     assert adaptive.k.shape == (1, 1, 1088, 16)

@@ -1,16 +1,20 @@
 """ChunkKV against the literal algorithm."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_chunkkv as oracle
-from policies.driver import ROPE, kept, make_case, run, softmax
+from policies.driver import ROPE, Case, make_case, run, softmax
+from policies.oracle_arrays import rotate
+from policies.slots import after_prompt, kept
 
 import kvjax
-from kvjax.cache import Prompt, layer_specs
+from kvjax.cache import layer_specs
 from kvjax.models import transformer
 from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_head, by_layer, chunk_token_hybrid, chunkkv
 from kvjax.policies.budget import budget_rows
@@ -24,9 +28,14 @@ HAND = np.asarray([0.1] * 10 + [0.05] * 10 + [0.3] * 5)
 
 def keep(policy: ChunkKV, *heads) -> list[list[int]]:
     """What the policy keeps of one prompt whose tokens get this attention in each head."""
-    scores = jnp.asarray(np.asarray(heads)[None], jnp.float32)
-    length, budget = jnp.asarray([scores.shape[-1]], jnp.int32), jnp.asarray([policy.budget], jnp.int32)
-    return [np.flatnonzero(head).tolist() for head in np.asarray(policy.keep_mask(scores, length, budget))[0]]
+    scores = np.asarray(heads, np.float32)[None]
+    sizes = (np.asarray([n], np.int32) for n in (scores.shape[-1], policy.budget))
+    return [np.flatnonzero(head).tolist() for head in np.asarray(mask(policy, scores, *sizes))[0]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mask(policy: ChunkKV, scores, length, budget):
+    return policy.keep_mask(scores, length, budget)
 
 
 # The cases worked out by hand.
@@ -86,18 +95,18 @@ def test_kvpress_counts_in_whole_numbers(chunk):
     lengths, budgets = (x.reshape(-1) for x in np.mgrid[2:80, 1:80])
     lengths, budgets = lengths[budgets < lengths], budgets[budgets < lengths]
     policy = ChunkKV(chunk=chunk, rule="kvpress")
-    counts = policy._count(*(jnp.asarray(x, jnp.int32) for x in (lengths, lengths, budgets)))
+    lengths, budgets = np.append(lengths, 1_000_003), np.append(budgets, 900_001)
+    counts = jax.jit(policy._count)(*(x.astype(np.int32) for x in (lengths, lengths, budgets)))
     chunks = -(-lengths // chunk)
     np.testing.assert_array_equal(counts, np.maximum(chunks * budgets // lengths, 1))
-    million = [jnp.asarray([x], jnp.int32) for x in (1_000_003, 1_000_003, 900_001)]
-    assert policy._count(*million).tolist() == [-(-1_000_003 // chunk) * 900_001 // 1_000_003]
 
 
 @pytest.mark.parametrize(("fraction", "chunks"), [(0.5, 13), (0.25, 6), (0.01, 1)])
 def test_kvpress_takes_a_share_of_the_chunks(fraction, chunks):
     """517 tokens are 26 chunks of 20, whatever number of tokens the share is of them, and however many tokens follow."""
-    policy, length = ChunkKV(budget=fraction, chunk=20, rule="kvpress"), jnp.asarray([517], jnp.int32)
-    assert policy._count(length, length, budget_rows(fraction, length)).tolist() == [chunks]
+    policy, length = ChunkKV(budget=fraction, chunk=20, rule="kvpress"), to_jax([517], jnp.int32)
+    counts = jax.jit(lambda length: policy._count(length, length, budget_rows(fraction, length)))
+    assert counts(length).tolist() == [chunks]
 
 
 KVPRESS = {"agg": "mean", "pool": 5, "shared_heads": True, "rule": "kvpress"}
@@ -105,13 +114,8 @@ KVPRESS = {"agg": "mean", "pool": 5, "shared_heads": True, "rule": "kvpress"}
 
 def observed_and_kept(length: int, ratio: float, window: int, chunk: int) -> tuple[np.ndarray, list[list[int]]]:
     """Random attention of a window [K, G, w, n - w] as kvpress has it, and what the policy keeps of the same prompt."""
-    policy = ChunkKV(budget=1 - ratio, chunk=chunk, window=window, **KVPRESS)
-    case = make_case(length, [length], steps=3)
-    held = kept(policy, case, run(policy, case)[2][0])[0]
-    prompt = Prompt.of(
-        ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v, case.lengths, case.lengths + case.spec.new_tokens))
-    )
-    rotated_q, rotated_k = np.asarray(prompt.q_rotated), np.asarray(prompt.k_rotated)
+    case, held = make_case(length, [length], steps=3), kept_by_kvpress(ratio, window, chunk)[length]
+    rotated_q, rotated_k = (rotate(ROPE, x, np.arange(x.shape[1])[:, None]) for x in (case.q, case.k))
     attention = np.zeros((2, 2, window, length - window))
     for head, n, i in np.ndindex(2, 2, window):
         pos = length - window + i
@@ -120,9 +124,23 @@ def observed_and_kept(length: int, ratio: float, window: int, chunk: int) -> tup
     return attention, [sorted(tokens) for tokens in held]
 
 
-RATIOS = pytest.mark.parametrize(
-    ("length", "ratio"), [(n, ratio) for n in (23, 96, 117, 135, 260) for ratio in (0.5, 0.75)]
-)
+LENGTHS = (23, 96, 117, 135, 260)
+RATIOS = pytest.mark.parametrize(("length", "ratio"), [(n, ratio) for n in LENGTHS for ratio in (0.5, 0.75)])
+
+
+@functools.cache
+def kept_by_kvpress(ratio: float, window: int, chunk: int) -> dict[int, list[set[int]]]:
+    """What the policy keeps, by length, of prompts that are rows of one batch."""
+    policy = ChunkKV(budget=1 - ratio, chunk=chunk, window=window, **KVPRESS)
+    rows = [make_case(length, [length], steps=3) for length in LENGTHS]
+    width = max(row.q.shape[1] for row in rows)
+
+    def together(name: str) -> np.ndarray:
+        arrays = (getattr(row, name) for row in rows)
+        return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0), (0, 0))) for x in arrays])
+
+    case = Case(*map(together, "qkv"), np.asarray(LENGTHS, np.int32), steps=3)
+    return dict(zip(LENGTHS, kept(policy, case, after_prompt(policy, case)), strict=True))
 
 
 @RATIOS
@@ -182,6 +200,7 @@ def test_equals_the_literal_algorithm(name):
     lengths = np.random.default_rng(len(name)).integers(4, 62, size=32)
     case = make_case(6, lengths, STEPS, heads, kv_heads)
     _, outputs, states = run(policy, case)
+    states = jax.device_get(states)
     for row, length in enumerate(lengths):
         queries = case.q[row].reshape(-1, kv_heads, group, 8)
         observed = [
@@ -203,7 +222,7 @@ def test_equals_the_literal_algorithm(name):
             policy.rule,
         )
         for i, state in enumerate(states):
-            pos, live = np.asarray(state.pos)[row], np.asarray(state.live)[row]
+            pos, live = state.pos[row], state.weight[row] > 0
             for head in range(kv_heads):
                 assert pos[head][live[head]].tolist() == [*held[head], *range(length, length + i)]
         for i, n in np.ndindex(STEPS, heads):
@@ -219,7 +238,7 @@ def test_invariants(chunk, window, budget):
     policy = ChunkKV(budget=budget, chunk=chunk, window=window)
     lengths = np.random.default_rng(chunk).integers(budget + 1, 120, size=32)
     case = make_case(chunk, lengths, steps=1)
-    for row, heads in enumerate(kept(policy, case, run(policy, case)[2][0])):
+    for row, heads in enumerate(kept(policy, case, after_prompt(policy, case))):
         last = set(range(lengths[row] - window, lengths[row]))
         for tokens in heads:
             assert last <= tokens
@@ -238,24 +257,30 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
     state, _ = engine.prefill([prompt])
     held = []
     for layer, states in zip(engine.layers, state.caches, strict=True):
-        slots = as_cache(layer, states)
-        pos, live = np.asarray(slots.pos)[0], np.asarray(slots.live)[0]
-        held.append([set(p[m].tolist()) for p, m in zip(pos, live, strict=True)])
+        slots = jax.jit(functools.partial(as_cache, layer))(states) if layer.traits.has_own_store else states.cache
+        pos, weight = np.asarray(slots.pos)[0], np.asarray(slots.weight)[0]
+        held.append([set(p[there].tolist()) for p, there in zip(pos, weight > 0, strict=True)])
     return held
 
 
 @pytest.fixture(scope="module")
 def deep(tiny):
     """Four layers of random weights."""
-    return kvjax.models.init(dataclasses.replace(tiny.config, num_layers=4, windows=()), jax.random.key(1))
+    config = dataclasses.replace(tiny.config, num_layers=4, windows=())
+    return jax.jit(functools.partial(kvjax.models.init, config))(jax.random.key(1))
+
+
+@pytest.fixture(scope="module")
+def own(deep):
+    """What layers that each choose for themselves keep."""
+    return prefilled(SMALL, deep, PROMPT)
 
 
 PROMPT = np.random.default_rng(0).integers(0, 64, size=90).tolist()
 SMALL = ChunkKV(budget=24, chunk=4, window=4)
 
 
-def test_layers_take_over_the_choice_of_their_groups_first(deep):
-    own = prefilled(SMALL, deep, PROMPT)
+def test_layers_take_over_the_choice_of_their_groups_first(deep, own):
     assert len({str(layer) for layer in own}) == 4
     for reuse in (2, 4):
         held = prefilled(dataclasses.replace(SMALL, reuse=reuse), deep, PROMPT)
@@ -277,15 +302,14 @@ def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
     monkeypatch.setattr(chunkkv.ChunkKVLayer, "prefill", enter)
     monkeypatch.setattr(chunkkv, "last_queries", count)
     policy, specs = dataclasses.replace(SMALL, reuse=reuse), layer_specs(deep.config, 1, 64, 4, deep.dtype)
-    tokens, lengths = jnp.zeros((1, 64), jnp.int32), jnp.asarray([64], jnp.int32)
+    tokens, lengths = to_jax(np.zeros((1, 64)), jnp.int32), to_jax([64])
     jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, lengths, decoding.layers_of(policy, specs))[0])
     assert layers == scored
 
 
-def test_reuse_beside_other_policies(deep):
+def test_reuse_beside_other_policies(deep, own):
     """In by_layer each policy hears of its own choices alone, and never of another group's."""
     pairs, other = dataclasses.replace(SMALL, reuse=2), StreamingLLM(budget=24)
-    own = prefilled(SMALL, deep, PROMPT)
     held = prefilled(by_layer([pairs, pairs, other, pairs]), deep, PROMPT)
     assert held[0] == held[1] == own[0]
     assert held[2] != own[2]
@@ -302,10 +326,10 @@ def test_a_layer_with_other_heads_chooses_for_itself(deep):
     assert own[2][1] != own[3][0]
 
 
-def test_hybrid_of_chunks_and_tokens(deep):
+def test_hybrid_of_chunks_and_tokens(deep, own):
     tokens = dataclasses.replace(SMALL, chunk=1)
     held = prefilled(chunk_token_hybrid(4, SMALL), deep, PROMPT)
-    assert held == prefilled(SMALL, deep, PROMPT)[:2] + prefilled(tokens, deep, PROMPT)[2:]
+    assert held == own[:2] + prefilled(tokens, deep, PROMPT)[2:]
     assert chunk_token_hybrid(4, SMALL, lower=1) == ByLayer((SMALL,) + (tokens,) * 3)
     assert chunk_token_hybrid(4, SMALL, lower=0) == ByLayer((tokens,) * 4)
     assert chunk_token_hybrid(4, SMALL, lower=4) == ByLayer((SMALL,) * 4)

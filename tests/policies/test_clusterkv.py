@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import Case, compiled, make_case, rotate, run
+from arrays import to_jax
+from policies.driver import Case, compiled, make_case, run
+from policies.oracle_arrays import rotate
 from policies.oracle_clusterkv import ClusterHead, select
+from policies.slots import after_prompt
 
 from kvjax.cache import Token
 from kvjax.pallas_kernels import kmeans
@@ -21,25 +24,34 @@ SMALL = {"budget": 24, "sinks": 4, "dense_layers": 0, "n_clusters": 5, "window":
 def state_of(policy: ClusterKV, centroids, labels: list[int]) -> tuple[Case, ClusteredCache]:
     """A state of one row and head with these centroids, whose token i has label i, and no sinks."""
     case = make_case(0, [len(labels)], 4, heads=1, kv_heads=1)
-    blank = policy.layer(case.spec).init()
-    labels = jnp.asarray(labels, jnp.int32)[None, None]
-    sizes, starts, order = _index(labels, len(centroids))
-    tokens = labels.shape[-1]
+    blank = jax.device_get(jax.jit(policy.layer(case.spec).init)())
+    sizes, starts, order = index_of(np.asarray(labels, np.int32)[None, None], len(centroids))
+    wide, whole = np.zeros((1, 1, len(centroids), 8), np.float32), blank.order.copy()
+    wide[0, 0, :, : len(centroids[0])], whole[:, :, : len(labels)] = centroids, order
     return case, dataclasses.replace(
         blank,
-        centroids=jnp.zeros((1, 1, len(centroids), 8)).at[0, 0, :, : len(centroids[0])].set(jnp.asarray(centroids)),
-        sizes=sizes,
-        starts=starts,
-        order=blank.order.at[:, :, :tokens].set(order),
-        clusters=jnp.asarray([len(centroids)], jnp.int32),
-        clustered=jnp.asarray([tokens], jnp.int32),
+        centroids=wide,
+        sizes=np.asarray(sizes),
+        starts=np.asarray(starts),
+        order=whole,
+        clusters=np.asarray([len(centroids)], np.int32),
+        clustered=np.asarray([len(labels)], np.int32),
     )
 
 
+index_of = jax.jit(_index, static_argnums=1)
+
+
+@functools.cache
+def selector(policy: ClusterKV, spec):
+    return jax.jit(policy.layer(spec).select)
+
+
 def chosen(policy: ClusterKV, case: Case, state: ClusteredCache, query) -> list[int]:
-    q = jnp.zeros((1, 1, 8)).at[0, 0, : len(query)].set(jnp.asarray(query, jnp.float32))
-    index, live = policy.layer(case.spec).select(state, q)
-    return np.asarray(index)[0, 0][np.asarray(live)[0, 0]].tolist()
+    q = np.zeros((1, 1, 8), np.float32)
+    q[0, 0, : len(query)] = query
+    index, live = jax.device_get(selector(policy, case.spec)(state, q))
+    return index[0, 0][live[0, 0]].tolist()
 
 
 # The hand-checkable cases.
@@ -68,12 +80,13 @@ def test_equally_liked_clusters_go_in_their_order():
 def test_centroids_are_means_of_raw_keys():
     """a = {(10, 0), (8, 0)}, b = {(1, 1), (1, 1)}, q = (1, 2): 9 > 3, though b's direction is nearer to q's."""
     policy = ClusterKV(budget=2, sinks=0, dense_layers=0, n_clusters=2)
-    keys = jnp.zeros((1, 1, 4, 8)).at[0, 0, :, :2].set(jnp.asarray([[10.0, 0], [8, 0], [1, 1], [1, 1]]))
-    two = jnp.full(1, 2, jnp.int32)
-    centroids, labels = kmeans(keys, jnp.ones((1, 4), bool), keys[:, :, 1:3], two, iterations=20)
+    keys = np.zeros((1, 1, 4, 8), np.float32)
+    keys[0, 0, :, :2] = [10, 0], [8, 0], [1, 1], [1, 1]
+    given = map(to_jax, (keys, np.ones((1, 4), bool), keys[:, :, 1:3], np.full(1, 2, np.int32)))
+    centroids, labels = jax.device_get(kmeans(*given, iterations=20))
     np.testing.assert_allclose(centroids[0, 0, :, :2], [[9, 0], [1, 1]])
     assert labels.tolist() == [[[0, 0, 1, 1]]]
-    case, state = state_of(policy, np.asarray(centroids[0, 0, :, :2]), labels[0, 0].tolist())
+    case, state = state_of(policy, centroids[0, 0, :, :2], labels[0, 0].tolist())
     assert chosen(policy, case, state, (1, 2)) == [0, 1]
 
 
@@ -101,8 +114,8 @@ def test_equals_the_literal_algorithm(name):
     _, batch, heads, kv_heads = CONFIGURATIONS[name]
     policy, case, (outputs, selections, states) = observed(name)
     lengths, group = case.lengths, heads // kv_heads
-    pos = jnp.broadcast_to(jnp.arange(84, dtype=jnp.int32), (batch, 84))
-    draws = np.asarray(policy.layer(case.spec).shuffled(pos, jnp.ones_like(pos, bool)))[0]  # [K, S]
+    pos = np.broadcast_to(np.arange(84, dtype=np.int32), (batch, 84))
+    draws = np.asarray(jax.jit(policy.layer(case.spec).shuffled)(pos, np.ones_like(pos, bool)))[0]  # [K, S]
 
     for row, length in enumerate(lengths):
         for head in range(kv_heads):
@@ -193,15 +206,16 @@ def test_one_cluster_per_token_selects_the_best_tokens():
     """With as many clusters as tokens, what is selected is the true top: recall 1 at any budget."""
     policy = ClusterKV(budget=22, sinks=2, dense_layers=0, n_clusters=100, window=100)
     case = make_case(10, [40, 20], steps=1)
-    state = run(policy, case)[2][0]
+    state = after_prompt(policy, case)
     assert (np.asarray(state.sizes)[0, :, :38] == 1).all()
     q = np.stack([case.q[row, length] for row, length in enumerate(case.lengths)])
-    selected = jax.jit(lambda state: policy.layer(case.spec).select(state, jnp.asarray(q)))
+    selected = jax.jit(lambda state: policy.layer(case.spec).select(state, to_jax(q)))
     for budget in (3, 4, 7, 13, 22):
-        index, live = map(np.asarray, selected(state.replace(budget=jnp.full((2,), budget, jnp.int32))))
+        index, live = map(np.asarray, selected(state.replace(budget=np.full(2, budget, np.int32))))
         for row, head in np.ndindex(2, 4):
-            keys = [rotate(case.spec.rope, case.k[row, p, head // 2], p) for p in range(2, case.lengths[row])]
-            true = 2 + np.argsort(-(np.stack(keys) @ q[row, head]), kind="stable")[: budget - 2]
+            at = np.arange(2, case.lengths[row])
+            keys = rotate(case.spec.rope, case.k[row, at, head // 2], at)
+            true = 2 + np.argsort(-(keys @ q[row, head]), kind="stable")[: budget - 2]
             assert index[row, head][live[row, head]].tolist() == true.tolist()
 
 
@@ -226,8 +240,8 @@ def test_error_falls_with_the_budget():
     full = run(Full(), case)[1][0]
     errors = []
     for budget in (8, 16, 32, 48, 60):
-        out, _ = step(state.replace(budget=jnp.full((32,), budget, jnp.int32)), *last)
-        errors.append(float(np.mean((out - full) ** 2)))
+        out, _ = step(state.replace(budget=np.full(32, budget, np.int32)), *last)
+        errors.append(float(np.mean((np.asarray(out) - full) ** 2)))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-9
 
@@ -242,14 +256,18 @@ def test_only_the_selection_is_read():
     assert layer.slots_read == 32
     assert state.cache.k.shape[2] == 288
     rows, pos = np.arange(2), case.lengths
-    args = tuple(jnp.asarray(x) for x in (case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos))
-    token = Token(*args, spec.rope)
-    after = layer.append(state, token)
-    index, live = map(np.asarray, layer.slots_to_read(after, token.q_rotated))
+    args = case.q[rows, pos], case.k[rows, pos], case.v[rows, pos], pos
+
+    @jax.jit
+    def reads(state, *args):
+        token = Token(*args, spec.rope)
+        return layer.slots_to_read(layer.append(state, token), token.q_rotated)
+
+    index, live = jax.device_get(reads(state, *args))
     read = np.zeros(state.cache.pos.shape, bool)
     for row, head in np.ndindex(2, 4):
         read[row, head // 2, index[row, head][live[row, head]]] = True
-    bad = jnp.where(read[..., None], state.cache.k, jnp.nan), jnp.where(read[..., None], state.cache.v, jnp.nan)
+    bad = [np.where(read[..., None], x, np.float32(np.nan)) for x in (state.cache.k, state.cache.v)]
     poisoned = dataclasses.replace(state, cache=state.cache.replace(k=bad[0], v=bad[1]))
     np.testing.assert_array_equal(step(state, *args)[0], step(poisoned, *args)[0])
 
@@ -268,11 +286,11 @@ def test_bytes_read_are_fewer_than_held(tiny):
 
 def test_start_is_random_without_replacement():
     spec = make_case(0, [50], steps=1).spec
-    pos = jnp.arange(64, dtype=jnp.int32)[None]
+    pos = np.arange(64, dtype=np.int32)[None]
     inside = (pos >= 16) & (pos < 50)
 
     def first(seed, pos=pos, inside=inside, spec=spec):
-        return np.asarray(ClusterKVLayer(ClusterKV(seed=seed), spec).shuffled(pos, inside))[0]
+        return np.asarray(jax.jit(ClusterKVLayer(ClusterKV(seed=seed), spec).shuffled)(pos, inside))[0]
 
     once = first(0)
     for head in range(2):
@@ -292,8 +310,8 @@ def test_papers_defaults():
         320,
         4,
     )
-    lengths = jnp.asarray([32_000, 100, 79, 16, 17, 5], jnp.int32)
-    assert ClusterKVLayer(policy, make_case(0, [50], steps=1).spec)._prompt_clusters(lengths).tolist() == [
+    lengths = to_jax([32_000, 100, 79, 16, 17, 5], jnp.int32)
+    assert jax.jit(ClusterKVLayer(policy, make_case(0, [50], steps=1).spec)._prompt_clusters)(lengths).tolist() == [
         400,
         1,
         1,
@@ -309,8 +327,9 @@ def test_room_for_clusters():
     policy = ClusterKV(**SMALL | {"n_clusters": None})
     for prompt_len, clusters in ((64, 1 + 4 * 3), (160, 2 + 4 * 3), (0, 4 * 3)):
         spec = dataclasses.replace(case.spec, prompt_len=prompt_len)
-        assert policy.layer(spec).init().sizes.shape == (1, 2, clusters)
-    assert dataclasses.replace(policy, cluster_decode=False).layer(case.spec).init().sizes.shape == (1, 2, 1)
+        assert jax.eval_shape(policy.layer(spec).init).sizes.shape == (1, 2, clusters)
+    alone = dataclasses.replace(policy, cluster_decode=False).layer(case.spec)
+    assert jax.eval_shape(alone.init).sizes.shape == (1, 2, 1)
 
 
 @pytest.mark.parametrize(

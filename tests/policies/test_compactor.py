@@ -1,10 +1,12 @@
 """Compactor against the literal algorithm."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from policies import oracle_compactor as oracle
-from policies.driver import ROPE, kept, make_case, rotate, run
+from policies.driver import ROPE, make_case, run
+from policies.oracle_arrays import rotate
+from policies.slots import kept
 
 from kvjax.cache import Prompt
 from kvjax.policies import Compactor, PolicyError
@@ -18,9 +20,12 @@ CROSS = [[1, 0], [-1, 0], [1, 0], [-1, 0], [0, 3], [0, -3]]
 
 def standing(keys, inside=None, ridge=0.0) -> np.ndarray:
     """Leverage of one head's keys."""
-    keys = jnp.asarray(keys, jnp.float32)[None, None]
-    inside = jnp.ones((1, keys.shape[2]), bool) if inside is None else jnp.asarray(inside)[None]
-    return np.asarray(leverage(keys, inside, None, ridge))[0, 0]
+    keys = np.asarray(keys, np.float32)[None, None]
+    inside = np.ones((1, keys.shape[2]), bool) if inside is None else np.asarray(inside)[None]
+    return np.asarray(leverage_of(keys, inside, ridge))[0, 0]
+
+
+leverage_of = jax.jit(lambda keys, inside, ridge: leverage(keys, inside, None, ridge), static_argnums=2)
 
 
 @pytest.mark.parametrize("size", [1, 0.01, 100])
@@ -47,12 +52,15 @@ def test_keys_that_are_all_alike_have_none():
 def test_queries_that_look_everywhere_give_each_token_as_much(chunk):
     """One each, in the last chunk, which is not full, too: neither padding nor the ends take or give any."""
     policy, case = Compactor(sinks=1, recent=1, chunk=chunk), make_case(0, [9, 6], 1)
-    q, k, v = (jnp.asarray(x[:, :10]) for x in (0 * case.q, case.k, case.v))
-    lengths = jnp.asarray([9, 6], jnp.int32)
-    prompt = Prompt.of(ROPE, q, k, v, lengths, lengths)
+    lengths = np.asarray([9, 6], np.int32)
     place = np.arange(10)
     inside = (place >= 1) & (place < np.asarray([[8], [5]]))
-    got = policy.attention(case.spec, prompt, jnp.asarray(inside))
+
+    @jax.jit
+    def attention(q, k, v, lengths, inside):
+        return policy.attention(case.spec, Prompt.of(ROPE, q, k, v, lengths, lengths), inside)
+
+    got = attention(*(x[:, :10] for x in (0 * case.q, case.k, case.v)), lengths, inside)
     np.testing.assert_allclose(got, np.broadcast_to(inside[:, None], got.shape), rtol=1e-6)
 
 
@@ -97,20 +105,17 @@ def test_equals_the_literal_algorithm(name):
     least = 15 if isinstance(policy.budget, float) else 1  # its share of fewer tokens is less than both ends
     lengths = np.random.default_rng(len(name)).integers(least, 64, size=50)
     case = make_case(6, lengths, STEPS, heads, kv_heads)
-    states = run(policy, case, padding=np.nan)[2]
+    held = [kept(policy, case, state) for state in run(policy, case, padding=np.nan)[2]]
     sketch = policy.sketch_of(case.spec)
     sketch = None if sketch is None else np.asarray(sketch, np.float64)
     told = {name: value for name, value in options.items() if name not in ("budget", "sketch")}
     for row, length in enumerate(lengths.tolist()):
-        queries, keys = (
-            np.stack([[rotate(ROPE, head, pos) for head in x[row, pos]] for pos in range(length)])
-            for x in (case.q, case.k)
-        )
+        queries, keys = (rotate(ROPE, x[row, :length], np.arange(length)[:, None]) for x in (case.q, case.k))
         budget = budget_tokens(policy.budget, length + STEPS)
         own = (x[row, :length].astype(np.float64) for x in (case.k, case.v))
         expected = oracle.survivors(queries, keys, *own, budget, sketch, **told)
-        for i, state in enumerate(states):
-            assert kept(policy, case, state)[row] == [{*head, *range(length, length + i)} for head in expected]
+        for i, heads_kept in enumerate(held):
+            assert heads_kept[row] == [{*head, *range(length, length + i)} for head in expected]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """CriticalKV's two stages against the literal algorithm, alone and within a model."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_critical as oracle
 from policies import oracle_scoring as scoring
-from policies.driver import TINY, kept, make_case, run
+from policies.driver import TINY, make_case, run
+from policies.slots import kept
 
 import kvjax
 from kvjax.analysis.recording import record
@@ -49,7 +52,7 @@ def test_sizes_of_projected_values():
     random, spec = np.random.default_rng(0), make_case(0, [1], 1).spec
     matrix, values = random.normal(size=(4, 8, 20)).astype(np.float32), random.normal(size=(2, 150, 2, 8))
     around = Surroundings(lambda: jnp.zeros((1, 1, 1)), lambda: jnp.asarray(matrix))
-    got = projected_sizes(spec, around, jnp.asarray(values, jnp.float32))
+    got = np.asarray(jax.jit(lambda values: projected_sizes(spec, around, values))(values.astype(np.float32)))
     for row, head in np.ndindex(2, 2):
         want = oracle.sizes(values[row, :, head], matrix[2 * head : 2 * head + 2])
         np.testing.assert_allclose(got[row, head], want, rtol=1e-5)
@@ -75,7 +78,7 @@ def test_equals_the_literal_algorithm(name):
     policy = critical(inner, **stages)
     lengths = np.random.default_rng(len(name)).integers(3, 64, size=52)
     case = make_case(8, lengths, STEPS, heads, kv_heads)
-    states = run(policy, case, padding=np.nan)[2]
+    held = [kept(policy, case, state) for state in run(policy, case, padding=np.nan)[2]]
     for row, length in enumerate(lengths.tolist()):
         budget = budget_tokens(inner.budget, length + STEPS)
         literal = scoring.SnapKV(*(x[row, : length + STEPS] for x in (case.q, case.k, case.v)), length, budget)
@@ -86,10 +89,10 @@ def test_equals_the_literal_algorithm(name):
             # Sums over the observing queries, of which SnapKV takes the mean; beside epsilon that matters.
             scores = np.asarray(literal.prompt_scores(head)[:length], np.float64) / min(inner.window, length)
             want = oracle.survivors(scores, weights, budget, last=inner.window, **stages)
-            for i, state in enumerate(states):
-                assert kept(policy, case, state)[row][head] == {*want, *range(length, length + i)}
+            for i, heads_kept in enumerate(held):
+                assert heads_kept[row][head] == {*want, *range(length, length + i)}
     if name == "all by scores":
-        assert kept(policy, case, states[-1]) == kept(inner, case, run(inner, case)[0])
+        assert held[-1] == kept(inner, case, run(inner, case)[0])
 
 
 # Within a model.
@@ -105,15 +108,17 @@ def test_a_model_brings_its_output_projection(kind, tiny):
     prompts = [random.integers(0, 64, size=n).tolist() for n in (50, 9, 31)]
     engine = kvjax.Engine(params, policy, batch=3, prompt_len=50, max_new_tokens=4)
     state, _ = engine.prefill(prompts)
+    own = zip(engine.layers, state.caches, strict=True)
+    held = [jax.device_get(jax.jit(partial(as_cache, layer))(cached)) for layer, cached in own]
     differ = 0
     for row, prompt in enumerate(prompts):
         for layer, recorded in enumerate(record(params, prompt)):
-            slots = as_cache(engine.layers[layer], state.caches[layer])
+            slots = held[layer]
             matrix = params.layers[layer].attn.o
             matrix = np.asarray(matrix if kind == "floats" else matrix.dequantized(jnp.float32), np.float64)
             output = matrix.T.reshape(4, 16, -1)
             for head in range(2):
-                pos = np.asarray(slots.pos[row, head])
+                pos = slots.pos[row, head]
                 logits = np.einsum("wgh,th->wgt", recorded.q[-2:, 2 * head : 2 * head + 2], recorded.k[:, head]) / 4
                 logits[0, :, -1] = -np.inf  # the newest token is after the first of the two
                 probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -121,7 +126,7 @@ def test_a_model_brings_its_output_projection(kind, tiny):
                 values = recorded.v[:, head].astype(np.float64)
                 weights = oracle.sizes(values, output[2 * head : 2 * head + 2])
                 want = oracle.survivors(scores, weights, 12, last=2, share=0.25)
-                assert sorted(pos[np.asarray(slots.live[row, head])].tolist()) == want
+                assert sorted(pos[slots.weight[row, head] > 0].tolist()) == want
                 differ += want != oracle.survivors(scores, np.abs(values).sum(axis=-1), 12, last=2, share=0.25)
     assert differ
 
@@ -129,7 +134,7 @@ def test_a_model_brings_its_output_projection(kind, tiny):
 def quantised(params):
     """The model with its output projections in 8 bits."""
     layers = [
-        layer.replace(attn=layer.attn.replace(o=jax.tree.map(jnp.asarray, to_int8(np.asarray(layer.attn.o)))))
+        layer.replace(attn=layer.attn.replace(o=jax.tree.map(to_jax, to_int8(np.asarray(layer.attn.o)))))
         for layer in params.layers
     ]
     return params.replace(layers=tuple(layers))
@@ -154,7 +159,8 @@ def test_parts_of_heads_have_their_own_projections(tiny):
     for each in (policy, parts):
         engine = kvjax.Engine(tiny, each, prompt_len=50, max_new_tokens=4)
         state, _ = engine.prefill([prompt])
-        slots = [as_cache(layer, own) for layer, own in zip(engine.layers, state.caches, strict=True)]
+        own = zip(engine.layers, state.caches, strict=True)
+        slots = [jax.jit(partial(as_cache, layer))(cached) for layer, cached in own]
         found.append([np.sort(np.asarray(own.pos), axis=-1)[..., -12:].tolist() for own in slots])
     assert found[0] == found[1]
 

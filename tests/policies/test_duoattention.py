@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import TINY, kept, make_case, run
+from policies.driver import TINY, make_case, run
 from policies.oracle_catekv import CateHead
 from policies.oracle_duoattention import DuoHead
+from policies.slots import kept
 
 import kvjax
 from kvjax.cache import layer_specs
@@ -81,7 +83,7 @@ def test_share_of_streaming_heads():
 
 def test_streaming_heads_hold_no_more():
     policy = DuoAttention(profile=LABELS).bind(TINY)
-    full, streaming = policy.layer(layer_specs(TINY, 1, 6000, 144, jnp.float32)[0]).init()
+    full, streaming = jax.eval_shape(policy.layer(layer_specs(TINY, 1, 6000, 144, jnp.float32)[0]).init)
     assert full.k.shape == (1, 1, 6400, 16)
     assert streaming.cache.k.shape == (1, 1, 352, 16)
     assert policy.groups[1] == Streaming(budget=320, sinks=64)

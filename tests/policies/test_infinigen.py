@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import ROPE, TINY, make_case, rotate, run
+from arrays import to_jax
+from policies.driver import ROPE, TINY, make_case, run
+from policies.oracle_arrays import rotate
 from policies.oracle_infinigen import InfiniLayer
 
 import kvjax
@@ -62,7 +64,7 @@ def test_equals_the_literal_algorithm(name):
     picks = []
     for i in range(STEPS):
         pos = case.lengths + i
-        picks.append(jax.device_get(select(states[i + 1], jnp.asarray(case.q[np.arange(ROWS), pos]), jnp.asarray(pos))))
+        picks.append(jax.device_get(select(states[i + 1], case.q[np.arange(ROWS), pos], pos)))
     matrices = options["profile"].layer(0, 8) if "profile" in options else None
     for row, length in enumerate(case.lengths.tolist()):
         channels = int(options["share"] * 8)  # rounded down, as the published code has it
@@ -71,7 +73,7 @@ def test_equals_the_literal_algorithm(name):
         for i in range(STEPS):
             pos = length + i
             literal.append(case.k[row, pos], case.v[row, pos])
-            turned = np.stack([rotate(ROPE, q, pos) for q in case.q[row, pos]])
+            turned = rotate(ROPE, case.q[row, pos], pos)
             chosen = literal.selected(turned)
             index, live = (x[row] for x in picks[i])
             assert [set(x[m].tolist()) for x, m in zip(index, live, strict=True)] == chosen
@@ -85,10 +87,10 @@ def test_all_channels_tell_the_true_scores():
     policy, case = InfiniGen(budget=9, alpha=1e6, share=1.0, dense_layers=0), inputs(2, 2)
     state = run(policy, case)[0]
     pos = case.lengths + STEPS - 1
-    turned = np.stack([[rotate(ROPE, q, p) for q in case.q[row, p]] for row, p in enumerate(pos)])
-    index, live = map(np.asarray, policy.layer(case.spec).select(state, jnp.asarray(turned, jnp.float32)))
+    turned, keys = rotate(ROPE, case.q[np.arange(ROWS), pos], pos[:, None]), np.asarray(state.cache.k)
+    index, live = jax.device_get(jax.jit(policy.layer(case.spec).select)(state, turned.astype(np.float32)))
     for row, head in np.ndindex(ROWS, 2):
-        products = np.asarray(state.cache.k)[row, head, : pos[row]] @ turned[row, head]
+        products = keys[row, head, : pos[row]] @ turned[row, head]
         assert set(index[row, head][live[row, head]].tolist()) == set(np.argsort(-products)[:8].tolist())
 
 
@@ -117,7 +119,7 @@ def test_the_default_model_has_directions():
 
 def test_without_a_prompt_the_first_directions_are_taken():
     spec = layer_specs(TINY, 3, 0, 8, jnp.float32)[1]
-    state = InfiniGen(budget=4, dense_layers=0, share=0.25, profile=PROFILE).layer(spec).init()
+    state = jax.jit(InfiniGen(budget=4, dense_layers=0, share=0.25, profile=PROFILE).layer(spec).init)()
     np.testing.assert_array_equal(state.skew, np.stack([PROFILE.layer(1, 16)[..., :8]] * 3))
 
 
@@ -125,7 +127,7 @@ def test_parts_have_the_directions_of_their_heads():
     policy = InfiniGen(budget=4, dense_layers=0, share=0.5, profile=skew_profile(2, 2, 8))
     split = by_head({"a": policy, "b": Full()}, [["b", "a"]] * 2)
     case = inputs()
-    whole, part = run(policy, case)[0], run(split, case)[0][0]
+    whole, part = jax.device_get((run(policy, case)[0], run(split, case)[0][0]))
     np.testing.assert_allclose(part.skew[:, 0], whole.skew[:, 1], atol=1e-6)
     np.testing.assert_allclose(part.partial[:, 0], whole.partial[:, 1], atol=1e-5)
 
@@ -186,12 +188,16 @@ def test_queries_ahead_are_those_of_the_weights(tiny):
             return super().attend(state, token, {})
 
     layers = [Noting(Watching(), spec) for spec in layer_specs(tiny.config, 2, 0, 4, jnp.float32)]
-    states = tuple(layer.init() for layer in layers)
-    token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
-    transformer.decode_step(tiny, states, token, pos, layers)
-    x = Norm(tiny.layers[0].attn_norm, tiny.config.norm_eps)(tiny.embed[token])
+
+    @jax.jit
+    def step(params, token, pos):
+        states = tuple(layer.init() for layer in layers)
+        transformer.decode_step(params, states, token, pos, layers)
+        return seen, Norm(params.layers[0].attn_norm, params.config.norm_eps)(params.embed[token])
+
+    seen, x = jax.device_get(step(tiny, np.asarray([3, 5], np.int32), np.zeros(2, np.int32)))
     for layer, got in ((0, seen[0][0]), (1, seen[1][1])):
-        np.testing.assert_allclose(got.reshape(2, -1), x @ tiny.layers[layer].attn.q.T, atol=1e-5)
+        np.testing.assert_allclose(got.reshape(2, -1), x @ np.asarray(tiny.layers[layer].attn.q).T, atol=1e-5)
     assert seen[0][1] is None
     assert np.abs(seen[1][0] - seen[1][1]).max() > 1e-3
 
@@ -199,11 +205,13 @@ def test_queries_ahead_are_those_of_the_weights(tiny):
 def test_compositions_look_ahead_for_their_parts(tiny):
     """Each part has the queries of its own heads, from layer to layer."""
     watching, specs = Watching(), layer_specs(tiny.config, 2, 0, 4, jnp.float32)
-    token, pos = jnp.asarray([3, 5]), jnp.zeros(2, jnp.int32)
+    token, pos = np.asarray([3, 5], np.int32), np.zeros(2, np.int32)
 
     def logits(policy):
         layers = [policy.layer(spec) for spec in specs]
-        return transformer.decode_step(tiny, tuple(layer.init() for layer in layers), token, pos, layers)[0]
+        states = jax.jit(lambda: tuple(layer.init() for layer in layers))()
+        step = jax.jit(lambda params, *args: transformer.decode_step(params, *args, layers)[0])
+        return step(tiny, states, token, pos)
 
     split = by_head({"a": watching, "b": offloaded(watching)}, [["a", "b"], ["b", "a"]])
     alone = logits(watching)
@@ -219,7 +227,7 @@ def test_it_selects_by_what_it_foresaw(tiny):
     policy, case = InfiniGen(budget=4, alpha=50.0, share=0.5, dense_layers=0), inputs()
     state = run(policy, case)[0]
     layer, pos = policy.layer(case.spec), case.lengths + STEPS - 1
-    token = Token(*(jnp.asarray(x[np.arange(ROWS), pos]) for x in (case.q, case.k, case.v)), jnp.asarray(pos), ROPE)
+    token = Token(*(to_jax(x[np.arange(ROWS), pos]) for x in (case.q, case.k, case.v)), to_jax(pos), ROPE)
     own, _, _ = layer.attend(state, token, {})
     np.testing.assert_array_equal(own, layer.attend(state, token, {layer.key: token.q_rotated})[0])
     assert np.abs(own - layer.attend(state, token, {layer.key: -token.q_rotated})[0]).max() > 0.01
@@ -237,10 +245,11 @@ def test_queries_and_keys_choose_directions_apart():
     sizes[0, [0, 5]], sizes[1, [3, 5]] = (5, 4), (5, 4)
     profile = SkewProfile.of(np.eye(8)[None, None], method="infinigen", model="", data="nothing", settings=())
     layer = InfiniGen(profile=profile, dense_layers=0).layer(make_case(0, [9], 1, 1, 1).spec)
-    q, k = (jnp.asarray(np.tile(x, (1, 9, 1, 1)), jnp.float32) for x in sizes)
-    skew = np.asarray(layer._skew(q, k, jnp.asarray([9], jnp.int32)))[0, 0]
+    q, k = (np.tile(x, (1, 9, 1, 1)).astype(np.float32) for x in sizes)
+    skew_of, length = jax.jit(layer._skew), np.asarray([9], np.int32)
+    skew = np.asarray(skew_of(q, k, length))[0, 0]
     np.testing.assert_array_equal(skew, np.eye(8)[:, [0, 3]])
-    same = np.asarray(layer._skew(q, q, jnp.asarray([9], jnp.int32)))[0, 0]
+    same = np.asarray(skew_of(q, q, length))[0, 0]
     np.testing.assert_array_equal(same, np.stack([np.eye(8)[:, 0], np.zeros(8)], axis=1))
 
 

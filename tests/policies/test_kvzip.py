@@ -1,13 +1,17 @@
 """KVzip against the literal algorithm: of one layer, and of a model that reads its prompt again."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_kvzip as oracle
-from policies.driver import ROPE, TINY, kept, make_case, rotate, run
+from policies.driver import ROPE, TINY, make_case, run
+from policies.oracle_arrays import rotate
+from policies.slots import kept
 
 import kvjax
 from kvjax.analysis.recording import record
@@ -38,25 +42,28 @@ def observed(queries, sinks, part, own, values=None, inputs=None, **options) -> 
     reading = Repetition(chunk=len(part), sinks=len(sinks), **options)
     queries, keys = np.asarray(queries, np.float32), np.asarray([*sinks, *part], np.float32)
 
-    def heads(x: np.ndarray) -> jnp.ndarray:
-        return jnp.pad(jnp.asarray(x, jnp.float32)[None, ..., None], [(0, 0)] * x.ndim + [(0, 0), (0, 1)])
+    def heads(x: np.ndarray) -> np.ndarray:
+        return np.pad(x.astype(np.float32)[None, ..., None], [(0, 0)] * x.ndim + [(0, 0), (0, 1)])
 
     spec = dataclasses.replace(make_case(0, [len(keys)], 1).spec, batch=1, num_heads=queries.shape[1], num_kv_heads=1)
     spec = dataclasses.replace(spec, head_dim=2, rope=STILL, scale=1.0)
-    one = jnp.asarray([len(keys)], jnp.int32)
     held = keys if values is None else np.asarray([*[0] * len(sinks), *values], np.float32)
-    whole = Prompt.of(STILL, *[heads(keys[:, None])] * 2, heads(held[:, None]), one, one)
-    eye = jnp.broadcast_to(jnp.eye(2), (spec.num_heads, 2, 2))
-    lengths = jnp.asarray([1.0] * len(own) if inputs is None else inputs, jnp.float32)
-    around = Surroundings(lambda: lengths[None, :, None], lambda: eye)
-    new = heads(np.asarray(own, np.float32)[:, None])
-    count = jnp.asarray([len(own)], jnp.int32)
-    block = TokenBlock(heads(queries), new, new, one, count, one, STILL)
-    at = jnp.asarray(len(sinks), jnp.int32), jnp.asarray([len(part)], jnp.int32), jnp.asarray(1, jnp.int32)
-    slots = held_whole(spec, whole, len(own))
-    prepared = reading.prepare(spec, slots, None if values is None else around)
-    found = reading.observe(spec, Part(slots, block, *at, around, prepared))
+    lengths = np.asarray([1.0] * len(own) if inputs is None else inputs, np.float32)
+    arrays = heads(keys[:, None]), heads(held[:, None]), heads(queries), heads(np.asarray(own)[:, None]), lengths
+    numbers = [np.asarray(x, np.int32) for x in ([len(keys)], [len(own)], len(sinks), [len(part)], 1)]
+    found = observation(reading, spec, values is None, *arrays, *numbers)
     return np.asarray(found)[0, 0, : len(part)].tolist()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def observation(reading, spec, alone, keys, held, queries, new, lengths, one, count, *at):
+    whole = Prompt.of(STILL, keys, keys, held, one, one)
+    eye = jnp.broadcast_to(jnp.eye(2), (spec.num_heads, 2, 2))
+    around = Surroundings(lambda: lengths[None, :, None], lambda: eye)
+    block = TokenBlock(queries, new, new, one, count, one, STILL)
+    slots = held_whole(spec, whole, new.shape[1])
+    prepared = reading.prepare(spec, slots, None if alone else around)
+    return reading.observe(spec, Part(slots, block, *at, around, prepared))
 
 
 def test_the_most_that_a_query_gives_by_hand():
@@ -93,10 +100,11 @@ def test_how_long_values_become():
     matrix, values = random.normal(size=(4, 8, 40)).astype(np.float32), random.normal(size=(3, 2, 5, 8))
     around = Surroundings(lambda: jnp.zeros(()), lambda: jnp.asarray(matrix))
     want = np.linalg.norm(np.einsum("bkth,kghd->bkgtd", values, matrix.reshape(2, 2, 8, 40)), axis=-1)
-    values = jnp.asarray(values, jnp.float32)
-    np.testing.assert_allclose(projected_norms(spec, around, values), want, rtol=1e-5)
+    values = values.astype(np.float32)
+    norms = jax.jit(lambda spec, values: projected_norms(spec, around, values), static_argnums=0)
+    np.testing.assert_allclose(norms(spec, values), want, rtol=1e-5)
     some = dataclasses.replace(spec, num_heads=2, num_kv_heads=1, kv_heads=(1,))
-    np.testing.assert_allclose(projected_norms(some, around, values[:, 1:]), want[:, 1:], rtol=1e-5)
+    np.testing.assert_allclose(norms(some, values[:, 1:]), want[:, 1:], rtol=1e-5)
 
 
 def test_only_the_part_may_ask():
@@ -116,26 +124,34 @@ UNEVEN = [[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.2]]
 
 @pytest.mark.parametrize(("scope", "counts"), [("layer", [4, 0]), ("head", [2, 2])])
 def test_heads_share_a_budget_by_hand(scope, counts):
-    policy, scores = KVzip(budget=2, sinks=0, scope=scope), jnp.asarray([UNEVEN], jnp.float32)
-    budget, pos = jnp.asarray([2], jnp.int32), jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (1, 2, 4))
+    policy, scores = KVzip(budget=2, sinks=0, scope=scope), np.asarray([UNEVEN], np.float32)
+    budget, pos = np.asarray([2], np.int32), np.broadcast_to(np.arange(4, dtype=np.int32), (1, 2, 4))
     if scope == "head":
-        keep = policy.keep_mask(scores, jnp.asarray([4], jnp.int32), budget, pos)
+        keep = jax.jit(policy.keep_mask)(scores, np.asarray([4], np.int32), budget, pos)
     else:
-        keep = policy.shared_mask(scores[:, None], budget, pos, 4)[:, 0]
+        keep = shared_mask(policy, scores[:, None], budget, pos, 4)[:, 0]
+    keep = np.asarray(keep)
     assert keep.sum(axis=-1).tolist() == [counts]
     assert [len(head) for head in oracle.survivors(np.asarray([UNEVEN]), 2, scope=scope, sinks=0)[0]] == counts
 
 
+def shared_mask(policy, scores, budget, pos, most):
+    return np.asarray(shared_mask_of(policy, scores, budget, pos, most))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def shared_mask_of(policy, scores, budget, pos, most):
+    return policy.shared_mask(scores, budget, pos, most)
+
+
 def test_all_that_a_budget_gives_is_kept():
     """Where the published code keeps what exceeds its threshold: 299 of 1000 at 30 %, and nothing of three equal best ones at half."""
-    pos = jnp.arange(6, dtype=jnp.int32)[None, None]
-    equal = jnp.asarray([[[[1, 1, 1, 0.5, 0.2, 0.1]]]], jnp.float32)
-    keep = KVzip(budget=3, sinks=0).shared_mask(equal, jnp.asarray([3], jnp.int32), pos, 6)
+    pos = np.arange(6, dtype=np.int32)[None, None]
+    equal = np.asarray([[[[1, 1, 1, 0.5, 0.2, 0.1]]]], np.float32)
+    keep = shared_mask(KVzip(budget=3, sinks=0), equal, np.asarray([3], np.int32), pos, 6)
     assert keep[0, 0, 0].tolist() == [True] * 3 + [False] * 3
-    many = jnp.asarray(np.random.default_rng(0).random((1, 1, 1, 1000)), jnp.float32)
-    keep = KVzip(budget=300, sinks=0).shared_mask(
-        many, jnp.asarray([300], jnp.int32), jnp.arange(1000, dtype=jnp.int32)[None, None], 1000
-    )
+    many, pos = np.random.default_rng(0).random((1, 1, 1, 1000)), np.arange(1000, dtype=np.int32)[None, None]
+    keep = shared_mask(KVzip(budget=300, sinks=0), many.astype(np.float32), np.asarray([300], np.int32), pos, 1000)
     assert int(keep.sum()) == 300
 
 
@@ -145,13 +161,13 @@ def test_a_layer_has_no_more_than_its_slots(slack):
     random = np.random.default_rng(1)
     scores = random.random((3, 2, 40)) * np.asarray([1, 10, 0.1])[:, None, None]
     policy = KVzip(budget=10, sinks=2, scope="model", slack=slack)
-    pos = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32), (1, 2, 40))
-    keep = policy.shared_mask(jnp.asarray(scores[None], jnp.float32), jnp.asarray([10], jnp.int32), pos, 20)
-    counts = np.asarray(keep[0]).sum(axis=(1, 2))
+    pos = np.broadcast_to(np.arange(40, dtype=np.int32), (1, 2, 40))
+    keep = shared_mask(policy, scores[None].astype(np.float32), np.asarray([10], np.int32), pos, 20)
+    counts = keep[0].sum(axis=(1, 2))
     assert counts.sum() == 60
     assert counts.max() == 2 * int(10 * slack)
     expected = oracle.survivors(scores, 10, scope="model", sinks=2, slack=slack)
-    assert [[np.flatnonzero(head).tolist() for head in layer] for layer in np.asarray(keep[0])] == expected
+    assert [[np.flatnonzero(head).tolist() for head in layer] for layer in keep[0]] == expected
 
 
 # Random cases of one layer, which reads again what it had, without words.
@@ -175,21 +191,16 @@ def test_equals_the_literal_algorithm(name):
     least = 1 if isinstance(policy.budget, int) else 4
     lengths = np.random.default_rng(len(name)).integers(least, 64, size=55)
     case = make_case(5, lengths, STEPS, heads, kv_heads)
-    states = run(policy, case, padding=np.nan)[2]
+    held = [kept(policy, case, state) for state in run(policy, case, padding=np.nan)[2]]
     group, told = heads // kv_heads, {k: v for k, v in options.items() if k in ("sinks", "prefix", "scope")}
     for row, length in enumerate(lengths.tolist()):
         scores = np.zeros((1, kv_heads, length))
         for part in oracle.parts(length, policy.chunk, policy.prefix):
-            again = [length + i for i in range(len(part))]  # where they stand now
+            again = length + np.arange(len(part))  # where they stand now
             for head in range(kv_heads):
-                turned = np.stack([rotate(ROPE, case.k[row, p, head], p) for p in range(length)])
-                own = np.stack([rotate(ROPE, case.k[row, p, head], at) for p, at in zip(part, again, strict=True)])
-                queries = np.stack(
-                    [
-                        [rotate(ROPE, case.q[row, p, head * group + g], at) for g in range(group)]
-                        for p, at in zip(part, again, strict=True)
-                    ]
-                )
+                turned = rotate(ROPE, case.k[row, :length, head], np.arange(length))
+                own = rotate(ROPE, case.k[row, list(part), head], again)
+                queries = rotate(ROPE, case.q[row, list(part), head * group : (head + 1) * group], again[:, None])
                 sinks = turned[: min(policy.sinks, part.start)]
                 lengths_of = {}
                 if policy.plus:  # without a model values count as they are, and inputs are of length 1
@@ -197,8 +208,8 @@ def test_equals_the_literal_algorithm(name):
                     lengths_of = {"values": np.stack([values] * group), "inputs": np.ones(len(part))}
                 scores[0, head, list(part)] = oracle.part_scores(queries, sinks, turned[list(part)], own, **lengths_of)
         expected = oracle.survivors(scores, budget_tokens(policy.budget, length + STEPS), **told)[0]
-        for i, state in enumerate(states):
-            assert kept(policy, case, state)[row] == [{*head, *range(length, length + i)} for head in expected]
+        for i, heads_kept in enumerate(held):
+            assert heads_kept[row] == [{*head, *range(length, length + i)} for head in expected]
 
 
 # A model that reads its prompt again.
@@ -235,10 +246,13 @@ def literal(params, prompt: list[int], policy: KVzip, words, budget: int) -> lis
     return oracle.survivors(scores, budget, **told)
 
 
+hidden = jax.jit(transformer.hidden)
+
+
 def around(params, layer: int, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """How long what a layer's attention reads is for each token, and its output projection by query head [N, H, D]."""
     below = params.replace(layers=params.layers[:layer])
-    x = np.asarray(transformer.hidden(below, jnp.asarray([text], jnp.int32))[0], np.float64)
+    x = np.asarray(hidden(below, np.asarray([text], np.int32)), np.float64)[0]
     own, config = params.layers[layer], params.config
     x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * np.asarray(own.attn_norm)
     output = np.asarray(own.attn.o, np.float64).T.reshape(config.num_heads, config.head_dim, -1)
@@ -268,12 +282,13 @@ def test_a_model_reads_again(policy, letters):
     encode = params.tokenizer.encode
     words = [encode(text, add_special=False) for text in (FIRST, THEN, " A ")]
     assert engine.specs[0].words == ((FIRST, *map(tuple, words[::2])), (THEN, *map(tuple, words[1:])))
+    own = zip(engine.layers, state.caches, strict=True)
+    caches = [jax.device_get(jax.jit(functools.partial(as_cache, layer))(cached)) for layer, cached in own]
     for row, prompt in enumerate(prompts):
         expected = literal(params, prompt, policy, words, policy.budget)
-        for layer, cached, heads in zip(engine.layers, state.caches, expected, strict=True):
-            slots = as_cache(layer, cached)
-            pos, live = np.asarray(slots.pos[row]), np.asarray(slots.live[row])
-            assert [sorted(p[there].tolist()) for p, there in zip(pos, live, strict=True)] == heads
+        for slots, heads in zip(caches, expected, strict=True):
+            held = zip(slots.pos[row], slots.weight[row] > 0, strict=True)
+            assert [sorted(p[there].tolist()) for p, there in held] == heads
 
 
 def tokenizer_of(letters, template):
@@ -340,7 +355,7 @@ def test_values_are_weighed_once(monkeypatch, tiny):
 
     monkeypatch.setattr("kvjax.policies.kvzip.projected_norms", counted)
     layers = [KVzip(budget=16, chunk=9, plus=True).layer(spec) for spec in layer_specs(TINY, 1, 40, 4, jnp.float32)]
-    tokens, length = jnp.zeros((1, 64), jnp.int32), jnp.asarray([40], jnp.int32)
+    tokens, length = np.zeros((1, 64), np.int32), to_jax([40])
     jax.eval_shape(lambda tokens: replay.prefill(tiny, tokens, length, length + 4, layers), tokens)
     assert len(weighed) == len(layers)
 
@@ -392,6 +407,4 @@ def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = KVzip(budget=8).layer(case.spec)
     with pytest.raises(PolicyError, match="second reading"):
-        layer.prefill(
-            Prompt.of(ROPE, *(jnp.asarray(x[:, :20]) for x in (case.q, case.k, case.v)), *[jnp.asarray([20])] * 2), {}
-        )
+        layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})

@@ -1,33 +1,36 @@
 """LagKV against the literal algorithm."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_lagkv as oracle
-from policies.driver import ROPE, kept, make_case, rotate, run
+from policies.driver import ROPE, make_case, run
+from policies.oracle_arrays import rotate
 from policies.oracle_chunkkv import attend
+from policies.slots import after_prompt, kept
 
 from kvjax.cache import Prompt
 from kvjax.policies import LagKV, PolicyError
 
 
 def prompt(k, v) -> Prompt:
-    """A prompt of one row with one head: keys and values [T, H]."""
-    k, v = (jnp.asarray(np.asarray(x)[None, :, None], jnp.float32) for x in (k, v))
+    """A prompt of one row with one head: keys and values [1, T, 1, H]."""
     length = jnp.asarray([k.shape[1]], jnp.int32)
     return Prompt.of(ROPE, k, k, v, length, length)
 
 
 def scored(policy: LagKV, k, v) -> np.ndarray:
     """Scores of a prompt's tokens."""
-    return np.asarray(policy.scores(make_case(0, [1], 1).spec, prompt(k, v)))[0, 0]
+    k, v = (np.asarray(x, np.float32)[None, :, None] for x in (k, v))
+    return np.asarray(jax.jit(lambda k, v: policy.scores(make_case(0, [1], 1).spec, prompt(k, v)))(k, v))[0, 0]
 
 
 def keep(policy: LagKV, scores) -> list[int]:
     """What the policy keeps of one prompt with these scores."""
-    length, budget = (jnp.asarray([x], jnp.int32) for x in (len(scores), policy.budget))
-    mask = policy.keep_mask(jnp.asarray(scores, jnp.float32)[None, None], length, budget)
-    return np.flatnonzero(mask[0, 0]).tolist()
+    length, budget = (np.asarray([x], np.int32) for x in (len(scores), policy.budget))
+    mask = jax.jit(policy.keep_mask)(np.asarray(scores, np.float32)[None, None], length, budget)
+    return np.flatnonzero(np.asarray(mask)[0, 0]).tolist()
 
 
 # The cases worked out by hand.
@@ -88,17 +91,17 @@ def test_equals_the_literal_algorithm(name):
     policy, group = LagKV(**options), heads // kv_heads
     lengths = np.random.default_rng(len(name)).integers(1, 64, size=32)
     case = make_case(6, lengths, STEPS, heads, kv_heads)
-    _, outputs, states = run(policy, case, padding=np.nan)
+    _, outputs, states = jax.device_get(run(policy, case, padding=np.nan))
     for row, length in enumerate(lengths.tolist()):
         keys, values = case.k[row], case.v[row].astype(np.float64)
-        turned = np.stack([[rotate(ROPE, key, pos) for key in keys[pos]] for pos in range(length)])
+        turned = rotate(ROPE, keys[:length], np.arange(length)[:, None])
         budget = policy.budget if isinstance(policy.budget, int) else int((length + STEPS) * policy.budget)
         held = [
             oracle.survivors(turned[:, head], values[:length, head], budget, policy.sinks, policy.lag)
             for head in range(kv_heads)
         ]
         for i, state in enumerate(states):
-            pos, live = np.asarray(state.pos)[row], np.asarray(state.live)[row]
+            pos, live = state.pos[row], state.weight[row] > 0
             for head in range(kv_heads):
                 assert pos[head][live[head]].tolist() == [*held[head], *range(length, length + i)]
         for i, n in np.ndindex(STEPS, heads):
@@ -113,7 +116,7 @@ def test_every_scored_segment_keeps_as_many(sinks, lag, budget):
     policy = LagKV(budget=budget, sinks=sinks, lag=lag)
     lengths = np.random.default_rng(lag).integers(budget + 1, 120, size=32)
     case = make_case(lag, lengths, steps=1)
-    for length, heads in zip(lengths, kept(policy, case, run(policy, case)[2][0]), strict=True):
+    for length, heads in zip(lengths, kept(policy, case, after_prompt(policy, case)), strict=True):
         whole = (length - sinks) // lag
         for tokens in heads:
             counts = {len(tokens & set(range(sinks + i * lag, sinks + (i + 1) * lag))) for i in range(whole - 1)}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies.driver import TINY, compiled, make_case, run
 
 import kvjax
@@ -112,17 +113,18 @@ def test_hits_are_what_the_last_queries_chose(offloaded_runs):
     policy, runs = offloaded_runs
     for inputs, _, states in runs:
         size = CLUSTERS.layer(inputs.spec).selection_shape[1]
+        slots = [np.asarray(state.slot) for state in states]
+        found, asked = np.asarray(states[-1].found), np.asarray(states[-1].chosen)
         rates = []
         for row, head in np.ndindex(8, 4):
             chosen = []
-            for i, state in enumerate(states[1:]):
-                selected = np.asarray(state.slot)[row, head, :size]
+            for i, slot in enumerate(slots[1:]):
+                selected = slot[row, head, :size]
                 seen = inputs.lengths[row] + i + 1
                 chosen.append({*selected[selected >= 0].tolist(), *range(min(CLUSTERS.sinks, seen))})
                 assert len(chosen[-1]) <= 24
-            last = states[-1]
-            assert last.found[row, head] == found_by_hand([[tokens] for tokens in chosen], policy.steps)[0]
-            assert last.chosen[row, head] == sum(map(len, chosen[1:]))
+            assert found[row, head] == found_by_hand([[tokens] for tokens in chosen], policy.steps)[0]
+            assert asked[row, head] == sum(map(len, chosen[1:]))
             rates.append(np.asarray([np.isin(np.arange(96), list(tokens)) for tokens in chosen]))
         assert offload.hit_rate(states[-1]) == recall.hit_rate(np.stack(rates, axis=1), policy.steps)
         assert offload.hit_rate(states[1]) is None  # after one query
@@ -132,12 +134,11 @@ def test_selections_are_those_of_the_policy(offloaded_runs):
     """What the counts are made from: the slots that the policy itself selects in the same state."""
     inputs, _, states = offloaded_runs[1][0]
     spec, rows = inputs.spec, np.arange(8)
-    select = jax.jit(lambda state, q: CLUSTERS.layer(spec).select(state, q))
+    select = jax.jit(lambda state, q, pos: CLUSTERS.layer(spec).select(state, spec.rope.rotate(q, pos[:, None])))
+    plain = run(CLUSTERS, inputs)[2]
     for i in (0, 7, 8, 23):
         pos = inputs.lengths + i
-        q = spec.rope.rotate(jnp.asarray(inputs.q[rows, pos]), jnp.asarray(pos)[:, None])
-        plain = run(CLUSTERS, inputs)[2][i]
-        index, live = select(plain, q)
+        index, live = jax.device_get(select(plain[i], inputs.q[rows, pos], pos))
         selected = np.asarray(states[i + 1].slot)[:, :, : index.shape[-1]]
         np.testing.assert_array_equal(selected, np.where(live, index, -1))
 
@@ -151,8 +152,9 @@ def test_only_what_is_missing_is_fetched():
     for i in (3, 12):
         before, after = states[i], states[i + 1]
         needed = np.zeros(before.inner.cache.pos.shape, bool)
+        slot = [np.asarray(state.slot) for state in (before, after)]
         for row, head in np.ndindex(8, 4):
-            old, new = (set(np.asarray(s.slot)[row, head, :size].tolist()) for s in (before, after))
+            old, new = (set(x[row, head, :size].tolist()) for x in slot)
             needed[row, head // 2, sorted(new - old - {-1})] = True
         assert 0 < needed.sum() < 0.5 * np.prod(needed.shape)
         slots = before.inner.cache
@@ -169,15 +171,15 @@ def test_only_what_is_missing_is_fetched():
 def test_many_misses_come_in_blocks():
     """A selection of 300 slots, of which any number may be missing."""
     random = np.random.default_rng(1)
-    store = tuple(jnp.asarray(random.normal(size=(2, 2, 400, 4)), jnp.float32) for _ in range(2))
-    index = jnp.asarray([[random.permutation(400)[:300] for _ in range(4)] for _ in range(2)], jnp.int32)
+    store = tuple(to_jax(random.normal(size=(2, 2, 400, 4)), jnp.float32) for _ in range(2))
+    index = to_jax([[random.permutation(400)[:300] for _ in range(4)] for _ in range(2)], jnp.int32)
     fill = jax.jit(host_memory.read_missing)
     for missing in (0, 1, 127, 128, 129, 300):
-        lack = jnp.asarray(np.arange(300) < random.integers(0, missing + 1, size=(2, 4, 1)))
-        lack = lack.at[1, 2].set(jnp.arange(300) >= 300 - missing)
-        got = tuple(jnp.full((2, 4, 300, 4), 7.0) for _ in range(2))
+        lack = np.arange(300) < random.integers(0, missing + 1, size=(2, 4, 1))
+        lack[1, 2] = np.arange(300) >= 300 - missing
+        got = tuple(np.full((2, 4, 300, 4), 7.0, np.float32) for _ in range(2))
         for x, found in zip(store, fill(host_memory.to_host(store), index, lack, got), strict=True):
-            want = np.take_along_axis(np.repeat(x, 2, axis=1), np.asarray(index)[..., None], axis=2)
+            want = np.take_along_axis(np.repeat(np.asarray(x), 2, axis=1), np.asarray(index)[..., None], axis=2)
             np.testing.assert_array_equal(found, np.where(lack[..., None], want, 7.0))
 
 
@@ -188,7 +190,7 @@ def test_where_slots_are(platform, monkeypatch):
     random = np.random.default_rng(2)
     slot = random.integers(-1, 40, (2, 3, 30)).astype(np.int32)
     index = random.integers(0, 40, (2, 3, 25)).astype(np.int32)
-    place, there = host_memory.find(jnp.asarray(slot), jnp.asarray(index))
+    place, there = jax.device_get(jax.jit(lambda *args: host_memory.find(*args))(slot, index))
     np.testing.assert_array_equal(there, (slot[:, :, None] == index[..., None]).any(axis=-1))
     assert 0 < np.sum(there) < there.size
     found = np.take_along_axis(slot, np.asarray(place), axis=-1)

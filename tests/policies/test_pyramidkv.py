@@ -1,12 +1,16 @@
 """PyramidKV's budgets, and other policies with them. What SnapKV does with a budget is tested with SnapKV."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_scoring as oracle
-from policies.driver import Case, kept, make_case, run
+from policies.driver import Case, make_case, run
+from policies.slots import kept
 
 import kvjax
 from kvjax.cache import bucket
@@ -20,11 +24,21 @@ def layer(spec, index: int, num_layers: int, **changes):
     return dataclasses.replace(spec, layer=index, num_layers=num_layers, **changes)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rows_of(policy, specs, lengths):
+    return jnp.stack([policy.row_budgets(spec, lengths, lengths) for spec in specs])
+
+
+def budgets_of(policy, specs, lengths) -> np.ndarray:
+    """Budgets [L, B] of rows of these lengths in layers."""
+    return np.asarray(rows_of(policy, specs, lengths))
+
+
 def test_published_example():
     """2048 slots in the average of 32 layers: 3978 beside the window in the first, 125 fewer in each, 103 in the last."""
     policy = PyramidKV(budget=2048, window=8)
-    lengths = jnp.asarray([32_768], jnp.int32)
-    budgets = [policy.row_budgets(layer(SPEC, i, 32), lengths, lengths).item() - 8 for i in range(32)]
+    lengths = to_jax([32_768], jnp.int32)
+    budgets = [n.item() - 8 for n in budgets_of(policy, tuple(layer(SPEC, i, 32) for i in range(32)), lengths)]
     assert budgets == list(range(3978, 102, -125))
     assert sum(budgets) == 65_296
 
@@ -37,8 +51,8 @@ def test_budgets_are_the_published_ones(budget, window, beta, num_layers):
     policy = PyramidKV(budget=budget, window=window, beta=beta)
     lengths = np.arange(1, 1025)
     specs = [layer(SPEC, i, num_layers, prompt_len=1024) for i in range(num_layers)]
-    tokens = jnp.asarray(lengths, jnp.int32)
-    got = np.stack([np.minimum(policy.row_budgets(spec, tokens, tokens), lengths) for spec in specs])
+    tokens = to_jax(lengths, jnp.int32)
+    got = np.minimum(budgets_of(policy, tuple(specs), tokens), lengths)
     for length in lengths:
         expected = oracle.pyramid(budget, length, window, beta, num_layers)
         assert got[:, length - 1].tolist() == expected

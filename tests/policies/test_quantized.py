@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import ROPE, TINY, compiled, kept, make_case, rotate, run, softmax
+from arrays import to_jax
+from policies.driver import ROPE, TINY, compiled, make_case, run, softmax
+from policies.oracle_arrays import rotate
 from policies.oracle_kivi import KiviHead, rounded
+from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
 from kvjax.cache import Prompt, Token, TokenBlock, in_rows, layer_specs, packing
@@ -49,7 +52,7 @@ def test_equals_the_literal_algorithm(name):
     lengths[:4] = 1, 8, 7, 48
     case = make_case(3, lengths, STEPS, heads, kv_heads)
     _, outputs, states = run(policy, case)
-    last = as_cache(policy.layer(case.spec), states[-1])
+    last = slots_of(policy, case, states[-1])
     group = heads // kv_heads
     for row, head in np.ndindex(16, kv_heads):
         literal = KiviHead(policy.bits, policy.group, np.gcd(policy.group, 8), policy.residual)
@@ -63,7 +66,7 @@ def test_equals_the_literal_algorithm(name):
             np.testing.assert_allclose(outputs[i, row, head * group : (head + 1) * group], out, atol=1e-4)
         for got, want in ((last.k, literal.keys), (last.v, literal.values)):
             np.testing.assert_allclose(got[row, head, : len(want)], want, atol=1e-4)
-            assert not np.asarray(got[row, head, len(want) :]).any()
+            assert not got[row, head, len(want) :].any()
 
 
 @pytest.mark.parametrize("policy", [KIVI(residual=128), quantized(SnapKV(budget=500))], ids=lambda p: p.info.name)
@@ -77,16 +80,20 @@ def test_nothing_is_lost_within_the_residual(policy):
 
 # Packed numbers.
 
+pack = jax.jit(packing.pack, static_argnums=(1, 2, 3, 4))
+unpack = jax.jit(packing.unpack, static_argnums=1)
+put = jax.jit(packing.put, static_argnums=(3, 4, 5))
+
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("group", "along"), [(4, "slots"), (5, "channels")])
 def test_no_number_is_off_by_more_than_half_a_step(bits, group, along):
     x = np.random.default_rng(bits).normal(size=(2, 3, 8, 10)).astype(np.float32) ** 3
-    packed = packing.pack(jnp.asarray(x), bits, group, along, jnp.float32)
+    packed = pack(x, bits, group, along, jnp.float32)
     assert packed.codes.dtype == jnp.uint8
     assert packed.codes.shape == (2, 3, 8 * bits // 8, 10)
     assert packed.scale.shape == ((2, 3, 2, 10) if along == "slots" else (2, 3, 2, 8))
-    back = np.asarray(packing.unpack(packed, bits))
+    back = np.asarray(unpack(packed, bits))
     scale = packed.scale if along == "slots" else np.swapaxes(packed.scale, 2, 3)
     half = np.repeat(scale, group, axis=2 if along == "slots" else 3) / 2
     assert (np.abs(back - x) <= half * (1 + 1e-4)).all()
@@ -98,20 +105,20 @@ def test_no_number_is_off_by_more_than_half_a_step(bits, group, along):
 
 
 def test_a_part_is_what_it_is_of_the_whole():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 24, 6)), jnp.float32)
+    x = np.random.default_rng(0).normal(size=(1, 2, 24, 6)).astype(np.float32)
     for along in ("slots", "channels"):
-        packed = packing.pack(x, 4, 2, along, jnp.float32)
-        part = packing.unpack(packed.part(jnp.int32(8), 12, 4), 4)
-        np.testing.assert_array_equal(part, packing.unpack(packed, 4)[:, :, 8:20])
+        packed = pack(x, 4, 2, along, jnp.float32)
+        part = jax.jit(lambda packed, start: packing.unpack(packed.part(start, 12, 4), 4))(packed, np.int32(8))
+        np.testing.assert_array_equal(part, np.asarray(unpack(packed, 4))[:, :, 8:20])
 
 
 def test_one_slot_is_set_and_no_other():
     x, new = (np.random.default_rng(i).normal(size=(2, 3, 8, 6)).astype(np.float32) for i in range(2))
-    packed = packing.pack(jnp.asarray(x), 2, 3, "channels", jnp.float32)
+    packed = pack(x, 2, 3, "channels", jnp.float32)
     slot = np.asarray([[0, 1, 5], [7, 8, 2]], np.int32)  # 8 is past the last
-    back = packing.unpack(packing.put(packed, jnp.asarray(new[:, :, 0]), jnp.asarray(slot), 2, 3, jnp.float32), 2)
-    want = np.array(packing.unpack(packed, 2))
-    alone = np.asarray(packing.unpack(packing.pack(jnp.asarray(new), 2, 3, "channels", jnp.float32), 2))
+    back = unpack(put(packed, new[:, :, 0], slot, 2, 3, jnp.float32), 2)
+    want = np.array(unpack(packed, 2))
+    alone = np.asarray(unpack(pack(new, 2, 3, "channels", jnp.float32), 2))
     for row, head in np.ndindex(2, 3):
         if slot[row, head] < 8:
             want[row, head, slot[row, head]] = alone[row, head, 0]
@@ -120,12 +127,12 @@ def test_one_slot_is_set_and_no_other():
 
 def test_codes_by_hand():
     """0, 1, 2, 3 in 2 bits fill one byte, the first in the lowest bits: 0b11100100; equal numbers come back exactly."""
-    x = jnp.asarray([[[[0.0, 7], [1, 7], [2, 7], [3, 7]]]])
-    packed = packing.pack(x, 2, 4, "slots", jnp.float32)
+    x = np.asarray([[[[0, 7], [1, 7], [2, 7], [3, 7]]]], np.float32)
+    packed = pack(x, 2, 4, "slots", jnp.float32)
     assert packed.codes.tolist() == [[[[0b11100100, 0]]]]
     assert packed.scale.tolist() == [[[[1.0, 1.0]]]]
     assert packed.zero.tolist() == [[[[0.0, 7.0]]]]
-    np.testing.assert_array_equal(packing.unpack(packed, 2), x)
+    np.testing.assert_array_equal(unpack(packed, 2), x)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +146,15 @@ def test_blocks_together_are_the_whole():
     """Attention over a cache of several blocks, against the same cache unpacked."""
     policy = quantized(Full(), bits=4, group=32, residual=32).bind(TINY)
     case = make_case(5, [1100, 700], 1)
-    out, state = run(policy, case)[1][0], run(policy, case)[0]
+    state, (out, *_), _ = run(policy, case)
     assert packing.blocks(state.pos.shape[-1], 32)[0] > 1
-    slots = as_cache(policy.layer(case.spec), state)
-    pos = jnp.asarray(case.lengths)
-    token = Token(*(jnp.asarray(x[[0, 1], case.lengths]) for x in (case.q, case.k, case.v)), pos, case.spec.rope)
-    want, _, _ = Full().layer(case.spec).attend(slots, token, {})
+    layer, spec = policy.layer(case.spec), case.spec
+
+    @jax.jit
+    def whole(state, q, k, v, pos):
+        return Full().layer(spec).attend(as_cache(layer, state), Token(q, k, v, pos, spec.rope), {})[0]
+
+    want = whole(state, *(x[[0, 1], case.lengths] for x in (case.q, case.k, case.v)), case.lengths)
     np.testing.assert_allclose(out, want, atol=1e-5)
 
 
@@ -198,10 +208,10 @@ def test_the_same_tokens_are_kept(name):
     (plain_end, plain_out, plain_states), (end, out, states) = run(policy, case), run(packed, case)
     for plain, state in zip(plain_states, states, strict=True):
         assert kept(policy, case, plain) == kept(packed, case, state)
-    plain, got = as_cache(policy.layer(case.spec), plain_end), as_cache(packed.layer(case.spec), end)
+    plain, got = slots_of(policy, case, plain_end), slots_of(packed, case, end)
     size = plain.pos.shape[-1]
     for x, y in ((plain.k, got.k), (plain.v, got.v)):
-        np.testing.assert_allclose(np.asarray(y)[:, :, :size], np.asarray(x), atol=0.5 * np.ptp(case.k) / 250)
+        np.testing.assert_allclose(y[:, :, :size], x, atol=0.5 * np.ptp(case.k) / 250)
     np.testing.assert_allclose(out, plain_out, atol=0.05)
 
 
@@ -243,19 +253,19 @@ def test_places_beyond_a_caches_slots_are_free():
     """Of whole groups of 48 tokens, 64 slots are 96."""
     policy, case = KIVI(bits=4, group=48, residual=48).bind(TINY), make_case(8, [21, 3], 2)
     layer = policy.layer(dataclasses.replace(case.spec, prompt_len=60))
-    lengths = jnp.asarray([21, 3], jnp.int32)
+    lengths = to_jax([21, 3], jnp.int32)
     state = jax.jit(lambda q, k, v: layer.prefill(Prompt.of(layer.spec.rope, q, k, v, lengths, lengths), {})[0])(
         *(np.zeros((2, 60, *x.shape[2:]), np.float32) for x in (case.q, case.k, case.v))
     )
-    slots = as_cache(layer, state)
+    slots = jax.device_get(jax.jit(lambda state: as_cache(layer, state))(state))
     assert slots.pos.shape == (2, 2, 96)
-    assert (np.asarray(slots.pos)[~np.asarray(slots.live)] == -1).all()
+    assert (slots.pos[slots.weight == 0] == -1).all()
 
 
 def test_nothing_free_is_read():
     """NaN in scales, zeros and residual places that stand for nothing changes nothing."""
     policy, case = KIVI(bits=4, group=4, residual=8).bind(TINY), make_case(8, [21, 3, 8], 2)
-    state = run(policy, case)[2][0]
+    state = jax.device_get(after_prompt(policy, case))
     assert isinstance(state, PackedCache)
     slots = np.arange(state.pos.shape[-1])
     groups = slots[::4]
@@ -263,7 +273,8 @@ def test_nothing_free_is_read():
     v_free = (slots >= np.asarray(state.next)[..., None])[:, :, None]
 
     def poisoned(x, free):
-        return x.replace(scale=jnp.where(free, jnp.nan, x.scale), zero=jnp.where(free, jnp.nan, x.zero))
+        nan = np.float32(np.nan)
+        return x.replace(scale=np.where(free, nan, x.scale), zero=np.where(free, nan, x.zero))
 
     bad = state.replace(k=poisoned(state.k, k_free), v=poisoned(state.v, v_free))
     rows, pos = np.arange(3), case.lengths
@@ -300,7 +311,7 @@ def test_blocks_are_packed_as_token_by_token(options, size):
     lengths = random.integers(1, 70, size=200)
     case = make_case(4, lengths, 1, heads=2, kv_heads=1)
     layer = policy.layer(dataclasses.replace(case.spec, block=size))
-    q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
+    q, k, v = (to_jax(x) for x in (case.q, case.k, case.v))
 
     def block_at(pos, count, width):
         at = (pos[:, None] + jnp.arange(width, dtype=jnp.int32))[..., None, None]
@@ -321,30 +332,28 @@ def test_blocks_are_packed_as_token_by_token(options, size):
 
         return jax.lax.scan(append, state, (tokens.by_token(), tokens.mask.T))[0]
 
-    same, pos = layer.init(), jnp.zeros(200, jnp.int32)
+    held = jax.jit(lambda state: as_cache(layer, state))
+    same, pos = jax.jit(layer.init)(), np.zeros(200, np.int32)
     want = same
-    while (left := jnp.asarray(lengths, jnp.int32) - pos).max() > 0:
-        count = jnp.minimum(jnp.asarray(random.integers(0, size + 1, size=200), jnp.int32), left)
-        before = as_cache(layer, one_by_one(same, pos, jnp.minimum(count, 1)))
+    while (left := lengths.astype(np.int32) - pos).max() > 0:
+        count = np.minimum(random.integers(0, size + 1, size=200).astype(np.int32), left)
+        before = jax.device_get(held(one_by_one(same, pos, np.minimum(count, 1))))
         out, same = read(same, pos, count)
+        out = np.asarray(out)
         want = one_by_one(want, pos, count)
-        for mine, theirs in zip(
-            jax.tree.leaves(as_cache(layer, same)), jax.tree.leaves(as_cache(layer, want)), strict=True
-        ):
+        for mine, theirs in zip(jax.tree.leaves(held(same)), jax.tree.leaves(held(want)), strict=True):
             np.testing.assert_array_equal(mine, theirs)
         for row in (0, 7, 133):
             for i in range(int(count[row])):
                 at = int(pos[row])
-                new = [rotate(ROPE, np.asarray(k[row, at + j, 0]), at + j) for j in range(i + 1)]
-                keys = np.concatenate([np.asarray(before.k[row, 0, :at], np.float64), np.stack(new)])
-                values = np.concatenate(
-                    [np.asarray(before.v[row, 0, :at], np.float64), np.asarray(v[row, at : at + i + 1, 0])]
-                )
+                new = rotate(ROPE, case.k[row, at : at + i + 1, 0], at + np.arange(i + 1))
+                keys = np.concatenate([before.k[row, 0, :at].astype(np.float64), new])
+                values = np.concatenate([before.v[row, 0, :at].astype(np.float64), case.v[row, at : at + i + 1, 0]])
                 for head in range(2):
-                    weights = softmax(keys @ rotate(ROPE, np.asarray(q[row, at + i, head]), at + i) * case.spec.scale)
+                    weights = softmax(keys @ rotate(ROPE, case.q[row, at + i, head], at + i) * case.spec.scale)
                     np.testing.assert_allclose(out[row, i, head], weights @ values, atol=1e-5)
         pos = pos + count
-    assert same.next[:, 0].tolist() == lengths.tolist()
+    assert np.asarray(same.next)[:, 0].tolist() == lengths.tolist()
 
 
 def test_what_is_packed_is_not_chosen_from_again():

@@ -1,5 +1,7 @@
 """R-KV against the literal algorithm."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +21,8 @@ KEYS = [[1, 0], [1, 0], [0, 1], [1, 0], [0, 1]]
 
 def charged(keys, **options) -> np.ndarray:
     """What each key is charged, of one head."""
-    keys = jnp.asarray(keys, jnp.float32)[None, None]
-    return np.asarray(rkv.redundancy(keys, jnp.ones(keys.shape[:3], bool), **options))[0, 0]
+    keys = np.asarray(keys, np.float32)[None, None]
+    return np.asarray(jax.jit(partial(rkv.redundancy, **options))(keys, np.ones(keys.shape[:3], bool)))[0, 0]
 
 
 def test_the_oldest_duplicate_is_charged_most_and_the_newest_not():
@@ -47,14 +49,19 @@ def test_who_has_no_duplicate_spares_the_first():
 )
 def test_attention_against_redundancy(weight, expected, best, monkeypatch):
     """With attention as given, and of five tokens the last kept anyway."""
-    given = jnp.asarray([[[0.5, 0.2, 0.2, 0.1, 0.0]]], jnp.float32)
-    monkeypatch.setattr(RKV, "attention", lambda *_: given)
+    given = np.asarray([[[0.5, 0.2, 0.2, 0.1, 0.0]]], np.float32)
+    monkeypatch.setattr(RKV, "attention", lambda *_: jnp.asarray(given))
     policy = RKV(budget=3, window=1, kernel=1, weight=weight)
-    keys, length = jnp.asarray(KEYS, jnp.float32)[None, :, None], jnp.asarray([5], jnp.int32)
+    keys, length = np.asarray(KEYS, np.float32)[None, :, None], np.asarray([5], np.int32)
     still = RopeConfig(theta=100.0, dim=0).resolve(1)  # not rotated
-    scores = policy.scores(make_case(0, [1], 1, 1, 1, 2).spec, Prompt.of(still, keys, keys, keys, length, length))
+
+    @jax.jit
+    def chosen(keys, length, budget):
+        scores = policy.scores(make_case(0, [1], 1, 1, 1, 2).spec, Prompt.of(still, keys, keys, keys, length, length))
+        return scores, policy.keep_mask(scores, length, budget)
+
+    scores, mask = jax.device_get(chosen(keys, length, np.asarray([3], np.int32)))
     np.testing.assert_allclose(scores[0, 0, :4], expected, atol=5e-5)
-    mask = policy.keep_mask(scores, length, jnp.asarray([3], jnp.int32))
     assert set(np.flatnonzero(mask[0, 0]).tolist()) == best | {4}
 
 
@@ -68,10 +75,16 @@ def test_the_group_takes_its_largest_logits():
     keys = 4 * np.eye(4, dtype=np.float32)[:, None]
     queries = np.zeros((4, 2, 4), np.float32)
     queries[3, 0, 0] = queries[3, 1, 1] = 1  # of the last token, 4 · 1 / √4
-    still, length = RopeConfig(theta=100.0, dim=0).resolve(1), jnp.asarray([4], jnp.int32)
-    prompt = Prompt.of(still, *(jnp.asarray(x)[None] for x in (queries, keys, keys)), length, length)
-    policy, scored = RKV(window=1), jnp.asarray([[[True] * 3 + [False]]])
-    got = policy.attention(spec, prompt, jnp.swapaxes(prompt.k_rotated, 1, 2), scored)
+    still, policy = RopeConfig(theta=100.0, dim=0).resolve(1), RKV(window=1)
+
+    @jax.jit
+    def attention(q, k, length, scored):
+        prompt = Prompt.of(still, q, k, k, length, length)
+        return policy.attention(spec, prompt, jnp.swapaxes(prompt.k_rotated, 1, 2), scored)
+
+    got = np.asarray(
+        attention(queries[None], keys[None], np.asarray([4], np.int32), np.asarray([[[True] * 3 + [False]]]))
+    )
     np.testing.assert_allclose(got[0, 0], [0.4683, 0.4683, 0.0634, 0], atol=5e-5)
 
 
@@ -86,7 +99,7 @@ def test_what_others_are_spared_is_added_up(monkeypatch):
                 expected[b, h, target[b, h, j]] += share[b, h, j]
         for numbers in (rkv.AT_A_TIME, 40):
             monkeypatch.setattr(rkv, "AT_A_TIME", numbers)
-            got = rkv._added_up(jnp.asarray(target, jnp.int32), jnp.asarray(share))
+            got = jax.jit(lambda *args: rkv._added_up(*args))(target.astype(np.int32), share)
             np.testing.assert_allclose(got, expected, atol=1e-6)
 
 

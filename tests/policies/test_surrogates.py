@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 import zipfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 from policies import oracle_surrogates as oracle
 from policies import surrogates
-from policies.driver import TINY, kept, make_case
+from policies.driver import TINY, make_case
+from policies.slots import kept
 from safetensors.numpy import save_file
 
 import kvjax
@@ -43,26 +45,33 @@ def test_a_gate_by_hand():
         "b": np.zeros((1, 1, 1)),
     }
     assert oracle.gate(weights, np.ones(1)) == pytest.approx([0.5], abs=1e-5)
-    arrays = {name: jnp.asarray(array, jnp.float32) for name, array in weights.items()}
-    found = FastKVzip().predicted(arrays, jnp.ones((1, 1, 1)), jnp.arange(1))
+    arrays = {name: array.astype(np.float32) for name, array in weights.items()}
+    found = predicted(FastKVzip(), arrays, np.ones((1, 1, 1), np.float32), np.arange(1))
     np.testing.assert_allclose(found, 0.5, atol=1e-5)
+
+
+def predicted(policy, arrays, x, heads):
+    """What the policy predicts of inputs, by one program."""
+    return np.asarray(jax.jit(policy.predicted)(arrays, x, heads.astype(np.int32)))
 
 
 def test_a_network_has_the_exact_gelu():
     """Small inputs, of which the approximation by tanh would make other numbers."""
     weights = surrogates.kvzap(TINY)
     x = 0.1 * np.random.default_rng(0).normal(size=(1, 7, TINY.hidden_size)).astype(np.float32)
-    arrays = {name: jnp.asarray(array) for name, array in weights.layers[0].items()}
+    arrays = dict(weights.layers[0])
     expected = np.stack([oracle.kvzap(weights.layers[0], token) for token in x[0].astype(np.float64)], axis=1)
-    np.testing.assert_allclose(KVzap().predicted(arrays, jnp.asarray(x), jnp.arange(2))[0], expected, atol=2e-5)
+    np.testing.assert_allclose(predicted(KVzap(), arrays, x, np.arange(2))[0], expected, atol=2e-5)
 
 
 def test_the_last_tokens_that_are_kept():
     """Of 16000 tokens or more 4096, of fewer 2 %; the budget is not exceeded."""
     policy = FastKVzip()
-    np.testing.assert_array_equal(policy.recent(jnp.asarray([49, 50, 15999, 16000, 100000])), [0, 1, 319, 4096, 4096])
-    np.testing.assert_array_equal(FastKVzip(short_window=0.0).recent(jnp.asarray([50, 16000])), [0, 4096])
-    mask = KVzap(budget=6, window=8, sinks=1).keep_mask(jnp.ones((1, 2, 20)), jnp.asarray([20]), jnp.asarray([6]))
+    lengths, few = np.asarray([49, 50, 15999, 16000, 100000], np.int32), np.asarray([50, 16000], np.int32)
+    np.testing.assert_array_equal(jax.jit(policy.recent)(lengths), [0, 1, 319, 4096, 4096])
+    np.testing.assert_array_equal(jax.jit(FastKVzip(short_window=0.0).recent)(few), [0, 4096])
+    given = np.ones((1, 2, 20), np.float32), np.asarray([20], np.int32), np.asarray([6], np.int32)
+    mask = jax.jit(KVzap(budget=6, window=8, sinks=1).keep_mask)(*given)
     np.testing.assert_array_equal(np.nonzero(np.asarray(mask)[0, 1])[0], [0, 15, 16, 17, 18, 19])
 
 
@@ -91,14 +100,14 @@ def test_equals_the_literal_algorithm(name):
     lengths = random.integers(3, 64, size=20 if name in FAST else 70)
     case = make_case(6, lengths, STEPS, heads, kv_heads)
     x = random.normal(size=(len(lengths), case.spec.prompt_len, config.hidden_size)).astype(np.float32)
-    states = run_with_inputs(policy, case, x)
+    held = kept(policy, case, run_with_inputs(policy, case, x))
     for row, length in enumerate(lengths.tolist()):
         network = oracle.kvzap if zap else oracle.gate
         scores = np.stack([network(weights.layers[0], token) for token in x[row, :length].astype(np.float64)], axis=1)
         last = policy.window if zap or length >= policy.long else math.floor(policy.short_window * length + 1e-9)
         budget = budget_tokens(policy.budget, length + STEPS)
         expected = oracle.survivors(scores, budget, policy.scope, min(policy.sinks, length), last)
-        assert kept(policy, case, states)[row] == expected
+        assert held[row] == expected
 
 
 def run_with_inputs(policy, case, x):
@@ -127,18 +136,27 @@ def run_with_inputs(policy, case, x):
 def inputs_of(params, tokens):
     """What attention reads in each layer, from the queries, keys and values that it makes of it."""
     found = []
-
-    def attend(i, q, k, v):
-        p = params.layers[i].attn
+    for layer, (q, k, v) in zip(params.layers, made_of(params, np.asarray([tokens], np.int32)), strict=True):
+        p = layer.attn
         made = np.concatenate([np.asarray(a[0]).reshape(len(tokens), -1) for a in (q, k, v)], axis=1)
         matrix = np.concatenate([np.asarray(m) for m in (p.q, p.k, p.v)])
         found.append(np.linalg.lstsq(matrix.astype(np.float64), made.T.astype(np.float64), rcond=None)[0].T)
-        size = jnp.asarray([len(tokens)], jnp.int32)
-        prompt = Prompt.of(params.config.rope.resolve(len(tokens)), q, k, v, size, size)
+    return found
+
+
+@jax.jit
+def made_of(params, tokens):
+    """Queries, keys and values of each layer."""
+    made, length = [], tokens.shape[1]
+
+    def attend(i, q, k, v):
+        made.append((q, k, v))
+        size = jnp.full(1, length, jnp.int32)
+        prompt = Prompt.of(params.config.rope.resolve(length), q, k, v, size, size)
         return prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=params.config.head_dim**-0.5)
 
-    transformer.hidden(params, jnp.asarray([tokens]), attend)
-    return found
+    transformer.hidden(params, tokens, attend)
+    return made
 
 
 @pytest.mark.parametrize("kind", [pytest.param("kvzap", marks=pytest.mark.slow), "fast_kvzip"])
@@ -158,10 +176,11 @@ def test_a_model_brings_what_attention_reads(kind, tiny):
     for chosen in (policy, both):
         engine = kvjax.Engine(tiny, chosen, batch=3, prompt_len=48, max_new_tokens=4)
         state, _ = engine.prefill(prompts)
+        layers = zip(engine.layers, state.caches, strict=True)
+        held = [jax.device_get(jax.jit(partial(as_cache, layer))(cached)) for layer, cached in layers]
         for (row, layer), want in expected.items():
-            slots = as_cache(engine.layers[layer], state.caches[layer])
-            pos, live = np.asarray(slots.pos[row]), np.asarray(slots.live[row])
-            assert [set(p[m].tolist()) for p, m in zip(pos, live, strict=True)] == want
+            slots = held[layer]
+            assert [set(p[m].tolist()) for p, m in zip(slots.pos[row], slots.weight[row] > 0, strict=True)] == want
 
 
 # Files in the published layouts.
@@ -211,8 +230,8 @@ def test_gates_that_torch_saved(tmp_path, tiny, dtype):
     torch.save({"module": module, "args": argparse.Namespace(lr=kind), "optim": optimizer.state_dict()}, file)
     policy = FastKVzip(budget=12, weights=str(file)).bind(tiny.config)
     x = np.random.default_rng(0).normal(size=(1, 7, tiny.config.hidden_size)).astype(np.float32)
-    arrays = {name: jnp.asarray(array).astype(jnp.float32) for name, array in policy.weights.layers[1].items()}
-    found = policy.predicted(arrays, jnp.asarray(x), jnp.arange(2))
+    arrays = {name: array.astype(np.float32) for name, array in policy.weights.layers[1].items()}
+    found = predicted(policy, arrays, x, np.arange(2))
     given = {name: tensor.detach().float() for name, tensor in module[1].items()}
     np.testing.assert_allclose(found, published(torch, given, torch.tensor(x)), rtol=2e-5)
 

@@ -2,11 +2,14 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_thresholded as oracle
-from policies.driver import ROPE, TINY, as_if_alone, kept, make_case, run
+from policies.driver import ROPE, TINY, as_if_alone, make_case, run
+from policies.slots import after_prompt, kept
 
 from kvjax.cache import Prompt, Token
 from kvjax.policies import (
@@ -28,7 +31,7 @@ from kvjax.policies.families.noise import uniform
 def drawn(kv_heads: int, seed: int) -> np.ndarray:
     """What `Random` draws for the first positions [K, S]."""
     spec = make_case(0, [64], 8, kv_heads, kv_heads).spec
-    return np.asarray(uniform(spec, seed, jnp.arange(80, dtype=jnp.int32)))
+    return np.asarray(jax.jit(lambda pos: uniform(spec, seed, pos))(np.arange(80, dtype=np.int32)))
 
 
 CASES = {
@@ -47,7 +50,7 @@ CASES = {
         partial(Random, seed=3),
         oracle.Random,
         {"budget": 0.5, "threshold": 0.3, "window": 1},
-        {"drawn": drawn(3, 3)},
+        {"drawn": partial(drawn, 3, 3)},
         3,
         3,
     ),
@@ -67,10 +70,10 @@ def test_equals_the_literal_algorithm(name):
     case = make_case(3, lengths, steps, heads, kv_heads)
     _, outputs, states = run(policy, case, padding=np.nan)
     held = [kept(policy, case, state) for state in states]
-    dropped = 0
+    made, dropped = {name: make() for name, make in told.items()}, 0
     for row, length in enumerate(lengths.tolist()):
         text = (x[row, : length + steps] for x in (case.q, case.k, case.v))
-        literal = definition(*text, length + steps, length, **options, **told)
+        literal = definition(*text, length + steps, length, **options, **made)
         literal.read(length)
         assert held[0][row] == literal.kept(), row
         for i in range(steps):
@@ -83,7 +86,7 @@ def test_equals_the_literal_algorithm(name):
 def test_tokens_that_leave_the_window_by_hand():
     """Scores -1, 2, -3, 1, 2 by turns, a window of 2, a threshold of 0: of three tokens the first goes, of five the third as well."""
     scores = [-1.0, 2.0, -3.0, 1.0, 2.0, 1.0]
-    table = jnp.asarray([scores], jnp.float32)
+    table = np.asarray([scores], np.float32)
 
     class Told(Random):
         """Scores that are given."""
@@ -92,7 +95,7 @@ def test_tokens_that_leave_the_window_by_hand():
             return jnp.resize(table, (1, 1, prompt.size))
 
         def initial_score(self, spec, token):
-            return table[:, token.position[0]][:, None]
+            return jnp.asarray(table)[:, token.position[0]][:, None]
 
     case = make_case(0, [1], 5, 1, 1)
     policy = thresholded(Told(budget=6), threshold=0.0, window=2)
@@ -105,8 +108,9 @@ def test_a_prompt_alone():
     case = make_case(5, [50, 7], 9)
     policy = thresholded(KNorm(budget=24, dense_layers=0), threshold=-2.8, window=4)
     once = prompt_only(policy)
-    first, later = (kept(once, case, state) for state in (run(once, case)[2][0], run(once, case)[2][-1]))
-    assert first == kept(policy, case, run(policy, case)[2][0])
+    states = run(once, case)[2]
+    first, later = (kept(once, case, state) for state in (states[0], states[-1]))
+    assert first == kept(policy, case, after_prompt(policy, case))
     for row, length in enumerate((50, 7)):
         assert later[row] == [head | set(range(length, length + 9)) for head in first[row]]
 
@@ -119,14 +123,17 @@ def test_who_says_that_scores_stand_alone_has_such_scores(name):
     """Those of a prompt, of its parts, and of its tokens one by one are the same, and attention changes none."""
     policy = policies()[name]()
     case = make_case(1, [40, 40], 4)
-    spec, whole = case.spec, jnp.full((2,), 40, jnp.int32)
-    q, k, v = (jnp.asarray(x[:, :40]) for x in (case.q, case.k, case.v))
-    scores = policy.scores(spec, Prompt.of(ROPE, q, k, v, whole, whole))
-    half = policy.scores(spec, Prompt.of(ROPE, q[:, :20], k[:, :20], v[:, :20], whole // 2, whole))
+    spec, whole = case.spec, np.full(2, 40, np.int32)
+    q, k, v = (x[:, :40] for x in (case.q, case.k, case.v))
+    of_prompt = jax.jit(lambda *args: policy.scores(spec, Prompt.of(ROPE, *args)))
+    of_token = jax.jit(lambda *args: policy.initial_score(spec, Token(*args, ROPE)))
+    scores = np.asarray(of_prompt(q, k, v, whole, whole))
+    half = of_prompt(q[:, :20], k[:, :20], v[:, :20], whole // 2, whole)
     np.testing.assert_array_equal(half, scores[..., :20])
     for i in (0, 7, 39):
-        token = Token(q[:, i], k[:, i], v[:, i], jnp.full((2,), i, jnp.int32), ROPE)
-        np.testing.assert_array_equal(policy.initial_score(spec, token), scores[..., i])
+        one = of_token(q[:, i], k[:, i], v[:, i], np.full(2, i, np.int32))
+        np.testing.assert_array_equal(one, scores[..., i])
+    scores = to_jax(scores)
     assert policy.update_score(spec, scores, scores) is scores
 
 

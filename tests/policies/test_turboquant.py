@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import TINY, compiled, kept, make_case, run
+from arrays import to_jax
+from policies.driver import TINY, compiled, make_case, run
 from policies.oracle_turboquant import ERRORS, LEVELS, TurboHead, back, hadamard
+from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
 from kvjax.cache import TokenBlock, codebook, in_rows, layer_specs
@@ -36,11 +38,21 @@ def test_a_vector_by_hand():
     np.testing.assert_allclose(back(x, levels, hadamard(4), corrected=False), [2.6442, 0, 4.9081, 0], atol=1e-3)
     np.testing.assert_allclose(back(x, levels, hadamard(4)), [2.3715, 0, 4.4018, 0], atol=1e-3)
     matrix = codebook.rotation(4)
-    coded = codebook.encode(jnp.asarray(x, jnp.float32).reshape(1, 1, 1, 4).repeat(4, 2), 2, matrix, jnp.float32)
+    coded, got = coded_and_back(matrix, np.tile(x.astype(np.float32), (1, 1, 4, 1)))
     assert coded.codes.shape == (1, 1, 1, 4)
-    got = codebook.rotate_back(codebook.decode(coded, 2), matrix)
     np.testing.assert_allclose(got[0, 0, 0], [2.3715, 0, 4.4018, 0], atol=1e-3)
-    np.testing.assert_allclose(jnp.linalg.norm(got, axis=-1), 5, rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), 5, rtol=1e-6)
+
+
+def coded_and_back(matrix, x):
+    """Codes of vectors in 2 bits, and the vectors as they come back."""
+
+    @jax.jit
+    def work(x):
+        coded = codebook.encode(x, 2, matrix, jnp.float32)
+        return coded, codebook.rotate_back(codebook.decode(coded, 2), matrix)
+
+    return jax.device_get(work(x))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8, 64])
@@ -60,11 +72,10 @@ def test_what_is_constant_lies_on_one_coordinate_but_for_signs():
 def test_rotation_makes_heavy_tails_cheap():
     """Vectors of t-distributed numbers in 2 bits: as much is lost as of a Gaussian, and several times as much without a rotation."""
     x = np.random.default_rng(0).standard_t(3, size=(1, 1, 2000, 128))
-    x = jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), jnp.float32)
+    x = (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
     def lost(matrix):
-        plain = codebook.decode(codebook.encode(x, 2, matrix, jnp.float32), 2)
-        return float(jnp.mean(jnp.sum((codebook.rotate_back(plain, matrix) - x) ** 2, axis=-1)))
+        return ((coded_and_back(matrix, x)[1] - x) ** 2).sum(axis=-1).mean()
 
     assert lost(codebook.rotation(128)) == pytest.approx(ERRORS[2], rel=0.1)
     assert lost(np.eye(128, dtype=np.float32)) > 2 * ERRORS[2]
@@ -90,7 +101,7 @@ def test_equals_the_literal_algorithm(name):
     lengths = np.random.default_rng(len(name)).integers(1, 40, size=52)
     case = make_case(3, lengths, STEPS, heads, kv_heads)
     _, outputs, states = run(policy, case, padding=np.nan)
-    last = as_cache(policy.layer(case.spec), states[-1])
+    last = slots_of(policy, case, states[-1])
     group, rotation = heads // kv_heads, hadamard(8)
     if policy.signs is not None:
         rotation = codebook.rotation(8, policy.signs).astype(np.float64)
@@ -108,7 +119,7 @@ def test_equals_the_literal_algorithm(name):
             literal.code()
         for got, want in ((last.k, literal.keys), (last.v, literal.values)):
             np.testing.assert_allclose(got[row, head, : len(want)], want, atol=1e-4)
-            assert not np.asarray(got[row, head, len(want) :]).any()
+            assert not got[row, head, len(want) :].any()
 
 
 @pytest.mark.parametrize("values", ["levels", "rotated"])
@@ -118,7 +129,7 @@ def test_blocks_are_coded_as_token_by_token(values):
     lengths = random.integers(1, 50, size=60)
     case = make_case(4, lengths, 1, heads=2, kv_heads=1)
     layer = policy.layer(dataclasses.replace(case.spec, block=size))
-    q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
+    q, k, v = (to_jax(x) for x in (case.q, case.k, case.v))
 
     def block_at(pos, count, width):
         at = (pos[:, None] + jnp.arange(width, dtype=jnp.int32))[..., None, None]
@@ -140,19 +151,21 @@ def test_blocks_are_coded_as_token_by_token(values):
 
         return jax.lax.scan(step, state, (tokens.by_token(), tokens.mask.T))
 
-    same, pos = layer.init(), jnp.zeros(len(lengths), jnp.int32)
+    held = jax.jit(lambda state: as_cache(layer, state))
+    same, pos = jax.jit(layer.init)(), np.zeros(len(lengths), np.int32)
     want = same
-    while (left := jnp.asarray(lengths, jnp.int32) - pos).max() > 0:
-        count = jnp.minimum(jnp.asarray(random.integers(0, size + 1, size=len(lengths)), jnp.int32), left)
+    while (left := lengths.astype(np.int32) - pos).max() > 0:
+        count = np.minimum(random.integers(0, size + 1, size=len(lengths)).astype(np.int32), left)
         out, same = read(same, pos, count)
         want, outs = one_by_one(want, pos, count)
+        out, outs = np.asarray(out), np.asarray(outs)
         np.testing.assert_array_equal(same.next, want.next)
-        for mine, theirs in zip(*(jax.tree.leaves(as_cache(layer, state)) for state in (same, want)), strict=True):
+        for mine, theirs in zip(*(jax.tree.leaves(held(state)) for state in (same, want)), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-6)
-        there = np.asarray(count) > 0
+        there = count > 0
         np.testing.assert_allclose(out[there, 0], outs[0][there], atol=1e-5)
         pos = pos + count
-    assert same.next[:, 0].tolist() == lengths.tolist()
+    assert np.asarray(same.next)[:, 0].tolist() == lengths.tolist()
 
 
 # Memory.
@@ -185,10 +198,10 @@ def test_the_same_tokens_are_kept():
     (plain_end, _, plain_states), (end, _, states) = run(policy, case), run(coded, case)
     for plain, state in zip(plain_states, states, strict=True):
         assert kept(policy, case, plain) == kept(coded, case, state)
-    plain, got = as_cache(policy.layer(case.spec), plain_end), as_cache(coded.layer(case.spec), end)
-    error = np.linalg.norm(np.asarray(got.k)[:, :, : plain.k.shape[2]] - np.asarray(plain.k), axis=-1)
-    live = np.asarray(plain.live)
-    assert (error[live] < 0.35 * np.linalg.norm(np.asarray(plain.k), axis=-1)[live]).all()
+    plain, got = slots_of(policy, case, plain_end), slots_of(coded, case, end)
+    error = np.linalg.norm(got.k[:, :, : plain.k.shape[2]] - plain.k, axis=-1)
+    live = plain.weight > 0
+    assert (error[live] < 0.35 * np.linalg.norm(plain.k, axis=-1)[live]).all()
 
 
 @pytest.mark.parametrize(
@@ -207,11 +220,11 @@ def test_nothing_free_is_read():
     """NaN in factors, scales and zeros that stand for nothing changes nothing."""
     for values in ("levels", "rotated"):
         policy, case = TurboQuant(exact_layers=0, values=values).bind(TINY), make_case(8, [21, 3, 8], 2)
-        state = run(policy, case)[2][0]
-        free = np.asarray(~state.live)
+        state = jax.device_get(after_prompt(policy, case))
+        free = ~np.asarray(state.live)
 
         def poisoned(x, free):
-            return jnp.where(free, jnp.nan, x)
+            return np.where(free, np.float32(np.nan), x)
 
         k = state.k.replace(factor=poisoned(state.k.factor, free))
         if values == "rotated":
