@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.tx = ["popen"] * max(config.option.maxprocesses, min((os.cpu_count() or 1) // 2, 8))
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: threads of torch would wait for each other
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)
     if config.option.markexpr in ("mesh", "mesh_long"):

@@ -18,7 +18,7 @@ CONTEXT_USES = 500
 FOLDER = "KVJAX_TEST_PROGRAMS"
 """Environment variable: the folder that a run's processes keep compiled programs in. Without it a run makes one, and removes it."""
 
-MEMORY = 1.2e9
+MEMORY = 0.9e9
 """Bytes that a process may hold at the end of a file of tests before compiled programs are dropped."""
 
 MAPPINGS = 30_000
