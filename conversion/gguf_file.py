@@ -117,12 +117,12 @@ class _Reader(gguf.GGUFReader):
 
     def _strings(self, start: Any, count: int) -> tuple[int, list[np.ndarray]]:
         """An array of strings, and its bytes. A vocabulary has a hundred thousand: the library takes 20 µs for each."""
-        texts, at, end = [], int(start), len(self._view)
+        texts, at, end, view = [], int(start), len(self._view), memoryview(self._view)  # pyright: ignore[reportArgumentType]
         for _ in range(count):
             begin = at + 8
             if begin > end:
                 raise ValueError(f"1 × uint64 at byte {at} reach beyond the file's end")
-            at = begin + _LENGTH.unpack_from(self._view, at)[0]
+            at = begin + _LENGTH.unpack_from(view, at)[0]
             if at > end:
                 raise ValueError(f"{at - begin} × uint8 at byte {begin} reach beyond the file's end")
             texts.append(self._view[begin:at])

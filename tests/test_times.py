@@ -1,0 +1,26 @@
+"""`benchmarks.test_times`: how seconds are divided among phases, and rows among files."""
+
+import pytest
+
+from benchmarks import test_times
+
+
+def test_a_moment_counts_once_and_as_the_innermost_phase():
+    """Compilation within tracing is compilation; two spans of tracing that overlap are as long as both together."""
+    spans = [("trace", 0.0, 4.0), ("trace", 3.0, 6.0), ("lower", 6.0, 7.0), ("compile", 1.0, 3.0), ("cached", 2.0, 3.0)]
+    found = test_times.exclusive(spans)
+    assert found == pytest.approx({"cached": 1, "compile": 1, "lower": 1, "trace": 4})
+    assert set(test_times.exclusive([]).values()) == {0.0}
+
+
+def line(test: str, cpu: float, compiled: float) -> dict:
+    phases = {"cached": 0.0, "compile": compiled, "lower": 0.0, "trace": 0.0}
+    return {"test": test, "seconds": 2 * cpu, "cpu": cpu, "programs": 3, **phases}
+
+
+def test_files_are_sums_of_their_tests_and_the_dearest_comes_first():
+    lines = [line("a.py::one", 1.0, 0.5), line("b.py::one", 5.0, 0.0), line("a.py::two[x::y]", 2.0, 1.0)]
+    first, second = test_times.by_file(lines)
+    assert (first["what"], first["cpu"], first["rest"]) == ("b.py", 5.0, 10.0)
+    assert (second["what"], second["tests"], second["programs"], second["compile"]) == ("a.py", 2, 6, 1.5)
+    assert second["rest"] == 4.5
