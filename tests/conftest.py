@@ -86,9 +86,11 @@ def optimised(request: pytest.FixtureRequest):
     """
     marked = any(request.node.get_closest_marker(name) for name in ("optimised", "device"))
     usual = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", not (marked or "smollm2" in request.fixturenames))
+    quick_programs.large = "smollm2" in request.fixturenames
+    jax.config.update("jax_disable_most_optimizations", not (marked or quick_programs.large))
     yield
     jax.config.update("jax_disable_most_optimizations", usual)
+    quick_programs.large = False
 
 
 @pytest.fixture(scope="session", autouse=True)
