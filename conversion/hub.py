@@ -96,7 +96,7 @@ def open_headers(
                 path / name,
                 _not_fetched,
             )
-    return checkpoint_of(path, tensors, read_config(path))
+    return checkpoint_of(path, tensors, read_config(path), headers_only=True)
 
 
 def fetch_config(

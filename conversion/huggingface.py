@@ -21,6 +21,7 @@ from .packed import unpacked
 from .schema import Strict, checked
 from .text_files import present, read_json, unique
 from .tokenizer import Tokenizer
+from .variants import HEAD, prefixed, with_head
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of checkpoints that unpickling, and so possibly code, would open."""
@@ -43,15 +44,18 @@ def open_directory(path: Path) -> Checkpoint:
     return checkpoint_of(path, config=read_config(path), tensors=read_headers(weight_files(path)))
 
 
-def checkpoint_of(path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig) -> Checkpoint:
-    """The checkpoint that a directory's configuration and tokenizer make of some tensors."""
+def checkpoint_of(
+    path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig, *, headers_only: bool = False
+) -> Checkpoint:
+    """The checkpoint that a directory's configuration and tokenizer make of some tensors, which `headers_only` says cannot be read."""
     quantization = read_json(path / "config.json").get("quantization_config")
-    tensors = unpacked(tensors, quantization, path / "config.json", lambda: hf_layout(config))
+    tensors = unpacked(prefixed(tensors), quantization, path / "config.json", lambda: hf_layout(config))
+    config, tensors = with_head(config, join(tensors, path), path, compare=not headers_only)
     return Checkpoint(
         source=path,
         format="safetensors",
         config=config,
-        tensors=join(tensors, path),
+        tensors=tensors,
         layout_of=hf_layout,
         ignored=ignored(config),
         tokenizer=functools.partial(
@@ -135,7 +139,7 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
 
 def ignored(config: ModelConfig) -> Callable[[str], bool]:
     """Tensors that some checkpoints carry and no model needs: rotary frequencies, and a tied head stored again."""
-    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD)
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

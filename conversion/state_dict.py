@@ -16,6 +16,7 @@ from .checkpoint import Checkpoint, StoredTensor, assemble, check_kinds, join, k
 from .huggingface import ignored
 from .layout import hf_layout
 from .tokenizer import Tokenizer
+from .variants import prefixed, with_head
 
 
 def from_state_dict(
@@ -32,12 +33,14 @@ def from_state_dict(
     Raises:
         CheckpointError: missing, unexpected or wrongly shaped tensors.
     """
+    source = Path("state dict")
+    config, held = with_head(config, prefixed({name: _held(array) for name, array in tensors.items()}), source)
     return assemble(
         Checkpoint(
-            source=Path("state dict"),
+            source=source,
             format="safetensors",
             config=config,
-            tensors={name: _held(array) for name, array in tensors.items()},
+            tensors=held,
             layout_of=hf_layout,
             ignored=ignored(config),
             tokenizer=lambda: tokenizer,

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
 from safetensors.numpy import save_file
 
-from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load, loading
+from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load, loading, save
 from kvjax.models import Params
 
 LAST = "model.layers.1.mlp.down_proj.weight"
@@ -99,6 +99,72 @@ def test_harmless_extras_are_passed_over(tmp_path: Path) -> None:
     }
     write_hf(tmp_path, fields, tensors | extras)
     assert load(tmp_path).head is None
+
+
+TIED = HF_CONFIG | {"tie_word_embeddings": True}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_head_that_differs_from_its_embedding_is_used(tmp_path: Path, dtype: Any) -> None:
+    """As transformers does, whatever `tie_word_embeddings` says; what is written then says so too."""
+    tensors = weights(from_hf(TIED))
+    head = tensors[EMBEDDING].astype(dtype)
+    head[-1, -1] += 1
+    write_hf(tmp_path / "m", TIED, tensors | {HEAD: head})
+    with pytest.warns(UserWarning, match=r"ties the head to the embedding .* lm_head.weight differs from model.embed"):
+        params = load(tmp_path / "m", dtype="float32")
+    np.testing.assert_array_equal(params.head, head)
+    np.testing.assert_array_equal(params.embed, tensors[EMBEDDING])
+    assert not params.config.tied
+    with pytest.warns(UserWarning, match="ties the head to the embedding"):
+        assert not describe(tmp_path / "m").config.tied
+    assert same(load(save(params, tmp_path / "again", format="safetensors", dtype="float32")), params)
+    with pytest.warns(UserWarning, match="state dict: the configuration ties"):
+        assert same(from_state_dict(from_hf(TIED), tensors | {HEAD: head}), params)
+
+
+def test_a_head_of_another_shape_is_told(tmp_path: Path) -> None:
+    write_hf(tmp_path, TIED, weights(from_hf(TIED)) | {HEAD: np.ones((299, 32), np.float32)})
+    with (
+        pytest.warns(UserWarning, match="ties the head"),
+        pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[299, 32\], the configuration asks for \[300"),
+    ):
+        load(tmp_path)
+
+
+def _only_the_head(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {HEAD if name == EMBEDDING else name: value for name, value in tensors.items()}
+
+
+def _of_a_base_model(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix("model."): value for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        (TIED, _only_the_head),
+        (TIED, _of_a_base_model),
+        (TIED, lambda tensors: _of_a_base_model(_only_the_head(tensors))),
+        (HF_CONFIG, _of_a_base_model),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_other_names_for_the_same_tensors(tmp_path: Path, fields: dict[str, Any], change: Any) -> None:
+    tensors = weights(from_hf(fields))
+    expected = from_state_dict(from_hf(fields), tensors)
+    write_hf(tmp_path, fields, change(tensors))
+    assert same(load(tmp_path), expected)
+    assert same(from_state_dict(from_hf(fields), change(tensors)), expected)
+
+
+def test_a_head_alone_is_not_enough_where_nothing_is_tied(tmp_path: Path) -> None:
+    tensors = weights(from_hf(HF_CONFIG))
+    del tensors[EMBEDDING]
+    write_hf(tmp_path, HF_CONFIG, tensors)
+    with pytest.raises(CheckpointError, match="1 tensor missing: model.embed_tokens.weight"):
+        load(tmp_path)
 
 
 def test_describe_reads_headers_only(tmp_path: Path) -> None:

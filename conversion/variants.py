@@ -1,0 +1,91 @@
+"""Hugging Face checkpoints that store a model in another way than its layout says, read as transformers reads them.
+
+A base model's tensors have no ``model.`` prefix. Of an embedding and a head that share their weights, a checkpoint stores one or both. Both can
+differ, although the configuration says that they are tied.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.models.config import ModelConfig
+
+from .checkpoint import FLOATS, StoredTensor
+from .errors import CheckpointError, told
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_PREFIX = "model."
+
+_COMPARED = 1 << 20
+"""Numbers compared at a time."""
+
+
+def prefixed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors under a causal model's names: those of a base model, which have no prefix, get it."""
+    if any(name.startswith(_PREFIX) for name in tensors):
+        return dict(tensors)
+    return {name if name.startswith("lm_head.") else _PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def with_head(
+    config: ModelConfig, tensors: Mapping[str, StoredTensor], source: Path, *, compare: bool = True
+) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """The configuration and the tensors, with the embedding and the head that the checkpoint stores.
+
+    If the configuration ties them, but both are stored and differ, the result is untied. If the head alone is stored, it is the embedding.
+
+    Args:
+        config: the model, as its configuration says.
+        tensors: what is stored, under the names of the layout.
+        source: file name for messages.
+        compare: False where tensors cannot be read; the configuration is then believed.
+
+    Warns of a head that differs from the embedding.
+
+    Raises:
+        CheckpointError: one of the two cannot be read.
+    """
+    held = dict(tensors)
+    if not config.tied or HEAD not in held:
+        return config, held
+    if EMBEDDING not in held:
+        held[EMBEDDING] = held.pop(HEAD)
+        return config, held
+    if not compare or _equal(held[EMBEDDING], held[HEAD]):
+        return config, held
+    warnings.warn(
+        f"{source}: the configuration ties the head to the embedding (tie_word_embeddings), but {HEAD} differs from {EMBEDDING}; "
+        "the stored head is used. Set tie_word_embeddings to false to silence this warning",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, tied=False), held
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors hold the same numbers, bit for bit; compared until the first difference."""
+    if one.shape != other.shape:
+        return False
+    dtype: Any = FLOATS.get(one.dtype, FLOATS["float32"]) if one.dtype == other.dtype else FLOATS["float32"]
+    inner = one.shape[1:]
+    step = max(1, _COMPARED // max(1, math.prod(inner)))
+    for start in range(0, one.shape[0] if one.shape else 0, step):
+        arrays = []
+        for tensor in (one, other):
+            array = np.empty((min(step, one.shape[0] - start), *inner), dtype)
+            try:
+                with np.errstate(all="ignore"):  # NaN, which loading counts
+                    tensor.read(start, array)
+            except CheckpointError:
+                raise
+            except (ValueError, OSError) as error:
+                raise CheckpointError(f"{tensor.file}: {HEAD} and {EMBEDDING} cannot be read ({told(error)})") from error
+            arrays.append(array.view(f"u{array.itemsize}"))
+        if not np.array_equal(*arrays):
+            return False
+    return True
