@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,8 @@ from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling,
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
-from .errors import CheckpointError, shortened, told
-from .gguf_tokenizer import read_tokenizer
+from .errors import CheckpointError, listed, shortened, told
+from .gguf_tokenizer import END_TEXTS, read_tokenizer
 from .hf_config import FAMILIES
 from .layout import Layout, hf_layout
 from .mapped import mapped
@@ -37,7 +38,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
 }
 """Supported values of `general.architecture`; each is also the name of the family. Mistral files say llama."""
 
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+QUANTISATIONS = ("F32", "F16", "BF16", *BLOCKS)
 """Supported tensor types."""
 
 _PLAIN = {
@@ -51,11 +52,102 @@ _BLOCK = 1 << 18
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Read the metadata of a GGUF file.
+    """Read the metadata of a GGUF file, or of the files of a split one, of which `path` is the first.
 
     Raises:
-        CheckpointError: truncated or corrupt file, unknown architecture, unsupported tensor type or rope scaling.
+        CheckpointError: truncated or corrupt file, unknown architecture, unsupported tensor type or rope scaling; a split file that is not the
+            first, or whose others are missing or of another model.
     """
+    metadata, held = _read(path)
+    files = dict.fromkeys(held, path)
+    split = checked_under(_Split, metadata, "split.", path)
+    for number, file in enumerate(_other_files(path, split), 2):
+        more, tensors = _read(file)
+        part = checked_under(_Split, more, "split.", file)
+        if (part.no, part.count) != (number - 1, split.count):
+            raise CheckpointError(
+                f"{file}: its metadata says that it is file {part.no + 1} of {part.count}, but it was expected to be file {number} of "
+                f"{split.count}; the files are of different models, or were renamed"
+            )
+        if twice := held.keys() & tensors.keys():
+            raise CheckpointError(f"{file}: duplicate tensor {min(twice)}, also in {files[min(twice)].name}")
+        held |= tensors
+        files |= dict.fromkeys(tensors, file)
+    if split.count > 1 and split.num_tensors not in (None, len(held)):
+        raise CheckpointError(
+            f"{path}: its {split.count} files hold {len(held)} tensors, but split.tensors.count says {split.num_tensors}"
+        )
+    config = read_config(metadata, held, path)
+    permuted = metadata["general.architecture"] == "llama"
+    return Checkpoint(
+        source=path,
+        format="gguf",
+        config=config,
+        tensors={name: _stored(files[name], tensor, config, permuted) for name, tensor in held.items()},
+        layout_of=gguf_layout,
+        ignored=lambda name: name in _ROPE_TENSORS,
+        tokenizer=functools.partial(
+            read_tokenizer, metadata, eos=config.eos, bos=config.bos, source=path, vocab_size=config.vocab_size
+        ),
+    )
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """The GGUF model in a directory: its only one, by the first file where it is split. None if there is no such file.
+
+    Raises:
+        CheckpointError: there are several models.
+    """
+    found = [file for file in sorted(directory.glob("*.gguf")) if _number(file) in (None, 1)]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{directory}: {len(found)} GGUF models are there: {listed(file.name for file in found)}; give the path of one of them"
+        )
+    return next(iter(found), None)
+
+
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""How llama.cpp names the files of a split model."""
+
+
+class _Split(Strict):
+    """What is read of the fields under `split.`."""
+
+    no: int = Field(0, ge=0, lt=2**16)
+    count: int = Field(0, ge=0, lt=2**16)
+    num_tensors: int | None = Field(None, alias="tensors.count")
+
+
+def _number(path: Path) -> int | None:
+    """Which file of a split model this is by its name, counted from 1; None if the name is not of such a file."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    return None if match is None else int(match[2])
+
+
+def _other_files(path: Path, split: _Split) -> list[Path]:
+    """The other files of a split model, of which this is the first; none if it is not split.
+
+    Raises:
+        CheckpointError: it is another of the files, it has not the name of the first, or other files are missing.
+    """
+    if split.count < 2:
+        return []
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) != split.count:
+        raise CheckpointError(
+            f"{path}: it is one of {split.count} files of a split model, so its name should end with -00001-of-{split.count:05}.gguf"
+        )
+    first, *others = (path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, split.count + 1))
+    if split.no or path != first:
+        raise CheckpointError(f"{path}: it is not the first of {split.count} files of a split model; give {first.name}")
+    absent = [file.name for file in others if not present(file)]
+    if absent:
+        raise CheckpointError(f"{path}: {len(absent)} of {split.count} files of the model missing: {listed(absent)}")
+    return others
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
+    """Metadata and tensors of one file."""
     present(path)
     try:
         with np.errstate(all="raise"):  # sizes that overflow
@@ -65,20 +157,31 @@ def open_gguf(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({told(error)})") from error
     if reader.byte_order == "S":
         raise CheckpointError(f"{path}: written in the other byte order, which is not supported")
-    held = {tensor.name: tensor for tensor in reader.tensors}
-    config = read_config(metadata, held, path)
-    permuted = metadata["general.architecture"] == "llama"
-    return Checkpoint(
-        source=path,
-        format="gguf",
-        config=config,
-        tensors={name: _stored(path, tensor, config, permuted) for name, tensor in held.items()},
-        layout_of=gguf_layout,
-        ignored=lambda name: name in _ROPE_TENSORS or (config.tied and name == "output.weight"),
-        tokenizer=functools.partial(
-            read_tokenizer, metadata, eos=config.eos, bos=config.bos, source=path, vocab_size=config.vocab_size
-        ),
-    )
+    _check_offsets(path, reader)
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _check_offsets(path: Path, reader: gguf.GGUFReader) -> None:
+    """Refuse tensors that do not lie one after the other, each at the next aligned byte, up to the end of the file.
+
+    A changed type, shape or offset thus is an error, as in llama.cpp, instead of wrong weights. (llama.cpp does not look at the end.)
+    """
+    start, alignment = int(reader.data_offset), int(reader.alignment)
+    expected = 0
+    for tensor in reader.tensors:
+        if not len(tensor.shape) or 0 in tensor.shape:
+            raise CheckpointError(f"{path}: tensor {tensor.name} has shape {tensor.shape.tolist()}, which holds nothing")
+        offset = int(tensor.data_offset) - start
+        if offset != expected:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name} has offset {offset}, but types and shapes of the tensors before it add up to {expected}; "
+                "the file is damaged"
+            )
+        expected = -(-(offset + int(tensor.n_bytes)) // alignment) * alignment
+    if reader.tensors and (left := len(reader.data) - start - expected) > 0:
+        raise CheckpointError(
+            f"{path}: {left} bytes are behind tensor {reader.tensors[-1].name}, the last by its type and shape; the file is damaged"
+        )
 
 
 class _Reader(gguf.GGUFReader):
@@ -204,11 +307,17 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     head_dim = held.head_dim or held.embedding_length // held.num_heads
     dim = held.rope_dim or head_dim
     window = held.window if family.windows == "all" else 0
-    eos = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
+    vocab_size = int(embedding.shape[1])
+    named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
+    texts = metadata.get("tokenizer.ggml.tokens")
+    eos = (
+        *named,
+        *(i for i, text in enumerate(texts[:vocab_size] if isinstance(texts, list) else ()) if text in END_TEXTS),
+    )
     try:
         return ModelConfig(
             family=family_name,
-            vocab_size=int(embedding.shape[1]),
+            vocab_size=vocab_size,
             hidden_size=held.embedding_length,
             intermediate_size=held.feed_forward_length,
             num_layers=held.block_count,
@@ -317,8 +426,6 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    if not shape or 0 in shape:
-        raise CheckpointError(f"{path}: tensor {tensor.name} has shape {list(shape)}, which holds nothing")
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     held = shape[0], nbytes // shape[0]
     numbers, block = (1, _PLAIN[kind.name].itemsize) if kind.name in _PLAIN else gguf.GGML_QUANT_SIZES[kind]

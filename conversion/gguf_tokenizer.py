@@ -60,6 +60,29 @@ _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type` that set a token apart from the text around it."""
 
+END_TEXTS = frozenset(
+    (
+        *(
+            "</s>",
+            "<|end|>",
+            "<|endoftext|>",
+            "<|end_of_text|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+            "<|im_end|>",
+            "<end_of_turn>",
+        ),
+        *("<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+    )
+)
+"""Texts of tokens that end an answer, whatever the metadata says of them: those of llama.cpp, of the vocabularies of supported families."""
+
+_PHI3_STRIPS_NOT = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3's SentencePiece vocabulary that leave the space after them; the others swallow it."""
+
+_PHI4_STRIPS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tag|>")
+"""Special tokens of Phi-4-mini's vocabulary that swallow the space after them."""
+
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -85,7 +108,7 @@ class _Fields(Strict):
     bos_token_id: Id | None = None
     eos_token_id: Id | None = None
     unknown_token_id: Id | None = None
-    padding_token_id: Id | None = None
+    padding_token_id: int | None = None
 
 
 def read_tokenizer(
@@ -118,6 +141,8 @@ def read_tokenizer(
     for name, key in _SPECIAL.items():
         if (i := getattr(fields, key)) is not None:
             if i >= len(tokens):
+                if name == "pad_token":  # nothing is padded with it
+                    continue
                 raise CheckpointError(f"{source}: tokenizer.ggml.{key} is {i}; it should be below {len(tokens)}")
             special[name] = tokens[i]
     if kind == "gpt2" and pre in PRE_TOKENIZERS:
@@ -144,11 +169,17 @@ def read_tokenizer(
     if fields.add_bos_token is not None:
         add_bos = fields.add_bos_token
     with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens make no vocabulary"):
+        phi3 = metadata.get("general.architecture") == "phi3"
         for token, token_type in zip(tokens, types, strict=True):
-            if token_type in (_UNKNOWN, _CONTROL):
-                backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-            elif token_type == _USER_DEFINED:
-                backend.add_tokens([AddedToken(token, normalized=False)])
+            if token in END_TEXTS:
+                token_type = _CONTROL
+            if token_type not in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+                continue
+            strips = phi3 and (token not in _PHI3_STRIPS_NOT if kind == "llama" else token in _PHI4_STRIPS)
+            if token_type == _USER_DEFINED:
+                backend.add_tokens([AddedToken(token, normalized=False, rstrip=strips)])
+            else:
+                backend.add_special_tokens([AddedToken(token, normalized=False, special=True, rstrip=strips)])
         if add_bos and bos is not None and bos < len(tokens):
             start = tokens[bos]
             backend.post_processor = processors.TemplateProcessing(

@@ -15,7 +15,7 @@ from kvjax.models.sharding import get_mesh, get_shard, place, place_from
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of
 from .errors import CheckpointError
-from .gguf_file import open_gguf
+from .gguf_file import find_gguf, open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
 from .text_files import present
@@ -143,9 +143,8 @@ def _is_default(source: str | Path | None) -> bool:
 def _open_directory(path: Path) -> Checkpoint:
     if present(path / MARK):
         return open_orbax(path)
-    quantised = sorted(path.glob("*.gguf"))
-    if len(quantised) == 1 and not present(path / "config.json"):
-        return open_gguf(quantised[0])
+    if not present(path / "config.json") and (file := find_gguf(path)) is not None:
+        return open_gguf(file)
     return open_directory(path)
 
 

@@ -89,7 +89,7 @@ def write_orbax(
     Args:
         path: the directory.
         config: the model.
-        parameters: by name, what makes the host array; called one after another, so that one array is held at a time.
+        parameters: by name, what makes the host array; called one after another, so that one array is held at a time, or a few small ones.
         dtype: name of the type that those have which are floats.
         tokenizer: written beside them.
     """

@@ -19,6 +19,9 @@ _LEVELS = ".levels"
 _SCALES = ("float32", "float16", "bfloat16")
 _UNITS = ("int8", "uint8")
 
+_IQ4_LEVELS = np.array(gguf.quants.IQ4_NL.kvalues, np.int8)
+"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
+
 
 def to_int8(rows: np.ndarray) -> Int8Matrix:
     """Symmetric, by the largest number of each row of a float32 matrix."""
@@ -165,6 +168,47 @@ def _q4_1(blocks: np.ndarray) -> GroupedMatrix:
     return _grouped(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2))
 
 
+def _q5_0(blocks: np.ndarray) -> GroupedMatrix:
+    levels = _fives(blocks[..., 2:6], blocks[..., 6:])
+    return _grouped(levels - np.int8(16), _half(blocks, 0))
+
+
+def _q5_1(blocks: np.ndarray) -> GroupedMatrix:
+    return _grouped(_fives(blocks[..., 4:8], blocks[..., 8:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q2_k(blocks: np.ndarray) -> GroupedMatrix:
+    scale, least = (
+        part.reshape(len(blocks), -1) for part in (blocks[..., :16] & np.uint8(15), blocks[..., :16] >> np.uint8(4))
+    )
+    levels = _pairs(blocks[..., 16:80]).reshape(len(blocks), -1, 16)
+    return _grouped(levels, scale, least, _half(blocks, 80), -_half(blocks, 82))
+
+
+def _q3_k(blocks: np.ndarray) -> GroupedMatrix:
+    low = _pairs(blocks[..., 32:96])  # two halves of a block, by four pairs of bits, of 32 bytes
+    high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    levels = low.reshape(len(blocks), -1, 16) + np.uint8(4) * high.reshape(len(blocks), -1, 16)
+    packed = blocks[..., 96:108]
+    units = _nibbles(packed[..., :8]) | _pairs(packed[..., 8:], 4).reshape(*blocks.shape[:2], 16) << np.uint8(4)
+    scale = (units.astype(np.int8) - np.int8(32)).reshape(len(blocks), -1)
+    # Four below the middle of 4 bits, which is 8.
+    return _grouped(levels + np.uint8(4), scale, None, _half(blocks, 108))
+
+
+def _iq4_nl(blocks: np.ndarray) -> GroupedMatrix:
+    return _grouped(_IQ4_LEVELS[_nibbles(blocks[..., 2:])], _half(blocks, 0))
+
+
+def _iq4_xs(blocks: np.ndarray) -> GroupedMatrix:
+    levels = _IQ4_LEVELS[_nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))]
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    high = np.ascontiguousarray(blocks[..., 2:4]).view(np.uint16) >> shifts & np.uint16(3)
+    low = np.stack([blocks[..., 4:8] & np.uint8(15), blocks[..., 4:8] >> np.uint8(4)], axis=-1)
+    scale = (low.reshape(high.shape) | high.astype(np.uint8) << np.uint8(4)).astype(np.int8) - np.int8(32)
+    return _grouped(levels.reshape(len(blocks), -1, 32), scale.reshape(len(blocks), -1), None, _half(blocks, 0))
+
+
 def _q4_k(blocks: np.ndarray) -> GroupedMatrix:
     levels = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).reshape(len(blocks), -1, 32)
     return _grouped(levels, *_k_scales(blocks))
@@ -191,6 +235,18 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
+def _fives(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Levels of 5 bits: the highest in 4 bytes, the others as `_nibbles` has them."""
+    bits = np.unpackbits(np.ascontiguousarray(high), axis=-1, bitorder="little")
+    return (_nibbles(low) | bits << np.uint8(4)).astype(np.int8)
+
+
+def _pairs(packed: np.ndarray, width: int = 32) -> np.ndarray:
+    """Pairs of bits of so many bytes at a time: the lowest of all of them, then the next."""
+    rows = packed.reshape(*packed.shape[:2], -1, 1, width)
+    return rows >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+
+
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Scales and minima in their units, which are subtracted in the file and added here."""
     packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
@@ -202,8 +258,14 @@ BLOCKS: Mapping[str, Callable[[np.ndarray], GroupedMatrix]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }
 """GGUF's types of blocks that can stay as they are."""

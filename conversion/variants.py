@@ -84,7 +84,9 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
             except CheckpointError:
                 raise
             except (ValueError, OSError) as error:
-                raise CheckpointError(f"{tensor.file}: {HEAD} and {EMBEDDING} cannot be read ({told(error)})") from error
+                raise CheckpointError(
+                    f"{tensor.file}: {HEAD} and {EMBEDDING} cannot be read ({told(error)})"
+                ) from error
             arrays.append(array.view(f"u{array.itemsize}"))
         if not np.array_equal(*arrays):
             return False

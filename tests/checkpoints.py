@@ -112,7 +112,7 @@ def write_gguf(
     Args:
         path: the file.
         config: the model; matrices are stored as `kind`, vectors as float32.
-        kind: a tensor type. K-quants hold random blocks, since the `gguf` library does not quantise to them.
+        kind: a tensor type. K-quants and IQ4 hold random blocks, since the `gguf` library does not quantise to them.
         metadata: more fields, under their full names.
         extra: more tensors, float32.
         seed: of the weights.
@@ -142,7 +142,7 @@ def write_gguf(
         else:
             stored_value = value
         qtype = gguf.GGMLQuantizationType[kind if value.ndim == 2 else "F32"]
-        if qtype.name.endswith("_K"):
+        if qtype.name in _HALVES:
             data = _random_blocks(rng, qtype, stored_value.shape)
         else:
             data = gguf.quants.quantize(stored_value, qtype)
@@ -182,11 +182,23 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
+_HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Where a block has float16 numbers, of the types that the `gguf` library does not quantise to."""
+
+
 def _random_blocks(rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
     data = rng.integers(0, 256, gguf.quants.quant_shape_to_byte_shape(shape, qtype), dtype=np.uint8)
     # The scales of a block are float16: random bytes could be infinities, so the exponents are kept small.
     size = gguf.GGML_QUANT_SIZES[qtype][1]
     blocks = data.reshape(-1, size)
-    for low in ({"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)})[qtype.name]:
+    for low in _HALVES[qtype.name]:
         blocks[:, low + 1] = 0x24
     return data

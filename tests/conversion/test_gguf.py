@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_longrope_from_factor_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "metadata", "extra", "message"),
     [
-        ("Q5_0", {}, {}, r"tensor token_embd.weight has type Q5_0; supported are F32, F16, BF16, Q8_0, Q4_0"),
+        ("MXFP4", {}, {}, r"tensor token_embd.weight has type MXFP4; supported are F32, F16, BF16, Q8_0, Q4_0"),
         ("F32", {"llama.expert_count": 8}, {}, r"a mixture of 8 experts; only dense models are supported"),
         ("F32", {"llama.rope.scaling.type": "longrope"}, {}, r"unsupported rope scaling 'longrope'"),
         (
@@ -228,6 +229,128 @@ def test_truncated(tmp_path: Path, keep: float) -> None:
         load(file)
 
 
+def tensor_infos(file: Path) -> dict[str, tuple[int, gguf.ReaderTensor]]:
+    """Where in the file a tensor's type is, with its offset behind it, by its name."""
+    tensors = gguf.GGUFReader(file).tensors
+    return {t.name: (t.field.offset + sum(part.nbytes for part in t.field.parts[:4]), t) for t in tensors}
+
+
+DAMAGES: dict[str, Callable[[int, gguf.ReaderTensor], tuple[int, bytes]]] = {
+    "an offset is one block later": lambda at, t: (at + 4, (int(t.field.parts[5][0]) + 32).to_bytes(8, "little")),
+    "an offset is that of the first": lambda at, t: (at + 4, bytes(8)),
+    "a type is half as wide": lambda at, t: (at, gguf.GGMLQuantizationType.F16.to_bytes(4, "little")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_tensors_lie_one_after_the_other(tmp_path: Path, damage: str) -> None:
+    """As llama.cpp expects them to; and the last one ends where the file does."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, without_tokens(from_hf(HF_CONFIG)))
+    content, infos = file.read_bytes(), tensor_infos(file)
+    describe(file)
+    names = list(infos)
+    for name in (names[1], names[len(names) // 2], names[-1]):
+        at, new = DAMAGES[damage](*infos[name])
+        file.write_bytes(content[:at] + new + content[at + len(new) :])
+        with pytest.raises(
+            CheckpointError, match=r"m.gguf: (tensor .* has offset|\d+ bytes are behind tensor|.*damaged)"
+        ):
+            describe(file)
+
+
+def test_what_the_offsets_should_be_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, without_tokens(from_hf(HF_CONFIG)))
+    content, (at, tensor) = file.read_bytes(), tensor_infos(file)["blk.0.attn_q.weight"]
+    expected = int(tensor.field.parts[5][0])
+    file.write_bytes(content[: at + 4] + (expected - 32).to_bytes(8, "little") + content[at + 12 :])
+    with pytest.raises(
+        CheckpointError, match=rf"blk.0.attn_q.weight has offset {expected - 32}, .* add up to {expected};"
+    ):
+        load(file)
+    file.write_bytes(content + bytes(32))
+    with pytest.raises(CheckpointError, match=r"32 bytes are behind tensor blk.1.\S+, the last"):
+        load(file)
+
+
+def split(path: Path, count: int, config: ModelConfig, more: int = 0, **options: Any) -> list[Path]:
+    """A model in so many files, as llama.cpp's `gguf-split` writes them: all metadata in the first. `more` tensors are counted than there are."""
+    write_gguf(path / "whole.gguf", config, **options)
+    whole = gguf.GGUFReader(path / "whole.gguf")
+    files = [path / f"m-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+    for number, file in enumerate(files):
+        writer = gguf.GGUFWriter(file, config.family)
+        for key, field in whole.fields.items():
+            if not number and not key.startswith("GGUF.") and key != "general.architecture":
+                kinds = [gguf.GGUFValueType(kind) for kind in field.types]
+                writer.add_key_value(key, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(whole.tensors) + more)
+        for tensor in whole.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    (path / "whole.gguf").rename(path.with_suffix(".gguf"))
+    return files
+
+
+def test_split_models(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    config = without_tokens(from_hf(WIDE))
+    files = split(folder, 3, config, kind="Q4_1", metadata={"tokenizer.ggml.eos_token_id": 5})
+    expected = load(folder.with_suffix(".gguf"))
+    assert_equal(load(files[0]), expected)
+    assert_equal(load(folder), expected)
+    assert describe(folder).nbytes == describe(folder.with_suffix(".gguf")).nbytes
+    with pytest.raises(
+        CheckpointError, match=r"00002-of-00003.gguf: it is not the first of 3 .* give m-00001-of-00003.gguf"
+    ):
+        load(files[1])
+    renamed = files[0].rename(folder / "renamed.gguf")
+    with pytest.raises(CheckpointError, match=r"renamed.gguf: .* its name should end with -00001-of-00003.gguf"):
+        load(renamed)
+    renamed.rename(files[0])
+    last = files[2].read_bytes()
+    files[2].write_bytes(files[1].read_bytes())
+    with pytest.raises(CheckpointError, match=r"00003.*that it is file 2 of 3, but it was expected to be file 3 of 3"):
+        load(files[0])
+    at = last.index(b"output_norm.weight") if b"output_norm.weight" in last else last.index(b"blk.0.")
+    files[2].write_bytes(last[: at + 4] + b"!" + last[at + 5 :])
+    with pytest.raises(CheckpointError, match="missing"):
+        load(files[0])
+    files[2].unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 3 files of the model missing: m-00003-of-00003.gguf"):
+        load(files[0])
+
+
+def test_split_models_that_do_not_fit(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    config = without_tokens(from_hf(HF_CONFIG))
+    with pytest.raises(CheckpointError, match=r"its 2 files hold 21 tensors, but split.tensors.count says 22"):
+        load(split(folder, 2, config, more=1)[0])
+    files = split(folder, 2, config)
+    whole = gguf.GGUFReader(files[1])
+    writer = gguf.GGUFWriter(files[1], "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 2)
+    data = {tensor.name: np.array(tensor.data) for tensor in whole.tensors}
+    first = gguf.GGUFReader(files[0]).tensors[0]
+    for name, value in {first.name: np.array(first.data), **data}.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=rf"duplicate tensor {first.name}, also in m-00001-of-00002.gguf"):
+        load(files[0])
+
+
 def test_not_gguf(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("this is a text file, whatever its name says")
     with pytest.raises(CheckpointError, match=r"m.gguf: truncated, damaged or not a GGUF file"):
@@ -238,3 +361,6 @@ def test_a_directory_with_one_gguf(tmp_path: Path) -> None:
     config = without_tokens(from_hf(HF_CONFIG))
     write_gguf(tmp_path / "m.gguf", config)
     assert load(tmp_path).config == config
+    write_gguf(tmp_path / "other.gguf", config)
+    with pytest.raises(CheckpointError, match=r"2 GGUF models are there: m.gguf, other.gguf; give the path of one"):
+        load(tmp_path)

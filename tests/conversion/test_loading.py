@@ -163,7 +163,7 @@ def test_a_head_alone_is_not_enough_where_nothing_is_tied(tmp_path: Path) -> Non
     tensors = weights(from_hf(HF_CONFIG))
     del tensors[EMBEDDING]
     write_hf(tmp_path, HF_CONFIG, tensors)
-    with pytest.raises(CheckpointError, match="1 tensor missing: model.embed_tokens.weight"):
+    with pytest.raises(CheckpointError, match=r"1 tensor missing: model.embed_tokens.weight"):
         load(tmp_path)
 
 

@@ -23,7 +23,15 @@ WIDE = HF_CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_la
 CONFIG = dataclasses.replace(from_hf(WIDE), eos=(), bos=None)
 
 # Where a block has float16 numbers.
-SCALES = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 def assert_same(ours: Params, theirs: Params) -> None:
