@@ -170,7 +170,9 @@ def _check_offsets(path: Path, reader: gguf.GGUFReader) -> None:
     expected = 0
     for tensor in reader.tensors:
         if not len(tensor.shape) or 0 in tensor.shape:
-            raise CheckpointError(f"{path}: tensor {tensor.name} has shape {tensor.shape.tolist()}, which holds nothing")
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name} has shape {tensor.shape.tolist()}, which holds nothing"
+            )
         offset = int(tensor.data_offset) - start
         if offset != expected:
             raise CheckpointError(

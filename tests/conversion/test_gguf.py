@@ -13,7 +13,7 @@ import pytest
 from checkpoints import HF_CONFIG, write_gguf
 
 from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load
-from kvjax.conversion.gguf_file import QUANTISATIONS
+from kvjax.conversion.gguf_file import QUANTISATIONS, open_gguf
 from kvjax.models import ModelConfig, Params
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, Yarn
 
@@ -47,6 +47,25 @@ def test_families(tmp_path: Path, name: str) -> None:
     metadata = {"phi3.attention.sliding_window": 20} if name == "phi3" else {}
     values = write_gguf(tmp_path / "m.gguf", config, metadata=metadata)
     assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
+
+
+@pytest.mark.parametrize(
+    ("texts", "named", "expected"),
+    [
+        (["<|endoftext|>", "<|end|>", "x"], {"eos_token_id": 0}, (0, 1)),
+        (["x", "</s>", "<|end|>", "<|im_end|>"], {"eos_token_id": 3}, (3, 1, 2)),
+        (["<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"], {}, (0, 1, 2, 3)),
+        (["x", "y", "<|END|>", "end"], {"eos_token_id": 1, "eot_token_id": 2, "eom_token_id": 1}, (1, 2)),
+        (["x"] * 300 + ["<|end|>"], {"eos_token_id": 4}, (4,)),  # beyond the model's vocabulary
+        ([], {"eos_token_id": 4}, (4,)),
+    ],
+)
+def test_end_tokens(tmp_path: Path, texts: list[str], named: dict[str, int], expected: tuple[int, ...]) -> None:
+    """Those that the metadata names, then those whose text ends an answer: some files name an end that chats do not use."""
+    metadata: dict[str, Any] = {f"tokenizer.ggml.{name}": token for name, token in named.items()}
+    config = dataclasses.replace(without_tokens(from_hf(HF_CONFIG)), family="phi3")
+    write_gguf(tmp_path / "m.gguf", config, metadata=metadata | ({"tokenizer.ggml.tokens": texts} if texts else {}))
+    assert open_gguf(tmp_path / "m.gguf").config.eos == expected
 
 
 @pytest.mark.parametrize("kind", QUANTISATIONS)

@@ -214,6 +214,93 @@ def test_sentencepiece_from_gguf() -> None:
     assert bare.backend.id_to_token(bare.encode("hell")[1]) == "hell"
 
 
+PHI3 = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>"]
+"""Phi-3's special tokens, which follow its bytes and pieces."""
+
+PHI3_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def phi3_metadata(architecture: str = "phi3") -> dict[str, Any]:
+    pieces = ["▁", "H", "i", "Hi", "▁Hi", "▁▁"]
+    return {
+        "general.architecture": architecture,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*PHI3[:3], *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *PHI3[3:]],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-5.0, -6.0, -7.0, -2.0, -1.0, -3.0] + [0.0] * 5,
+        "tokenizer.ggml.token_type": [2, 3, 1] + [6] * 256 + [1] * len(pieces) + [3] * 5,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.chat_template": PHI3_TEMPLATE,
+    }
+
+
+def texts_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.backend.id_to_token(i) for i in ids]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.oracle
+def test_phi3_chats_from_gguf(tmp_path: Path) -> None:
+    """Its markers swallow the space or the newline behind them, as those of the `tokenizer.json` that Phi-3 comes with."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = read_tokenizer(phi3_metadata(), eos=(), bos=1, source=Path("m.gguf"))
+    assert tokenizer is not None
+    assert texts_of(tokenizer, tokenizer.chat([{"role": "user", "content": "Hi"}])) == (
+        ["<|user|>", "▁Hi", "<|end|>", "<|assistant|>"]
+    )
+    for text in ("<|user|> \n Hi", "</s>  Hi", "<s>  Hi", "<|endoftext|> Hi", "<unk>\nHi", "Hi<|end|>Hi"):
+        strips = not text.startswith(("<s>", "<unk>", "<|endoftext|>"))
+        assert (texts_of(tokenizer, tokenizer.encode(text, add_special=False))[1] in ("▁Hi", "<|end|>")) is strips
+    other = read_tokenizer(phi3_metadata("llama"), eos=(), bos=1, source=Path("m.gguf"))
+    assert other is not None
+    assert texts_of(other, other.encode("<|user|>\nHi", add_special=False))[1:] == ["▁", "<0x0A>", "Hi"]
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = tokenizer.render([{"role": "system", "content": "Hi "}, {"role": "user", "content": " Hi"}])
+    assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special=False)
+
+
+def test_phi4_chats_from_gguf() -> None:
+    """Byte-level, of which the markers of turns swallow what is behind them, and others do not."""
+    backend = byte_tokenizer()
+    tokens = [backend.id_to_token(i) for i in range(261)] + ["<|user|>", "<|end|>", "<|tool|>"]
+    metadata = {
+        "general.architecture": "phi3",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-4o",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll"],
+        "tokenizer.ggml.token_type": [3, 3] + [1] * 259 + [3] * 3,
+    }
+    tokenizer = read_tokenizer(metadata, eos=(1,), bos=0, source=Path("m.gguf"))
+    assert tokenizer is not None
+    space = tokenizer.encode(" ", add_special=False)
+    assert tokenizer.encode("<|user|> hell<|end|> <|tool|> ", add_special=False) == [261, 260, 262, 263, *space]
+
+
+@pytest.mark.parametrize("token_type", [1, 3, 4])
+def test_tokens_that_end_an_answer_are_special(token_type: int) -> None:
+    """Whatever type a file gives them: their text is no text of an answer."""
+    metadata = phi3_metadata() | {"tokenizer.ggml.token_type": [2, 3, 1] + [6] * 256 + [1] * 6 + [token_type] * 5}
+    tokenizer = read_tokenizer(metadata, eos=(), bos=1, source=Path("m.gguf"))
+    assert tokenizer is not None
+    end = metadata["tokenizer.ggml.tokens"].index("<|end|>")
+    assert tokenizer.encode("<|end|>", add_special=False) == [end]
+    assert tokenizer.is_silent(end)
+    assert tokenizer.is_silent(2)
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_none() -> None:
+    for beyond in (265, 2**32 - 1):
+        tokenizer = byte_level("smollm", padding_token_id=beyond, eos_token_id=1)
+        assert tokenizer is not None
+        assert tokenizer.special == {"eos_token": "</s>"}
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.unknown_token_id is 265; it should be below 265"):
+        byte_level("smollm", unknown_token_id=265)
+
+
 def byte_level(pre: str, **fields: Any) -> Tokenizer | None:
     backend = byte_tokenizer()
     tokens = [backend.id_to_token(i) for i in range(261)]
