@@ -21,6 +21,9 @@ from .schema import Id, Layers, Positive, Size, Strict, checked
 OWN_METHOD = "kvjax"
 """What a config.json calls the quantisation of matrices in 8 and 4 bits that kvjax wrote: their arrays tell the rest."""
 
+OWN_MATRICES = "quantized_matrices"
+"""Where a config.json lists the arrays of each of those matrices."""
+
 PACKED = ("gptq", "awq", "compressed-tensors")
 """What it calls others' that are read, see `packed`."""
 

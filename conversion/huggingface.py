@@ -14,10 +14,11 @@ from kvjax.models.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told
-from .hf_config import from_hf
+from .hf_config import OWN_MATRICES, from_hf
 from .layout import hf_layout
 from .mapped import mapped
 from .packed import unpacked
+from .quantised import FIELDS, matrices
 from .schema import Strict, checked
 from .text_files import present, read_json, unique
 from .tokenizer import Tokenizer
@@ -48,20 +49,40 @@ def checkpoint_of(
     path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig, *, headers_only: bool = False
 ) -> Checkpoint:
     """The checkpoint that a directory's configuration and tokenizer make of some tensors, which `headers_only` says cannot be read."""
-    quantization = read_json(path / "config.json").get("quantization_config")
-    tensors = unpacked(prefixed(tensors), quantization, path / "config.json", lambda: hf_layout(config))
-    config, tensors = with_head(config, join(tensors, path), path, compare=not headers_only)
+    source = path / "config.json"
+    fields = read_json(source)
+    tensors = unpacked(prefixed(tensors), fields.get("quantization_config"), source, lambda: hf_layout(config))
+    joined = join(tensors, path)
+    if (own := checked(_Own, fields, source).matrices) is not None:
+        _check_arrays(source, tensors, own)
+    config, joined = with_head(config, joined, path, compare=not headers_only)
     return Checkpoint(
         source=path,
         format="safetensors",
         config=config,
-        tensors=tensors,
+        tensors=joined,
         layout_of=hf_layout,
         ignored=ignored(config),
         tokenizer=functools.partial(
             Tokenizer.from_directory, path, eos=config.eos, bos=config.bos, vocab_size=config.vocab_size
         ),
     )
+
+
+class _Own(Strict):
+    """The arrays that each matrix in 8 or 4 bits was written with; older versions did not list them."""
+
+    matrices: dict[str, list[str]] | None = Field(None, alias=OWN_MATRICES)
+
+
+def _check_arrays(source: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str, list[str]]) -> None:
+    """Refuse a matrix without one of its arrays: without its minima it would be another matrix."""
+    found = {name: {field for field in FIELDS if f"{name}.{field}" in tensors} for name in {*own, *matrices(tensors)}}
+    for name, fields in sorted(found.items()):
+        if fields != (wanted := set(own.get(name, ()))):
+            raise CheckpointError(
+                f"{source}: {name} should have the arrays {listed(wanted, 5) or 'of floats'}, but the weights hold {listed(fields, 5) or 'none'}"
+            )
 
 
 def read_config(path: Path) -> ModelConfig:

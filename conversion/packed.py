@@ -16,10 +16,11 @@ read as floats: what a scale multiplies would not lie side by side. What is said
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import jax
 import numpy as np
+from pydantic import Field, model_validator
 
 from kvjax.pallas_kernels import QuantizedMatrix
 
@@ -39,8 +40,13 @@ _ROWS_AT_ONCE = 1 << 22
 """Numbers that are made floats at a time."""
 
 
+_GroupSize = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Inputs that share a scale; -1 is all of them."""
+
+
 class _Gptq(Strict):
     bits: Literal[4, 8]
+    group_size: _GroupSize = 128
     sym: bool = True
     desc_act: bool = False
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
@@ -49,6 +55,8 @@ class _Gptq(Strict):
 
 class _Awq(Strict):
     bits: Literal[4]
+    group_size: _GroupSize = 128
+    zero_point: Literal[True] = True
     version: str = "gemm"
 
 
@@ -57,6 +65,31 @@ class _Args(Strict):
     type: Literal["int"] = "int"
     symmetric: bool = True
     strategy: Literal["tensor", "channel", "group"] | None = None
+    group_size: _GroupSize | None = None
+    actorder: Literal["group", "dynamic", "weight", "static"] | bool | None = None
+
+    @model_validator(mode="after")
+    def _one_strategy(self) -> Self:
+        size, grouped = self.group_size, self.grouped
+        if size is not None and (size == 0 or (size > 0) is not grouped):
+            raise ValueError("it should have a group_size above 0 if its strategy is 'group', and else none or -1")
+        if self.ordered and not grouped:
+            raise ValueError("it should have no actorder unless its strategy is 'group'")
+        return self
+
+    @property
+    def scope(self) -> str:
+        """What a scale belongs to: the strategy, or what follows from `group_size` where there is none."""
+        return self.strategy or ("tensor" if self.group_size is None else "channel" if self.group_size < 0 else "group")
+
+    @property
+    def grouped(self) -> bool:
+        return self.scope == "group"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether inputs are in groups of an order of their own."""
+        return self.actorder in ("group", "dynamic", True)
 
 
 class _Group(Strict):
@@ -133,8 +166,9 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
 
     def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
         words, scales = _of(arrays, "qweight", WORDS, 2), _of(arrays, "scales", FLOATS, 2)
-        inputs, outputs, groups = words.shape[0] * each, words.shape[1], scales.shape[0]
-        _fit(scales, (groups, outputs), groups > 0 and not inputs % groups)
+        inputs, outputs = words.shape[0] * each, words.shape[1]
+        groups = _groups(words, inputs, held.group_size)
+        _fit(scales, (groups, outputs))
         stored = _of(arrays, "qzeros", WORDS, 2)
         _fit(stored, (groups, outputs // each))
 
@@ -178,8 +212,9 @@ def _awq(quantization: Mapping[str, Any], source: Path) -> _Layout:
 
     def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
         words, scales = _of(arrays, "qweight", WORDS, 2), _of(arrays, "scales", FLOATS, 2)
-        inputs, outputs, groups = words.shape[0], words.shape[1] * 8, scales.shape[0]
-        _fit(scales, (groups, outputs), groups > 0 and not inputs % groups)
+        inputs, outputs = words.shape[0], words.shape[1] * 8
+        groups = _groups(words, inputs, held.group_size)
+        _fit(scales, (groups, outputs))
         stored = _of(arrays, "qzeros", WORDS, 2)
         _fit(stored, (groups, outputs // 8))
 
@@ -222,11 +257,12 @@ def _compressed_tensors(
         words = _of(arrays, "weight_packed", WORDS, 2) if packed else _of(arrays, "weight", BYTES, 2)
         scales = _of(arrays, "weight_scale", FLOATS)
         outputs, inputs = words.shape[0], words.shape[1] * each
-        groups = scales.shape[1] if len(scales.shape) == 2 else 1
-        one = len(scales.shape) < 2
-        _fit(
-            scales, () if scales.shape == () else (1,) if one else (outputs, groups), groups > 0 and not inputs % groups
-        )
+        one = args.scope == "tensor"
+        size = args.group_size or -1
+        if args.grouped and args.group_size is None and len(scales.shape) == 2:
+            size = -(-inputs // max(1, scales.shape[1]))  # no other size gives as many scales
+        groups = _groups(words, inputs, size)
+        _fit(scales, (scales.shape if scales.shape in ((), (1,)) else (1,)) if one else (outputs, groups))
 
         def zeros(start: int, stop: int) -> np.ndarray:
             stored = arrays["weight_zero_point"]
@@ -237,18 +273,32 @@ def _compressed_tensors(
             return _split(_whole(stored).T, args.num_bits).reshape(groups, -1)[:, start:stop].T
 
         def scale(start: int, stop: int) -> np.ndarray:
+            if args.symmetric and "weight_zero_point" in arrays:
+                _check_symmetric(arrays["weight_zero_point"], outputs, args.num_bits, source)
+            if "weight_shape" in arrays and (shape := _whole(arrays["weight_shape"]).tolist()) != [outputs, inputs]:
+                raise CheckpointError(
+                    f"{words.file}: weight_shape is {shape}, but weight_packed holds {[outputs, inputs]}"
+                )
             if one:
                 return np.broadcast_to(_whole(scales).reshape(1, 1), (stop - start, 1))
             return _rows(scales, start, stop)
 
-        if not args.symmetric:
+        if "weight_shape" in arrays:
+            _fit(_of(arrays, "weight_shape", ORDERS, 1), (2,))
+        if args.symmetric:
+            if "weight_zero_point" in arrays:
+                _of(arrays, "weight_zero_point", (*WORDS, *BYTES))
+        else:
             rows = -(-outputs // each) if packed else outputs
             zero = _of(arrays, "weight_zero_point", WORDS if packed else BYTES)
             if one and packed:
                 raise CheckpointError(f"{zero.file}: one zero for a whole packed matrix is not read")
-            if not one:
-                _fit(zero, (rows, groups))
+            _fit(zero, (zero.shape if zero.shape in ((), (1,)) else (1,)) if one else (rows, groups))
         order = _order(arrays, "weight_g_idx")
+        if order is None and args.ordered:
+            raise CheckpointError(
+                f"{words.file}: actorder {args.actorder!r} without the groups of inputs (weight_g_idx)"
+            )
         codes = lambda start, stop: unsigned(words, start, stop)  # noqa: E731
         return _Codes((outputs, inputs), groups, codes, None if args.symmetric else zeros, scale, order)
 
@@ -325,6 +375,33 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
     return StoredTensor(held.shape, kept.kind, nbytes, file, read, kept, keep)
 
 
+def _groups(codes: StoredTensor, inputs: int, size: int) -> int:
+    """How many groups so many inputs are, of `size` each; -1 is all of them.
+
+    Raises:
+        CheckpointError: the last group would be smaller.
+    """
+    size = inputs if size == -1 else size
+    if not inputs or not size or (inputs > size and inputs % size):
+        raise CheckpointError(
+            f"{codes.file}: a packed matrix has {inputs} inputs, which are no whole number of groups of {size} (group_size)"
+        )
+    return max(1, inputs // size)
+
+
+def _check_symmetric(zeros: StoredTensor, outputs: int, bits: int, source: Path) -> None:
+    """Refuse zeros that are not the middle where a checkpoint is symmetric: it has none, or (from old versions) these."""
+    held = _whole(zeros)
+    if zeros.dtype in WORDS and held.any():
+        held = _split(np.atleast_2d(held).T, bits).reshape(-1, len(held) * 32 // bits)[:, :outputs] ^ np.uint8(
+            1 << bits - 1
+        )
+    if held.any():
+        raise CheckpointError(
+            f"{zeros.file}: {source.name} says that codes are symmetric, but weight_zero_point is not of zeros"
+        )
+
+
 def _order(arrays: Mapping[str, StoredTensor], end: str) -> Callable[[], np.ndarray] | None:
     """What reads the group of each input; None where there is none."""
     if end not in arrays:
@@ -348,10 +425,11 @@ def _of(arrays: Mapping[str, StoredTensor], end: str, dtypes: Collection[str], n
     return arrays[end]
 
 
-def _fit(tensor: StoredTensor, shape: tuple[int, ...], also: bool = True) -> None:
-    if tensor.shape != shape or not also or 0 in shape:
+def _fit(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or 0 in shape:
         raise CheckpointError(
-            f"{tensor.file}: scales or zeros of a packed matrix have shape {list(tensor.shape)}, which does not fit its codes"
+            f"{tensor.file}: scales or zeros of a packed matrix have shape {list(tensor.shape)}, which does not fit its codes "
+            f"and its group_size; it should have {list(shape)}"
         )
 
 
@@ -371,7 +449,7 @@ def _columns(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
 
 def _whole(tensor: StoredTensor) -> np.ndarray:
     if not tensor.shape:
-        array = np.empty((), FLOATS[tensor.dtype])
+        array = np.empty((), FLOATS.get(tensor.dtype, tensor.dtype))
         tensor.read(0, array)
         return array
     return _rows(tensor, 0, tensor.shape[0])

@@ -16,6 +16,9 @@ from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, QuantizedMatrix
 _LEVELS = ".levels"
 """Ending of the name of the array that every such matrix has."""
 
+FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
+"""Endings of the names of all arrays that a matrix can have."""
+
 _SCALES = ("float32", "float16", "bfloat16")
 _UNITS = ("int8", "uint8")
 
@@ -109,8 +112,7 @@ def matrices(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name in names:
         if name.endswith(_LEVELS):
             base = name.removesuffix(_LEVELS)
-            fields = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
-            found[base] = {field: names[f"{base}.{field}"] for field in fields if f"{base}.{field}" in names}
+            found[base] = {field: names[f"{base}.{field}"] for field in FIELDS if f"{base}.{field}" in names}
     return found
 
 

@@ -17,7 +17,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed
-from .hf_config import OWN_METHOD, to_hf
+from .hf_config import OWN_MATRICES, OWN_METHOD, to_hf
 from .huggingface import INDEX
 from .layout import hf_layout
 from .loading import float_name, open_checkpoint
@@ -176,8 +176,12 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
     tensors = {name + part: (name, part) for name in layout for part in parts("", held.shapes[layout[name][0]])}
     shapes = {name: _stacked(name, part, [held.shapes[p] for p in layout[of]]) for name, (of, part) in tensors.items()}
     fields = to_hf(config) | {"torch_dtype": dtype}
-    if any(isinstance(shape, QuantizedMatrix) for shape in held.shapes.values()):
-        fields["quantization_config"] = {"quant_method": OWN_METHOD}
+    arrays: dict[str, list[str]] = {}
+    for of, part in tensors.values():
+        if part:
+            arrays.setdefault(of, []).append(part.removeprefix("."))
+    if arrays:
+        fields |= {"quantization_config": {"quant_method": OWN_METHOD}, OWN_MATRICES: arrays}
     (path / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
     tokenizer = held.checkpoint.tokenizer()
     if tokenizer is not None:

@@ -1,5 +1,6 @@
 """GPTQ, AWQ and compressed-tensors: random checkpoints against those libraries' own unpacking, bit for bit."""
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from oracles import logits
 from oracles import numbers as floats_of
 
 from kvjax.conversion import CheckpointError, convert, describe, from_hf, load
-from kvjax.conversion.checkpoint import nbytes_of
+from kvjax.conversion.checkpoint import StoredTensor, nbytes_of
+from kvjax.conversion.packed import unpacked
+from kvjax.conversion.state_dict import _held
 from kvjax.models import Params
 from kvjax.models.params import count
 from kvjax.pallas_kernels import QuantizedMatrix, is_quantized
@@ -72,6 +75,7 @@ def compressed(
     bits: int, strategy: str, symmetric: bool = True, packed: bool = True, actorder: bool = False
 ) -> tuple[dict[str, Any], Pack]:
     args = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    args |= {"group_size": GROUP} if strategy == "group" else {}
     fields = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized" if packed else "int-quantized",
@@ -327,3 +331,138 @@ def test_damaged_arrays_are_refused(tmp_path: Path, layout: str, damage: str) ->
     write(tmp_path, (quantization, damaged))
     with pytest.raises(CheckpointError, match=told):
         load(tmp_path)
+
+
+def one(
+    layout: tuple[dict[str, Any], Pack],
+    config: dict[str, Any] | None = None,
+    arrays: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = dict,
+    inputs: int = 64,
+) -> tuple[StoredTensor, np.ndarray]:
+    """One matrix of 32 outputs as it is read, without files, and its numbers; with changes of the configuration and of its arrays.
+
+    Of compressed-tensors' configuration, those of what is said of weights.
+    """
+    quantization, pack = layout
+    made, numbers = pack(np.random.default_rng(3), 32, inputs)
+    quantization = copy.deepcopy(quantization)
+    where = quantization if "config_groups" not in quantization else quantization["config_groups"]["group_0"]["weights"]
+    where |= config or {}
+    tensors = {f"m.{name}": _held(np.ascontiguousarray(array)) for name, array in arrays(made).items()}
+    return unpacked(tensors, quantization, Path("config.json"), lambda: ())["m.weight"], numbers
+
+
+def numbers_of(tensor: StoredTensor) -> np.ndarray:
+    out = np.empty(tensor.shape, np.float32)
+    tensor.read(0, out)
+    return out
+
+
+def put(name: str, value: Any) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Arrays with one replaced, by one that a function makes of it."""
+    return lambda arrays: arrays | {name: value(arrays[name]) if callable(value) else np.asarray(value)}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *UNORDERED])
+def test_one_matrix(name: str) -> None:
+    """Each layout and type of zeros and scales, without a model."""
+    tensor, numbers = one((LAYOUTS | UNORDERED)[name])
+    np.testing.assert_array_equal(numbers_of(tensor), numbers)
+
+
+GROUPED = {"strategy": "group", "group_size": GROUP}
+PACKED_EIGHTS = np.full((4, 4), -2004318072, np.int32)  # 0x88888888
+SCALES = "weight_scale"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "arrays"),
+    [
+        ("compressed-4", GROUPED, dict),
+        ("compressed-4", {"strategy": None, "group_size": GROUP}, dict),
+        ("compressed-4-channel", {"strategy": None, "group_size": -1}, dict),
+        ("compressed-4-channel", {"group_size": -1}, dict),
+        ("compressed-int8-tensor", {"strategy": None}, dict),
+        ("compressed-int8-tensor", {}, put(SCALES, lambda scale: scale.reshape(()))),
+        ("compressed-4-actorder", GROUPED | {"actorder": "group"}, dict),
+        ("compressed-4", GROUPED | {"actorder": "weight"}, dict),
+        # Zeros that old versions wrote of what is symmetric.
+        ("compressed-4", GROUPED, put("weight_zero_point", np.zeros((32, 4), np.int8))),
+        ("compressed-4", GROUPED, put("weight_zero_point", PACKED_EIGHTS)),
+        ("gptq-8-sym-channel", {"group_size": 128}, dict),  # of 64 inputs
+    ],
+)
+def test_what_the_configuration_may_say(name: str, config: dict[str, Any], arrays: Any) -> None:
+    tensor, numbers = one((LAYOUTS | UNORDERED)[name], config, arrays)
+    np.testing.assert_array_equal(numbers_of(tensor), numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "arrays", "told"),
+    [
+        ("compressed-4", {"group_size": 32}, dict, r"have shape \[32, 4\].*group_size; it should have \[32, 2\]"),
+        ("compressed-4", {"group_size": 48}, dict, r"64 inputs, which are no whole number of groups of 48"),
+        ("compressed-4", {"group_size": 0}, dict, "it should have a group_size above 0 if its strategy is 'group'"),
+        ("compressed-4", {"group_size": -1}, dict, "it should have a group_size above 0 if its strategy is 'group'"),
+        (
+            "compressed-4",
+            {"strategy": "channel", "group_size": None},
+            dict,
+            r"have shape \[32, 4\].*it should have \[32, 1\]",
+        ),
+        (
+            "compressed-4",
+            {"strategy": "tensor", "group_size": None},
+            dict,
+            r"have shape \[32, 4\].*it should have \[1\]",
+        ),
+        ("compressed-4", {"strategy": "block"}, dict, "strategy is 'block'"),
+        ("compressed-4", {"strategy": None, "group_size": None}, dict, r"it should have \[1\]"),
+        ("compressed-4-channel", {"group_size": 16}, dict, "it should have a group_size above 0 if"),
+        ("compressed-4-channel", {}, put(SCALES, lambda scale: scale[:1]), r"\[1, 1\].*it should have \[32, 1\]"),
+        ("compressed-int8-tensor", {"strategy": "channel"}, dict, r"have shape \[1\].*it should have \[32, 1\]"),
+        ("compressed-int8", {"strategy": "tensor"}, dict, r"have shape \[32, 1\].*it should have \[1\]"),
+        ("compressed-4-asym", {"symmetric": True}, dict, "symmetric, but weight_zero_point is not of zeros"),
+        ("compressed-int8-asym", {"symmetric": True}, dict, "symmetric, but weight_zero_point is not of zeros"),
+        ("compressed-int8", {"symmetric": False}, dict, "but no weight_zero_point"),
+        ("compressed-4", {"actorder": "group"}, dict, "actorder 'group' without the groups of inputs"),
+        ("compressed-4-channel", {"actorder": "group"}, dict, "no actorder unless its strategy is 'group'"),
+        ("compressed-4", {}, put("weight_shape", np.asarray([32, 63])), r"weight_shape is \[32, 63\], but"),
+        ("gptq-4", {"group_size": 32}, dict, r"have shape \[4, 32\].*it should have \[2, 32\]"),
+        ("gptq-4", {"group_size": -1}, dict, r"have shape \[4, 32\].*it should have \[1, 32\]"),
+        ("gptq-4", {"group_size": 0}, dict, "no whole number of groups of 0"),
+        ("gptq-4", {"group_size": -2}, dict, "group_size is -2"),
+        ("awq", {"group_size": 32}, dict, r"have shape \[4, 32\].*it should have \[2, 32\]"),
+        ("awq", {"zero_point": False}, dict, "zero_point is False; it should be True"),
+    ],
+)
+def test_scales_are_what_the_configuration_says(name: str, config: dict[str, Any], arrays: Any, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        numbers_of(one(LAYOUTS[name], config, arrays)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("gptq-4-desc_act", "g_idx"), ("gptq-8-desc_act", "g_idx"), ("compressed-4-actorder", "weight_g_idx")],
+)
+@pytest.mark.parametrize("group", [4, -1])
+def test_groups_of_inputs_are_bounded(name: str, end: str, group: int) -> None:
+    """There are four; numpy would take the last for -1."""
+
+    def beyond(order: np.ndarray) -> np.ndarray:
+        order = order.copy()
+        order[5] = group
+        return order
+
+    for change in (beyond, lambda order: order[:-1]):
+        with pytest.raises(CheckpointError, match="the groups of its inputs are not 64 of 0 to 3"):
+            numbers_of(one(UNORDERED[name], {}, put(end, change))[0])
+
+
+@pytest.mark.parametrize("group", [3, 5])
+def test_odd_groups_in_four_bits(group: int) -> None:
+    """Two numbers are in a byte; in 8 bits any number may share a scale."""
+    with pytest.raises(CheckpointError, match=rf"m.weight has groups of {group} inputs; in 4 bits two are in a byte"):
+        one(gptq(4, sym=False, group=group), inputs=32 * group)
+    tensor, numbers = one(gptq(8, sym=False, group=group), inputs=32 * group)
+    np.testing.assert_array_equal(numbers_of(tensor), numbers)

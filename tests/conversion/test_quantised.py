@@ -180,3 +180,28 @@ def test_damaged_matrices_are_told(tmp_path: Path, change: dict[str, Any], messa
     save_file(held, there / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load(there)
+
+
+def test_a_matrix_without_its_minima_is_told(tmp_path: Path) -> None:
+    """Without its minima, a matrix in 4 bits would be another one: of levels about 8."""
+    from safetensors.numpy import load_file, save_file
+
+    write_hf(tmp_path / "m", HF_CONFIG | {"num_hidden_layers": 1})
+    there = convert(tmp_path / "m", tmp_path / "there", format="safetensors", weights="int4", dtype="float32")
+    held = load_file(there / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    lost = held.pop(f"{name}.minimum")
+    save_file(held, there / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=rf"config.json: {name} should have the arrays levels, minimum, scale, but"
+    ):
+        load(there)
+    fields = json.loads((there / "config.json").read_text())
+    assert fields["quantized_matrices"].pop(name) == ["levels", "scale", "minimum"]
+    (there / "config.json").write_text(json.dumps(fields))
+    save_file(held | {f"{name}.minimum": lost}, there / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} should have the arrays of floats, but the weights hold levels"):
+        load(there)
+    del fields["quantized_matrices"]  # as older versions wrote it
+    (there / "config.json").write_text(json.dumps(fields))
+    load(there)
