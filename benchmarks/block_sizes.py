@@ -127,7 +127,7 @@ def make_suite(params: kvjax.Params, args: argparse.Namespace) -> Suite:
     assert params.tokenizer is not None
     form = Format(params.tokenizer, params.tokenizer.chat_template is not None)
     data = Data(args.text[0], Path(os.devnull), {})
-    (suite,) = make_suites([f"ruler-{args.length}"], form, params.config.max_position, args.samples, 0, data)
+    (suite,) = make_suites([f"ruler-{args.length}"], form, params.config.context_length, args.samples, 0, data)
     chosen = suite.only(args.tasks.split(","))
     if chosen is None or len(chosen.tasks) < len(args.tasks.split(",")):
         raise SystemExit(f"--tasks {args.tasks}; there are {', '.join(suite.tasks)}")

@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace) -> None:
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     data = Data(args.text, args.data, {name: path for name, path in files.items() if path is not None})
     names = args.suites.split(",")
-    suites = make_suites(names, form, params.config.max_position, args.samples, args.seed, data)
+    suites = make_suites(names, form, params.config.context_length, args.samples, args.seed, data)
     if args.tasks is not None:
         suites = [chosen for suite in suites if (chosen := suite.only(args.tasks.split(","))) is not None]
     policies, seeing = split_policies(args.policies), args.seeing.split(",")

@@ -98,7 +98,7 @@ def ask(args: argparse.Namespace) -> None:
     assert tokenizer is not None
     form = Format(tokenizer, tokenizer.chat_template is not None)
     data, name = Data(args.text, args.text, {}), f"ruler-{args.length}"
-    (whole,) = make_suites([name], form, params.config.max_position, args.samples, 0, data)
+    (whole,) = make_suites([name], form, params.config.context_length, args.samples, 0, data)
     suite = whole.only(args.tasks.split(","))
     if suite is None:
         raise SystemExit(f"--tasks {args.tasks}; give some of {', '.join(whole.tasks)}")

@@ -37,7 +37,7 @@ def main() -> None:
         raise SystemExit(f"{args.text} has {len(tokens)} tokens, fewer than --tokens {args.tokens}")
     header = report.header(
         model=args.model or "SmolLM2-135M-Instruct (the default model)",
-        trained_window=params.config.max_position,
+        trained_window=params.config.context_length,
         text=args.text.name,
         tokens=args.tokens,
         budget=args.budget,

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
 
-from .errors import CheckpointError, shortened
+from .errors import CheckpointError, listed, shortened
 from .schema import Id, Layers, Positive, Size, Strict, checked
 
 OWN_METHOD = "kvjax"
@@ -35,6 +35,7 @@ class Family:
     Attributes:
         architecture: class name in transformers.
         norm_eps: default of `rms_norm_eps`.
+        num_kv_heads: default of `num_key_value_heads`; None is num_attention_heads, which null is in any family.
         head_dim: default of `head_dim`; None is hidden_size / num_attention_heads.
         partial_rotary: default share of a head's channels that rotate.
         interleaved: rotary pairs are neighbouring channels.
@@ -44,11 +45,14 @@ class Family:
         mlp_bias: whether `mlp_bias` is honoured.
         qk_norm, sandwich_norms: as in `ModelConfig`.
         windows: which layers `sliding_window` concerns: "none", "all", or "some" (`layer_types` or `max_window_layers`).
+        window: default of `sliding_window`.
+        bos, eos: defaults of `bos_token_id` and `eos_token_id`, where the vocabulary has them.
         fused_qkv, fused_gate_up: projections that the checkpoint stores stacked in one tensor.
     """
 
     architecture: str
     norm_eps: float = 1e-6
+    num_kv_heads: int | None = None
     head_dim: int | None = None
     partial_rotary: float = 1.0
     interleaved: bool = False
@@ -59,6 +63,9 @@ class Family:
     qk_norm: bool = False
     sandwich_norms: bool = False
     windows: str = "none"
+    window: int | None = None
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
     fused_qkv: bool = False
     fused_gate_up: bool = False
 
@@ -66,20 +73,39 @@ class Family:
 _GLM = Family(
     "GlmForCausalLM",
     norm_eps=1.5625e-7,
+    num_kv_heads=2,
     head_dim=128,
     partial_rotary=0.5,
     interleaved=True,
     qkv_bias=None,
     default_bias=True,
+    eos=(151329, 151336, 151338),
     fused_gate_up=True,
 )
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", qkv_bias=None, output_bias=True, mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", windows="all"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, windows="some"),
-    "qwen3": Family("Qwen3ForCausalLM", head_dim=128, qkv_bias=None, output_bias=True, qk_norm=True, windows="some"),
-    "phi3": Family("Phi3ForCausalLM", norm_eps=1e-5, windows="all", fused_qkv=True, fused_gate_up=True),
+    "llama": Family("LlamaForCausalLM", qkv_bias=None, output_bias=True, mlp_bias=True, bos=1, eos=(2,)),
+    "mistral": Family("MistralForCausalLM", num_kv_heads=8, windows="all", window=4096, bos=1, eos=(2,)),
+    "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="some", window=4096),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        num_kv_heads=32,
+        head_dim=128,
+        qkv_bias=None,
+        output_bias=True,
+        qk_norm=True,
+        windows="some",
+        window=4096,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        norm_eps=1e-5,
+        windows="all",
+        fused_qkv=True,
+        fused_gate_up=True,
+        bos=1,
+        eos=(32000,),
+    ),
     "glm": _GLM,
     "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", sandwich_norms=True),
 }
@@ -88,12 +114,29 @@ FAMILIES: Mapping[str, Family] = {
 _PHI3_ORIGINAL_MAX_POSITION = 4096
 """What `original_max_position_embeddings` is where a Phi-3 configuration does not say."""
 
+_MAX_WINDOW_LAYERS = 28
+"""What `max_window_layers` is where a configuration does not say."""
 
-Ids = Annotated[list[Id], BeforeValidator(lambda value: [value] if isinstance(value, int) else value)]
-"""One token or several."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers; `rope_parameters` may hold an object for each."""
+
+Ids = Annotated[
+    list[Id],
+    BeforeValidator(
+        lambda ids: [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is not int or i != -1]
+    ),
+]
+"""One token or several; -1 is none."""
+
+_Length = Annotated[
+    Size, BeforeValidator(lambda size: int(size) if isinstance(size, float) and size.is_integer() else size)
+]
+"""Tokens; transformers only computes with some lengths, so a float is as good to it."""
 
 
 class _Rope(Strict):
+    """What is read of `rope_scaling` and `rope_parameters`."""
+
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Positive | None = None
@@ -101,7 +144,7 @@ class _Rope(Strict):
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Size | None = None
+    original_max_position_embeddings: _Length | None = None
     attention_factor: Positive | None = None
     mscale: Annotated[float, Field(ge=0)] | None = None
     mscale_all_dim: Annotated[float, Field(ge=0)] | None = None
@@ -132,15 +175,19 @@ class _Config(Strict):
     mlp_bias: bool | None = None
     rope_theta: Positive | None = None
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    original_max_position_embeddings: Size | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    original_max_position_embeddings: _Length | None = None
     sliding_window: Size | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None
     bos_token_id: Ids | None = None
     eos_token_id: Ids | None = None
+
+    def given(self, field: str, default: Any) -> Any:
+        """A field's value, null as well, or the default if it is missing."""
+        return getattr(self, field) if field in self.model_fields_set else default
 
 
 class _Generation(Strict):
@@ -173,6 +220,9 @@ def from_hf(
     _refuse_unsupported(held, source)
     head_dim = held.head_dim or family.head_dim or held.hidden_size // held.num_attention_heads
     bias = _or(held.attention_bias, family.default_bias)
+    windows = _windows(held, family, source)
+    default_eos = [token for token in family.eos if token < held.vocab_size]
+    default_bos = [token for token in (family.bos,) if token is not None and token < held.vocab_size]
     try:
         return ModelConfig(
             family=family_name,
@@ -181,10 +231,10 @@ def from_hf(
             intermediate_size=held.intermediate_size,
             num_layers=held.num_hidden_layers,
             num_heads=held.num_attention_heads,
-            num_kv_heads=held.num_key_value_heads or held.num_attention_heads,
+            num_kv_heads=held.given("num_key_value_heads", family.num_kv_heads) or held.num_attention_heads,
             head_dim=head_dim,
             max_position=held.max_position_embeddings,
-            rope=_rope(held, family, head_dim, source),
+            rope=_rope(held, family, head_dim, windows, source),
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
             tied=bool(held.tie_word_embeddings),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
@@ -192,9 +242,9 @@ def from_hf(
             mlp_bias=family.mlp_bias and bool(held.mlp_bias),
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
-            windows=_windows(held, family, source),
-            eos=tuple(_first(generation.eos_token_id, held.eos_token_id, [])),
-            bos=next(iter(held.bos_token_id or []), None),
+            windows=windows,
+            eos=tuple(_first(generation.eos_token_id, held.given("eos_token_id", default_eos), [])),
+            bos=next(iter(held.given("bos_token_id", default_bos) or []), None),
         )
     except CheckpointError:
         raise
@@ -267,10 +317,22 @@ def _refuse_unsupported(config: _Config, source: str) -> None:
         )
 
 
-def _rope(config: _Config, family: Family, head_dim: int, source: str) -> RopeConfig:
-    rope = config.rope_scaling or config.rope_parameters or _Rope()
+def _rope(config: _Config, family: Family, head_dim: int, windows: tuple[int | None, ...], source: str) -> RopeConfig:
+    """The rotary embedding of all layers."""
+    kinds = {_LAYER_TYPES[window is not None] for window in windows}
+    found = {_rope_of(kind, config, family, head_dim, source) for kind in sorted(kinds)}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{source}: rope_parameters of full_attention and sliding_attention differ; one rotary embedding for all layers is supported"
+        )
+    return found.pop()
+
+
+def _rope_of(kind: str, config: _Config, family: Family, head_dim: int, source: str) -> RopeConfig:
+    """The rotary embedding of a kind of layers."""
     # `rope_scaling` wins over `rope_parameters`, but the base may stand in either or beside them.
-    beside = config.rope_parameters or _Rope()
+    beside = _rope_fields("rope_parameters", kind, config, source) or _Rope()
+    rope = _rope_fields("rope_scaling", kind, config, source) or beside
     share = _first(rope.partial_rotary_factor, config.partial_rotary_factor, family.partial_rotary)
     dim = int(head_dim * share)
     return RopeConfig(
@@ -279,6 +341,28 @@ def _rope(config: _Config, family: Family, head_dim: int, source: str) -> RopeCo
         interleaved=family.interleaved,
         scaling=_scaling(rope, config, source),
     )
+
+
+def _rope_fields(key: str, kind: str, config: _Config, source: str) -> _Rope | None:
+    """What a field holds for a kind of layers; None if there is nothing.
+
+    Raises:
+        CheckpointError: it holds objects, but not one for this kind, or for others than kinds of layers.
+    """
+    fields = getattr(config, key)
+    if not fields:
+        return None
+    objects = {name for name, value in fields.items() if isinstance(value, Mapping)}
+    if not objects:
+        return checked(_Rope, fields, source, f"{key}.")
+    if objects != fields.keys() or not objects.issubset(_LAYER_TYPES):
+        raise CheckpointError(
+            f"{source}: {key} has objects under {listed(objects)}; it should have the parameters of all layers, or one object for each of "
+            f"{' and '.join(_LAYER_TYPES)}"
+        )
+    if kind not in objects:
+        raise CheckpointError(f"{source}: {key} has no object for {kind}, which layers of the model are")
+    return checked(_Rope, fields[kind], source, f"{key}.{kind}.")
 
 
 def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
@@ -375,7 +459,7 @@ def _scaling_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, ...]:
-    window, num_layers = config.sliding_window, config.num_hidden_layers
+    window, num_layers = config.given("sliding_window", family.window), config.num_hidden_layers
     if family.windows == "none" or window is None:
         return (None,) * num_layers
     if family.windows == "all":
@@ -384,7 +468,7 @@ def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, 
         return (None,) * num_layers
     kinds = config.layer_types
     if kinds is None:
-        first = _or(config.max_window_layers, num_layers)
+        first = _or(config.max_window_layers, _MAX_WINDOW_LAYERS)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != num_layers:

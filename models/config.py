@@ -7,6 +7,9 @@ from .rope import RopeConfig
 MAX_LAYERS = 4096
 """No model comes near it; a configuration with more is damaged."""
 
+_MOST_TOKENS = 2**31 - 1
+"""Positions are counted in int32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -21,7 +24,7 @@ class ModelConfig:
         num_heads: N, query heads.
         num_kv_heads: K, key-value heads; N is a multiple of K.
         head_dim: H; need not be D / N.
-        max_position: length of the trained window, in tokens.
+        max_position: the window in tokens, as the checkpoint states it; `context_length` includes linear and YaRN scaling.
         rope: rotary embedding.
         norm_eps: epsilon of every RMS norm.
         tied: the output head is the embedding.
@@ -89,6 +92,13 @@ class ModelConfig:
             )
         if self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim:
             raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model reads at once: its window, as far as linear scaling or YaRN extends what the checkpoint states."""
+        scaling = self.rope.scaling
+        extended = self.max_position if scaling is None else scaling.extended(self.max_position)
+        return min(max(self.max_position, extended), _MOST_TOKENS)
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes a full cache spends on one token over all layers: a key and a value in every KV head."""

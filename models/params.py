@@ -107,7 +107,7 @@ class Params:
         return (
             f"Params({c.family}, {numbers:,} parameters, {' and '.join(sorted(kinds))}, {decimal(nbytes)}\n"
             f"  {c.num_layers} layers of width {c.hidden_size}, {c.num_heads} query heads on {c.num_kv_heads} KV heads of "
-            f"{c.head_dim}, vocabulary of {c.vocab_size}, window of {c.max_position} tokens\n"
+            f"{c.head_dim}, vocabulary of {c.vocab_size}, window of {c.context_length} tokens\n"
             f"  tokenizer={self.tokenizer!r})"
         )
 

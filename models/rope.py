@@ -87,6 +87,10 @@ class RopeScaling(Protocol):
         """The new frequencies and the factor on cosine and sine."""
         ...
 
+    def extended(self, max_position: int) -> int:
+        """The window in tokens, where a checkpoint states `max_position`."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
@@ -99,6 +103,10 @@ class Linear:
 
     def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
         return inv_freq / np.float32(self.factor), 1.0
+
+    def extended(self, max_position: int) -> int:
+        """Checkpoints state the window before scaling."""
+        return round(max_position * self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +132,10 @@ class Llama3:
         )
         smooth = np.clip(smooth, 0, 1).astype(np.float32)
         return (1 - smooth) * inv_freq / np.float32(self.factor) + smooth * inv_freq, 1.0
+
+    def extended(self, max_position: int) -> int:
+        """Checkpoints state the window after scaling."""
+        return max_position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +171,10 @@ class Yarn:
             factor = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
         return inv_freq / np.float32(self.factor) * interpolated + inv_freq * (1 - interpolated), factor
 
+    def extended(self, max_position: int) -> int:
+        """Some checkpoints state the window before scaling, others after it."""
+        return round(self.original_max_position * self.factor)
+
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
@@ -183,6 +199,10 @@ class LongRope:
                 math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position)) if self.factor > 1 else 1.0
             )
         return inv_freq / np.asarray(extension, np.float32), factor
+
+    def extended(self, max_position: int) -> int:
+        """Checkpoints state the window after scaling."""
+        return max_position
 
 
 @dataclasses.dataclass(frozen=True)

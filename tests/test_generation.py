@@ -1,6 +1,7 @@
 """`generate` and `stream`: what goes in, what comes out, what is refused."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,17 @@ def test_cache_reaches_beyond_the_trained_window_only_with_a_word(tiny):
     kvjax.generate(
         tiny, prompt, max_new_tokens=9, policy="treekv", budget=64
     )  # positions stay in the cache: no warning
+
+
+def test_a_scaled_window_is_not_left(tiny):
+    """YaRN by 4 makes four windows of one."""
+    from kvjax.models.rope import RopeConfig, Yarn
+
+    rope = RopeConfig(1e4, 16, scaling=Yarn(4.0, 256))
+    params = tiny.replace(config=dataclasses.replace(tiny.config, rope=rope))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvjax.generate(params, PROMPT * 31, max_new_tokens=9)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from kvjax.devices import device_of
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.params import nbytes
 from kvjax.models.presets import PRESETS
+from kvjax.models.rope import Linear, Yarn
 from kvjax.models.sharding import bytes_per_device
 from kvjax.planning.plan import bound_for
 from kvjax.planning.sums import step_sums, sums_seconds
@@ -138,6 +139,16 @@ def test_fit_takes_the_widest_weights_and_then_the_largest_budget() -> None:
     larger = kvjax.plan(config, **options | {"policy": f"snapkv:{budget + 256}", "fit": False})
     assert not any(way.fits for way in larger)
     assert kvjax.plan(config, **options | {"memory": 2_000_000_000}) == ()
+
+
+@pytest.mark.parametrize("scaling", [Yarn(4.0, 256), Linear(4.0)])
+def test_scaled_windows(tiny, scaling) -> None:
+    """The default context is the window with its scaling, and no more than that is said to be beyond it."""
+    config = dataclasses.replace(tiny.config, rope=dataclasses.replace(tiny.config.rope, scaling=scaling))
+    (way,) = kvjax.plan(config, device="t4", weights="float", new_tokens=24)
+    assert (way.context, way.notes) == (1000, ())
+    (way,) = kvjax.plan(config, device="t4", weights="float", context=1001, new_tokens=24)
+    assert way.notes == ("beyond the 1024 tokens that the model was trained on",)
 
 
 def test_heads_of_kinds_without_a_profile() -> None:

@@ -41,7 +41,7 @@ def main() -> None:
     assert params.tokenizer is not None
     form = Format(params.tokenizer, params.tokenizer.chat_template is not None)
     suites = make_suites(
-        [f"ruler-{args.length}"], form, params.config.max_position, args.samples, 0, Data(args.text, args.text, {})
+        [f"ruler-{args.length}"], form, params.config.context_length, args.samples, 0, Data(args.text, args.text, {})
     )
     suite = suites[0].only([args.task])
     if suite is None:

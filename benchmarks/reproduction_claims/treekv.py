@@ -125,12 +125,12 @@ def measure(bench: Bench) -> Measured:
         for name, of_lengths in found.items()
         for length, scores in zip(lengths, of_lengths, strict=True)
     ]
-    if max(lengths) > bench.params.config.max_position:
+    if max(lengths) > bench.params.config.context_length:
         rows += [
             Row("perplexity", row.method, BEYOND, row.samples) for row in rows if row.at == f"{max(lengths)} tokens"
         ]
     settings = {"books": books, "skipped tokens": skip, "slots": budget, "recent": recent}
-    return Measured(settings | {"trained window": bench.params.config.max_position}, rows)
+    return Measured(settings | {"trained window": bench.params.config.context_length}, rows)
 
 
 def parts(scores: list[Perplexity], lengths: tuple[int, ...]) -> list[list[float]]:

@@ -80,7 +80,7 @@ def _report(
     config = model.config
     dtype, weights = model.dtype, model.weight_bytes
     itemsize = jnp.dtype(dtype).itemsize
-    prompt_len = max(config.max_position - max_new_tokens, 0) if prompt_len is None else prompt_len
+    prompt_len = max(config.context_length - max_new_tokens, 0) if prompt_len is None else prompt_len
     per_token = config.cache_bytes_per_token(itemsize)
     caches = []
     for done, cls in enumerate(policies().values()):
@@ -100,6 +100,7 @@ def _report(
         "source": str(model.source),
         "format": model.format,
         "config": dataclasses.asdict(config),
+        "context_length": config.context_length,
         "parameters": model.parameters,
         "stored_bytes": model.nbytes,
         "stored_types": dict(model.dtypes),
@@ -109,7 +110,7 @@ def _report(
         "weight_bytes": weights,
         "weight_types": [dtype, *model.quantised],
         "cache_bytes_per_token": per_token,
-        "full_cache_bytes_at_window": per_token * config.max_position,
+        "full_cache_bytes_at_window": per_token * config.context_length,
         "prompt_len": prompt_len,
         "max_new_tokens": max_new_tokens,
         "memory": memory,
@@ -129,7 +130,7 @@ def _print(report: dict[str, Any]) -> None:
         "Architecture": f"{config['family']}: {config['num_layers']} layers of width {config['hidden_size']}, MLP "
         f"{config['intermediate_size']}, vocabulary {config['vocab_size']}",
         "Attention": f"{config['num_heads']} query heads on {config['num_kv_heads']} KV heads of {config['head_dim']}{sliding}",
-        "Trained window": f"{config['max_position']} tokens",
+        "Trained window": f"{report['context_length']} tokens",
         "Text": f"{tokenizer} tokenizer, {chat} chat template",
         "Parameters": f"{report['parameters']:,}",
         "Stored": f"{console.size(report['stored_bytes'])} ({stored})",

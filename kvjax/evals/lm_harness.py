@@ -87,7 +87,7 @@ def register() -> type[Any]:
                     "this model has no tokenizer, so it cannot be given the harness's tasks; load one that has"
                 )
             self.batch_size = int(batch_size)
-            self.max_length = self.params.config.max_position if max_length is None else max_length
+            self.max_length = self.params.config.context_length if max_length is None else max_length
             self.max_gen_toks = max_gen_toks
 
         @property

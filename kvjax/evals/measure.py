@@ -94,7 +94,7 @@ def measure(
     if name in MEASURES:
         _check_no_blocks(name, prefill_block)
         return _on_text(params, name, inputs, policy, out, progress, mesh)
-    task = make_task(name, inputs, params.config.max_position)
+    task = make_task(name, inputs, params.config.context_length)
     found = evaluate(
         params,
         task,
@@ -188,7 +188,7 @@ def sizes(params: Params, name: str, inputs: Inputs, query_aware: bool, chat: bo
     form = Format(params.tokenizer, params.tokenizer.chat_template is not None if chat is None else chat)
     found = []
     together: dict[int, list[Example]] = {}
-    for example in make_task(name, inputs, params.config.max_position).examples(form):
+    for example in make_task(name, inputs, params.config.context_length).examples(form):
         if example.session is not None:
             together.setdefault(example.session, []).append(example)
             continue

@@ -238,8 +238,8 @@ class _Question:
         asked, bound, notes = bound_for(config, policy, budget)
         bound.validate(context + self.new_tokens)
         self.bound[asked] = bound
-        if context + self.new_tokens > config.max_position:
-            notes = (*notes, f"beyond the {config.max_position} tokens that the model was trained on")
+        if context + self.new_tokens > config.context_length:
+            notes = (*notes, f"beyond the {config.context_length} tokens that the model was trained on")
         for mesh in self.meshes or _every_mesh(self.count, config, bound):
             yield self._way(shapes, kind, asked, notes, mesh)
 
@@ -276,7 +276,7 @@ class _Question:
 
     def _context(self, config: ModelConfig) -> int:
         if self.context is None:
-            return max(config.max_position - self.new_tokens, 1)
+            return max(config.context_length - self.new_tokens, 1)
         return whole("context", self.context, 1)
 
     def _engine(self, shapes: Params, policy: Policy, batch: int, mesh: Any) -> Engine:

@@ -390,7 +390,7 @@ class Run:
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
     def _check_lengths(self) -> None:
-        window = self.params.config.max_position
+        window = self.params.config.context_length
         longest, last = max(len(row.prompt) for row in self.rows), max(map(self._total, self.rows))
         if self.prefill_block is not None:
             sizes = longest, max(map(self._new_tokens, self.rows)), self.params.dtype, last, self.prefill_block

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from checkpoints import HF_CONFIG, write_hf
 
 import kvjax
 from kvjax.conversion import describe
@@ -65,6 +66,14 @@ def test_inspect_as_json(kvjax_command, checkpoint: Path) -> None:
         more = entry["fits"] + 128
         larger = get_policy(policy, budget=more) if "budget" in entry else policy
         assert sequence_bytes(larger, found.config, more, jnp.float32) > free
+
+
+def test_inspect_of_a_scaled_window(kvjax_command, tmp_path: Path) -> None:
+    write_hf(tmp_path, HF_CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    report = json.loads(kvjax_command("inspect", tmp_path, "-n", 12, "--json").stdout)
+    assert (report["context_length"], report["config"]["max_position"], report["prompt_len"]) == (512, 128, 500)
+    assert report["full_cache_bytes_at_window"] == 512 * report["cache_bytes_per_token"]
+    assert "512 tokens" in kvjax_command("inspect", tmp_path).stdout
 
 
 def test_inspect_for_people(kvjax_command, checkpoint: Path) -> None:

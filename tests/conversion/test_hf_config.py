@@ -8,6 +8,7 @@ from checkpoints import HF_CONFIG
 
 from kvjax.conversion import CheckpointError, from_hf, to_hf
 from kvjax.conversion.config_json import config_from_json, config_to_json
+from kvjax.conversion.hf_config import FAMILIES
 from kvjax.models.rope import Linear, Llama3, LongRope, Yarn
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -185,6 +186,130 @@ def test_scalings() -> None:
 def test_says_what_it_cannot_read(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         from_hf(HF_CONFIG | change, source="somewhere/config.json")
+
+
+LEAST = {
+    "vocab_size": 160000,
+    "hidden_size": 4096,
+    "intermediate_size": 64,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 128,
+}
+"""What every family has to say."""
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("change", [{}, {"use_sliding_window": True}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = LEAST | {"model_type": family} | change
+    config = from_hf(fields)
+    theirs = transformers.AutoConfig.for_model(**fields)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 128)
+    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.tied == theirs.tie_word_embeddings
+    assert config.bos == theirs.bos_token_id
+    eos = theirs.eos_token_id
+    assert config.eos == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
+    rope = theirs.rope_parameters
+    assert (config.rope.theta, config.rope.dim) == (rope["rope_theta"], 128 * rope.get("partial_rotary_factor", 1.0))
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
+    assert config.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if change and FAMILIES[family].windows == "some":
+        assert config.windows == (None,) * 28 + (4096,) * 2
+    if family in ("llama", "qwen2", "qwen3", "phi3"):  # others refuse null
+        theirs = transformers.AutoConfig.for_model(**fields, num_key_value_heads=None)
+        assert from_hf(fields | {"num_key_value_heads": None}).num_kv_heads == theirs.num_key_value_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"eos_token_id": -1}, ((), 0)),
+        ({"eos_token_id": [7, -1]}, ((7,), 0)),
+        ({"bos_token_id": -1}, ((1,), None)),
+        ({"bos_token_id": None, "eos_token_id": None}, ((), None)),
+    ],
+)
+def test_tokens_that_are_none(change: dict[str, Any], expected: Any) -> None:
+    config = from_hf(HF_CONFIG | change)
+    assert (config.eos, config.bos) == expected
+    assert from_hf(HF_CONFIG, {"eos_token_id": [-1]}).eos == ()
+    # A family's own are taken where the vocabulary has them.
+    silent = {key: value for key, value in HF_CONFIG.items() if "token_id" not in key}
+    assert (from_hf(silent).eos, from_hf(silent).bos) == ((2,), 1)
+    assert (from_hf(silent | {"vocab_size": 2}).eos, from_hf(silent | {"vocab_size": 1}).bos) == ((), None)
+
+
+FULL = {"rope_type": "default", "rope_theta": 1e6}
+SLIDING = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+WINDOWS = VARIANTS["qwen2-windows"]
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_of_each_kind_of_layers(key: str) -> None:
+    """What transformers nests is read where one rotary embedding is that of all layers; nothing is passed over."""
+    without = {name: value for name, value in (HF_CONFIG | VARIANTS["qwen2"]).items() if name != "rope_theta"}
+    both = {"full_attention": FULL, "sliding_attention": SLIDING}
+    assert from_hf(without | {key: both}).rope.theta == 1e6, "no layer has a window"
+    assert from_hf(without | {key: {"full_attention": FULL}}).rope.theta == 1e6
+    same = dict.fromkeys(both, FULL)
+    assert from_hf(without | WINDOWS | {key: same}).rope.theta == 1e6
+    for nested, message in (
+        (both, r"rope_parameters of full_attention and sliding_attention differ"),
+        ({"full_attention": FULL}, rf"{key} has no object for sliding_attention, which layers of the model are"),
+        ({"main": FULL}, rf"{key} has objects under main; it should have the parameters of all layers, or one object"),
+        ({"default": FULL, "full_attention": FULL}, rf"{key} has objects under default, full_attention"),
+        (both | {"rope_theta": 1e4}, rf"{key} has objects under full_attention, sliding_attention"),
+        (FULL | {"rope_parameters": FULL}, rf"{key} has objects under rope_parameters"),
+        (both | {"sliding_attention": SLIDING | {"factor": "2"}}, rf"{key}.sliding_attention.factor is '2'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            from_hf(without | WINDOWS | {key: nested})
+
+
+def test_floats_for_lengths() -> None:
+    """Of rotary embeddings, which transformers only computes with; it refuses other floats for integers, and so does kvjax."""
+    for kind, fields in (("llama3", LLAMA3), ("yarn", {"factor": 4.0})):
+        scaling = fields | {"rope_type": kind, "original_max_position_embeddings": 64.0}
+        found = from_hf(HF_CONFIG | {"rope_scaling": scaling})
+        assert found == from_hf(HF_CONFIG | {"rope_scaling": scaling | {"original_max_position_embeddings": 64}})
+        assert isinstance(found.rope.scaling.original_max_position, int)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    for change, message in (
+        ({"max_position_embeddings": 128.5}, "max_position_embeddings is 128.5; it should be a valid integer"),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be a valid integer"),
+        ({"eos_token_id": 1.0}, r"eos_token_id.0 is 1.0; it should be a valid integer"),
+        ({"eos_token_id": -2}, r"eos_token_id.0 is -2; it should be greater than or equal to 0"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1; it should be greater than 0"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64.5}}, r"rope_scaling.*is 64.5; it should be"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            from_hf(HF_CONFIG | change)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, 128),
+        ({"type": "linear", "factor": 8.0}, 1024),
+        ({"type": "linear", "factor": 0.5}, 128),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),  # Qwen2.5
+        ({"type": "yarn", "factor": 4.0}, 512),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),  # DeepSeek
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
+        (LLAMA3 | {"type": "llama3"}, 128),
+        (LONG | {"type": "longrope", "original_max_position_embeddings": 32}, 128),
+        ({"type": "linear", "factor": 1e9}, 2**31 - 1),
+    ],
+)
+def test_windows_with_their_scaling(scaling: dict[str, Any] | None, expected: int) -> None:
+    config = from_hf(HF_CONFIG | {"rope_scaling": scaling})
+    assert (config.context_length, config.max_position) == (expected, 128)
+    assert config_from_json(config_to_json(config), "kvjax.json").context_length == expected
 
 
 def test_says_what_it_cannot_write() -> None:

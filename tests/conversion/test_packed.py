@@ -124,6 +124,7 @@ LAYOUTS = {
     "compressed-int8": compressed(8, "channel", packed=False),
     "compressed-int8-asym": compressed(8, "channel", symmetric=False, packed=False),
     "compressed-int8-tensor": compressed(8, "tensor", packed=False),
+    "compressed-int8-tensor-asym": compressed(8, "tensor", symmetric=False, packed=False),
 }
 UNORDERED = {
     "gptq-4-desc_act": gptq(4, sym=False, desc_act=True),

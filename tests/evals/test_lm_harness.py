@@ -1,5 +1,6 @@
 """kvjax in lm-evaluation-harness: its requests by hand, and on a real model the values of the harness's own `hf` model."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ from oracles import logits as logits_of
 
 import kvjax
 from kvjax.evals import lm_harness
+from kvjax.models.rope import Yarn
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the `lm-eval` extra")
 
@@ -29,6 +31,13 @@ def logprobs(params, tokens):
 
 def test_it_is_registered(model):
     assert lm_eval.api.registry.get_model("kvjax") is type(model)
+
+
+def test_its_length_is_the_scaled_window(talker):
+    rope = dataclasses.replace(talker.config.rope, scaling=Yarn(4.0, 8192))
+    scaled = talker.replace(config=dataclasses.replace(talker.config, rope=rope))
+    found = [lm_harness.register()(params).max_length for params in (talker, scaled)]
+    assert found == [8192, 32768]
 
 
 def test_loglikelihood(talker, model):

@@ -1,5 +1,6 @@
 """LongBench's scores against plain definitions and its published dependencies, on its samples and on random texts."""
 
+import dataclasses
 import difflib
 import json
 import random
@@ -9,8 +10,11 @@ from collections import Counter
 
 import pytest
 
-from kvjax.evals import Example, Format, LongBench
+from kvjax.evals import Example, Format, LongBench, measure
 from kvjax.evals.longbench import metrics, tasks
+from kvjax.evals.tasks import Inputs
+from kvjax.models.rope import Yarn
+from kvjax.policies import Full
 
 rouge = pytest.importorskip("rouge", reason="LongBench's metrics are in the `eval` extra")
 jieba = pytest.importorskip("jieba", reason="LongBench's metrics are in the `eval` extra")
@@ -188,3 +192,21 @@ def test_what_is_no_longbench(tmp_path, talker):
         with pytest.raises(ValueError, match=says):
             LongBench("trec", str(tmp_path / "bad.jsonl")).examples(Format(talker.tokenizer))
     assert LongBench("trec", "f").score("a", Example("", "", ("b",), 1, choices=("a", "b"))) == 0
+
+
+@pytest.mark.parametrize("measured", ["measure", "sizes"])
+def test_texts_are_cut_to_the_scaled_window(talker, monkeypatch, measured):
+    """YaRN by 4 leaves four times as much of a text."""
+    windows = []
+
+    def make_task(name, inputs, window):
+        windows.append(window)
+        raise LookupError
+
+    monkeypatch.setattr("kvjax.evals.measure.make_task", make_task)
+    rope = dataclasses.replace(talker.config.rope, scaling=Yarn(4.0, 8192))
+    params = talker.replace(config=dataclasses.replace(talker.config, rope=rope))
+    more = {"measure": (Full(),), "sizes": (False, None)}[measured]
+    with pytest.raises(LookupError):
+        getattr(measure, measured)(params, "longbench-2wikimqa", Inputs(), *more)
+    assert windows == [32768]
