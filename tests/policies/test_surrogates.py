@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import math
 import pickle
+import struct
 import zipfile
 from functools import partial
 
@@ -321,6 +322,81 @@ def test_damaged_tensors(tmp_path, arguments, says):
         archive.writestr("t/data/0", np.arange(4, dtype="<f4").tobytes())
     with pytest.raises(ValueError, match=says):
         torch_files.read(tmp_path / "t.pt")
+
+
+def saved(path, listed, compression=zipfile.ZIP_STORED, **entries):
+    """A file as `torch.save` writes them, of a pickle and of storages by their names."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("t/data.pkl", listed)
+        for name, content in entries.items():
+            archive.writestr(f"t/data/{name.removeprefix('_')}", content)
+    return path
+
+
+def tensors_of(torch_type, count, times):
+    """A pickle of the same tensor, several times."""
+    storage = b"(X\x07\0\0\0storagectorch\n%s\nX\x01\0\0\x000X\x03\0\0\0cpuJ%stQ" % (
+        torch_type,
+        struct.pack("<i", count),
+    )
+    one = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0J%s\x85K\x01\x85\x89NtR" % struct.pack("<i", count)
+    return b"\x80\x02](" + one * times + b"e."
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_tensors_of_one_storage_are_read_once(tmp_path, monkeypatch, compression):
+    numbers = np.arange(1000, dtype="<f4")
+    file = saved(tmp_path / "t.pt", tensors_of(b"FloatStorage", 1000, 3), compression, _0=numbers.tobytes())
+    found = torch_files.read(file)
+    np.testing.assert_array_equal(found, [numbers] * 3)
+    assert all(np.shares_memory(found[0], array) for array in found)
+    monkeypatch.setattr(torch_files, "MOST_BYTES", 2 * numbers.nbytes + 1000)
+    with pytest.raises(ValueError, match="its tensors have more than 9000 bytes"):
+        torch_files.read(saved(file, tensors_of(b"FloatStorage", 1000, 3), compression, _0=numbers.tobytes()))
+
+
+def test_a_small_file_does_not_become_a_large_one(tmp_path, monkeypatch):
+    """Of a file that unpacks to more than it may have, nothing is unpacked, whatever it says of its size."""
+    monkeypatch.setattr(torch_files, "MOST_BYTES", 1 << 20)
+    listed, zeros = tensors_of(b"FloatStorage", 1 << 20, 1), bytes(1 << 22)
+    file = saved(tmp_path / "t.pt", listed, zipfile.ZIP_DEFLATED, _0=zeros)
+    assert file.stat().st_size < 10_000
+    with pytest.raises(ValueError, match=r"t.pt is no file of torch.save .* unpacks to \d+ bytes; at most 1048576"):
+        torch_files.read(file)
+    content = file.read_bytes().replace(struct.pack("<I", len(zeros)), struct.pack("<I", 1000))
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"no file of torch.save that can be read"):
+        torch_files.read(file)
+    for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with pytest.raises(ValueError, match="compressed in another way than deflated"):
+            torch_files.read(saved(file, listed, method, _0=bytes(1000)))
+    (tmp_path / "large").write_bytes(bytes(2_000_000))
+    with pytest.raises(ValueError, match="it has 2000000 bytes; at most 1048576 are read"):
+        torch_files.read(tmp_path / "large")
+
+
+@pytest.mark.parametrize(
+    "listed", [b"\x80\x02]r\xff\xff\xff\x7f.", b"\x80\x02]p99999999999\n.", b"\x80\x02K\x01q\x05."]
+)
+def test_numbers_of_objects_are_bounded(tmp_path, listed):
+    """Python's unpickler takes memory for all numbers up to the highest: 32 GB for the first of these."""
+    if listed.endswith(b"q\x05."):
+        assert torch_files.read(saved(tmp_path / "t.pt", listed)) == 1
+        return
+    with pytest.raises(ValueError, match="its list of tensors is damaged: an object has number"):
+        torch_files.read(saved(tmp_path / "t.pt", listed))
+
+
+def test_lists_and_archives_are_bounded(tmp_path, monkeypatch):
+    file = saved(tmp_path / "t.pt", b"]" * (torch_files._PICKLE_BYTES + 1), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="its list of tensors has 4194305 bytes; at most 4194304 are read"):
+        torch_files.read(file)
+    monkeypatch.setattr(torch_files, "_ENTRIES", 5)
+    saved(file, b"]0.", **{f"_{i}": b"" for i in range(5)})
+    with pytest.raises(ValueError, match="its archive has more than 5 entries"):
+        torch_files.read(file)
+    with pytest.raises(ValueError, match="no regular file"):
+        torch_files.read(tmp_path)
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
