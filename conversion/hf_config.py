@@ -120,13 +120,8 @@ _MAX_WINDOW_LAYERS = 28
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers; `rope_parameters` may hold an object for each."""
 
-Ids = Annotated[
-    list[Id],
-    BeforeValidator(
-        lambda ids: [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is not int or i != -1]
-    ),
-]
-"""One token or several; -1 is none."""
+Ids = Annotated[list[Id], BeforeValidator(lambda value: value if isinstance(value, list) else [value])]
+"""One token or several."""
 
 _Length = Annotated[
     Size, BeforeValidator(lambda size: int(size) if isinstance(size, float) and size.is_integer() else size)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 import tokenizers
 from pydantic import BeforeValidator
 
-from . import chat
+from . import chat, tokenizer_bounds
 from .errors import CheckpointError, shortened, told
 from .schema import Strict, checked
 from .text_files import present, read_json, read_text
@@ -86,8 +86,10 @@ class Tokenizer:
                     stacklevel=2,
                 )
             return None
+        content = read_text(file)
+        tokenizer_bounds.check(content, file)
         with library_errors(f"{file}: not a tokenizer"):
-            backend = tokenizers.Tokenizer.from_str(read_text(file))
+            backend = tokenizers.Tokenizer.from_str(content)
             backend.no_truncation()
             backend.no_padding()
         config = _read(path / "tokenizer_config.json")

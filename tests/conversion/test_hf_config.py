@@ -226,23 +226,14 @@ def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: d
         assert from_hf(fields | {"num_key_value_heads": None}).num_kv_heads == theirs.num_key_value_heads == 32
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"eos_token_id": -1}, ((), 0)),
-        ({"eos_token_id": [7, -1]}, ((7,), 0)),
-        ({"bos_token_id": -1}, ((1,), None)),
-        ({"bos_token_id": None, "eos_token_id": None}, ((), None)),
-    ],
-)
-def test_tokens_that_are_none(change: dict[str, Any], expected: Any) -> None:
-    config = from_hf(HF_CONFIG | change)
-    assert (config.eos, config.bos) == expected
-    assert from_hf(HF_CONFIG, {"eos_token_id": [-1]}).eos == ()
-    # A family's own are taken where the vocabulary has them.
+def test_tokens_of_the_family() -> None:
+    """They are taken where a key is missing and the vocabulary has them; null is none."""
     silent = {key: value for key, value in HF_CONFIG.items() if "token_id" not in key}
     assert (from_hf(silent).eos, from_hf(silent).bos) == ((2,), 1)
     assert (from_hf(silent | {"vocab_size": 2}).eos, from_hf(silent | {"vocab_size": 1}).bos) == ((), None)
+    config = from_hf(silent | {"bos_token_id": None, "eos_token_id": None})
+    assert (config.eos, config.bos) == ((), None)
+    assert from_hf(silent, {"eos_token_id": [3, 4]}).eos == (3, 4)
 
 
 FULL = {"rope_type": "default", "rope_theta": 1e6}
@@ -283,7 +274,7 @@ def test_floats_for_lengths() -> None:
         ({"max_position_embeddings": 128.5}, "max_position_embeddings is 128.5; it should be a valid integer"),
         ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be a valid integer"),
         ({"eos_token_id": 1.0}, r"eos_token_id.0 is 1.0; it should be a valid integer"),
-        ({"eos_token_id": -2}, r"eos_token_id.0 is -2; it should be greater than or equal to 0"),
+        ({"eos_token_id": [1, -1]}, r"eos_token_id.1 is -1; it should be greater than or equal to 0"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1; it should be greater than 0"),
         ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64.5}}, r"rope_scaling.*is 64.5; it should be"),
     ):

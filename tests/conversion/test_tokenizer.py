@@ -1,5 +1,6 @@
 """Tokenizers: encoding, chat templates, and those rebuilt from GGUF metadata."""
 
+import base64
 import copy
 import json
 from pathlib import Path
@@ -398,3 +399,83 @@ def test_ids_far_apart_are_refused(tmp_path: Path) -> None:
 def test_text_that_is_none() -> None:
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
         small().encode("half of a pair: \ud83d")
+
+
+def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLE = replaced({"String": "a"}, "aa")
+CHARSMAP = base64.b64encode((0).to_bytes(4, "little") + b"x" * 5000 + b"\0").decode()
+PIECES = {"A": {"Sequence": {"id": "A", "type_id": 0}}, "x": {"SpecialToken": {"id": "x", "type_id": 0}}}
+
+
+def template(single: list[Any], ids: int = 1) -> dict[str, Any]:
+    token = {"id": "x", "ids": [0] * ids, "tokens": ["x"] * ids}
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"x": token}}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 30}},
+            r"normalizer may make .* 1.074e\+09 times",
+        ),
+        (
+            {"normalizer": replaced({"String": "ab"}, "b" * 200)},
+            "normalizer may make a text 100 times as long; 64 times",
+        ),
+        ({"normalizer": replaced({"Regex": "(?=.)"}, "b" * 99)}, "normalizer may make a text 100 times as long"),
+        ({"normalizer": {"pattern": {"String": "a"}, "content": "b" * 99}}, "may make a text 99 times as long"),
+        ({"normalizer": {"type": "Prepend", "prepend": "b" * 99}}, "normalizer may make a text 100 times as long"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "may make a text 138.9 times"),
+        ({"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 7}}, "decoder may make a text 128 times as long"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 7}}, "128 times"),
+        ({"post_processor": template([PIECES["A"]] * 65)}, "post_processor puts 65 parts together; 64 are allowed"),
+        ({"post_processor": template([PIECES["A"], PIECES["x"]], 65)}, "post_processor adds 65 tokens at once"),
+        (
+            {"added_tokens": [{"id": 0, "content": "b" * 1025}]},
+            "the token 'b+\\.\\.\\.b+' has 1025 characters; 1024 are",
+        ),
+        ({"model": {"type": "WordPiece", "vocab": {"b" * 1025: 0}}}, "has 1025 characters"),
+        ({"model": {"type": "Unigram", "vocab": [["b" * 1025, 0.0]]}}, "has 1025 characters"),
+        ({"model": {"type": "BPE", "vocab": {}, "end_of_word_suffix": "b" * 1025}}, "has 1025 characters"),
+    ],
+)
+def test_small_texts_stay_small(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    """A file that would make gigabytes of a few characters is refused before the library reads it."""
+    small().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=rf"tokenizer.json: not a tokenizer that can be used \(.*{told}"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_keys_that_are_there_twice(tmp_path: Path) -> None:
+    """The library takes the first normalizer where the second is null, JSON's readers the second."""
+    small().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    steps = json.dumps({"type": "Sequence", "normalizers": [DOUBLE] * 30})
+    file.write_text(f'{{"normalizer": {steps}, {file.read_text().strip()[1:]}')
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: .*duplicate key normalizer"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_usual_steps_are_within_bounds(tmp_path: Path) -> None:
+    """Those of SentencePiece's vocabularies, and of CLIP's."""
+    steps = [
+        {"type": "Prepend", "prepend": "▁"},
+        replaced({"String": " "}, "▁"),
+        replaced({"Regex": r"\s+"}, " "),
+        replaced({"String": "``"}, '"'),
+        {"type": "NFKC"},
+        {"type": "Lowercase"},
+    ]
+    backend = byte_tokenizer()
+    fields = json.loads(backend.to_str()) | {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    small().save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    found = Tokenizer.from_directory(tmp_path)
+    assert found is not None
+    assert found.encode("HE") == found.encode("he")
