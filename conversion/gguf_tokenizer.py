@@ -94,6 +94,10 @@ _LONGEST = 1024
 """Characters of a token; how SentencePiece merges is found from every way to cut one."""
 
 
+_MOST_CUT = 1 << 28
+"""Characters in all ways to cut all tokens: a few seconds. The largest vocabularies known have a tenth of it."""
+
+
 class _Fields(Strict):
     """What is read of the fields under `tokenizer.ggml.`."""
 
@@ -154,6 +158,8 @@ def read_tokenizer(
             raise CheckpointError(
                 f"{source}: tokenizer.ggml.scores needs one score for each of the {len(tokens)} tokens"
             )
+        if sum(len(token) ** 2 for token in tokens) > _MOST_CUT:
+            raise CheckpointError(f"{source}: tokenizer.ggml.tokens has too many long tokens to find how they merge")
         with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens make no vocabulary"):
             backend = _sentencepiece(tokens, fields.scores, fields.unknown_token_id or 0, fields.add_space_prefix)
         add_bos = True

@@ -36,12 +36,12 @@ def load(
     """Load a model, its tensors streaming from the file to the device one at a time.
 
     Args:
-        source: a Hugging Face directory or hub id (``owner/name``), a GGUF file, a directory that `convert` or `save` wrote, or
+        source: a Hugging Face directory or hub id (``owner/name``), a GGUF file (of a split model the first file), a directory that `convert` or `save` wrote, or
             None or "SmolLM2-135M-Instruct" (in any case) for the default model.
         dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
             elsewhere (bfloat16 for quantised ones).
         weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
-            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps GGUF blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K), GPTQ, AWQ, compressed-tensors and what
+            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors and what
             `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
         embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         device: a jax device or sharding to put the parameters on; None is jax's default device.
@@ -52,7 +52,8 @@ def load(
         mesh: devices to share the parameters, as for `kvjax.Engine`, in place of `device`; whatever they are given to runs there. Each process reads
             only what its own devices are to have.
 
-    Warns of weights that are NaN or infinite, and of tokens that the model does not know.
+    Warns of weights that are NaN or infinite, of tokens that the model does not know, and of a head that differs from the embedding to which the
+    configuration ties it.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.

@@ -64,7 +64,10 @@ def read(path: Path) -> Any:
                 raise ValueError("it is compressed in another way than deflated")
             (found,) = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
             folder = found.removesuffix("data.pkl")
-            if folder + "byteorder" in archive.namelist() and _unpacked(archive, folder + "byteorder") != b"little":
+            if (
+                folder + "byteorder" in archive.namelist()
+                and bytes(_unpacked(archive, folder + "byteorder")) != b"little"
+            ):
                 raise ValueError("its numbers are not stored with the lowest byte first")
             if (size := archive.getinfo(found).file_size) > _PICKLE_BYTES:
                 raise ValueError(f"its list of tensors has {size} bytes; at most {_PICKLE_BYTES} are read")
@@ -111,7 +114,9 @@ def _unpacked(archive: zipfile.ZipFile, name: str) -> bytearray:
 def _check_memo(listed: bytes) -> None:
     """Refuse a pickle that numbers an object higher than it can have objects: memory for all lower numbers would be taken."""
     for operation, argument, _ in pickletools.genops(listed):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= argument < len(listed):
+        if operation.name not in ("PUT", "BINPUT", "LONG_BINPUT"):
+            continue
+        if not isinstance(argument, int) or not 0 <= argument < len(listed):
             raise ValueError(f"its list of tensors is damaged: an object has number {argument}")
 
 

@@ -361,7 +361,11 @@ def numbers_of(tensor: StoredTensor) -> np.ndarray:
 
 def put(name: str, value: Any) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """Arrays with one replaced, by one that a function makes of it."""
-    return lambda arrays: arrays | {name: value(arrays[name]) if callable(value) else np.asarray(value)}
+
+    def replaced(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return arrays | {name: np.asarray(value(arrays[name]) if callable(value) else value)}
+
+    return replaced
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *UNORDERED])

@@ -237,7 +237,7 @@ def phi3_metadata(architecture: str = "phi3") -> dict[str, Any]:
     }
 
 
-def texts_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+def texts_of(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
     return [tokenizer.backend.id_to_token(i) for i in ids]
 
 
@@ -300,6 +300,16 @@ def test_a_padding_token_beyond_the_vocabulary_is_none() -> None:
         assert tokenizer.special == {"eos_token": "</s>"}
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.unknown_token_id is 265; it should be below 265"):
         byte_level("smollm", unknown_token_id=265)
+
+
+def test_many_long_tokens_are_refused() -> None:
+    """How each is merged is found by all ways to cut it: of these, for minutes."""
+    metadata = phi3_metadata()
+    tokens = [*metadata["tokenizer.ggml.tokens"], *(f"{i:01024}" for i in range(300))]
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * len(tokens)}
+    metadata["tokenizer.ggml.token_type"] = [1] * len(tokens)
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.tokens has too many long tokens"):
+        read_tokenizer(metadata, eos=(), bos=1, source=Path("m.gguf"))
 
 
 def byte_level(pre: str, **fields: Any) -> Tokenizer | None:
