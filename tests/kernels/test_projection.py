@@ -136,7 +136,9 @@ def quantised(kind, w):
         size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         random = np.random.default_rng(7)
         blocks = random.integers(0, 256, (len(w), w.shape[1] // size[0], size[1]), np.uint8)
-        for place in {"Q4_K": (0, 2), "Q6_K": (208,), "Q4_0": (0,)}[kind]:  # factors of such blocks, no NaN among them
+        for place in {"Q3_K": (108,), "Q4_K": (0, 2), "Q6_K": (208,), "Q4_0": (0,)}[
+            kind
+        ]:  # factors of such blocks, no NaN among them
             factors = random.normal(scale=0.001, size=blocks.shape[:2]).astype(np.float16)
             blocks[..., place : place + 2] = factors[..., None].view(np.uint8)
         held = from_blocks(kind, blocks.reshape(len(w), -1))
@@ -153,7 +155,7 @@ dequantized = jax.jit(lambda held: held.dequantized(jnp.float32))
 
 
 class TestQuantized:
-    @pytest.mark.parametrize("kind", ["int8", "int4", "Q4_0", "Q4_K", "Q6_K"])
+    @pytest.mark.parametrize("kind", ["int8", "int4", "Q4_0", "Q3_K", "Q4_K", "Q6_K"])
     @pytest.mark.parametrize("case", [(1, 1024, (32, 16)), (3, 1536, (16,))], ids=str)
     def test_products_are_those_of_the_numbers(self, by, case, kind):
         x, norm, matrices = draw(5, *case, "bfloat16")
@@ -170,7 +172,7 @@ class TestQuantized:
         a, b = normed(x, norm) @ numbers[0].T, normed(x, norm) @ numbers[0][::-1].T
         agree(gated_projection(x, held[0], up, norm=norm, **by), a / (1 + np.exp(-a)) * b, "bfloat16")
 
-    @pytest.mark.parametrize("kind", ["int8", "int4", "Q4_0", "Q4_K", "Q6_K"])
+    @pytest.mark.parametrize("kind", ["int8", "int4", "Q4_0", "Q3_K", "Q4_K", "Q6_K"])
     def test_one_row_is_multiplied_in_registers(self, kind):
         x, norm, matrices = draw(8, 1, 1024, (32, 16), "bfloat16")
         held = [quantised(kind, w) for w in matrices]
