@@ -23,6 +23,9 @@ LONGEST = 1024
 ADDED = 64
 """Tokens that may be put around a text."""
 
+_PARTS = 1 << 22
+"""Lists and objects of a file; the largest known have a million, most of them merges."""
+
 _PIECE = 36
 """Bytes that a character becomes under the largest of Unicode's own replacements, rounded up; it is not counted as growth."""
 
@@ -34,6 +37,8 @@ def check(text: str, source: Path) -> None:
         CheckpointError: it is not JSON, or a text, a token or what is put around a text may become too long.
     """
     try:
+        if (parts := text.count("[") + text.count("{")) > _PARTS:
+            raise ValueError(f"it has {parts} lists and objects; {_PARTS} are allowed")
         fields = json.loads(text, object_pairs_hook=unique)  # of a key that is there twice, the library may take either
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON object was expected, got {type(fields).__name__}")

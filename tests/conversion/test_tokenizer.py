@@ -462,6 +462,15 @@ def test_small_texts_stay_small(tmp_path: Path, change: dict[str, Any], told: st
         Tokenizer.from_directory(tmp_path)
 
 
+def test_many_lists_are_refused(tmp_path: Path) -> None:
+    """A file of nothing but lists takes 2 GB and a quarter of a minute."""
+    (tmp_path / "tokenizer.json").write_text('{"x": [' + "[]," * (1 << 22) + "[]]}")
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.json: .*it has 4194307 lists and objects; 4194304 are allowed"
+    ):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_keys_that_are_there_twice(tmp_path: Path) -> None:
     """The library takes the first normalizer where the second is null, JSON's readers the second."""
     small().save(tmp_path)
