@@ -1,73 +1,81 @@
 """Chat templates: the Jinja dialect that model repositories are written in."""
 
+import dataclasses
 import datetime
-import functools
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
+import numpy as np
 
 from . import sandbox
 from .errors import told
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that a message's reasoning goes by. Most templates read the first, some the second."""
+
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], add_generation_prompt: bool
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    add_generation_prompt: bool,
+    now: datetime.datetime | None = None,
 ) -> str:
-    """The text of a conversation.
+    """The text of a conversation, as transformers' `apply_chat_template` makes it.
 
     Args:
-        template: Jinja source. It comes with the model, so it runs sandboxed, within bounds of time and size.
+        template: Jinja source. It comes with the model, so it runs sandboxed, within bounds of time and memory.
         messages: ``{"role": …, "content": …}`` each.
         special: texts of ``bos_token``, ``eos_token`` … that templates refer to.
         add_generation_prompt: end with the opening of the assistant's answer.
+        now: the time that the template sees; by default that of the clock.
 
     Raises:
         ValueError: the template is malformed, refuses these messages, fails, or goes beyond its bounds.
     """
     try:
-        text = _environment().bounded(
-            _compile(template),
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
+        values = {
+            "messages": [_message(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
             **special,
-        )
-        text.encode()  # half of a surrogate pair is no text
-        return text
-    except Exception as error:  # a template is a program: it may run into anything
-        refused = isinstance(error, jinja2.TemplateError | sandbox.ExceededError)
-        what = told(error) if refused else f"{type(error).__name__}: {told(error)}"
-        raise ValueError(f"the model's chat template refuses these messages: {what}") from error
+        }
+        return sandbox.render(template, values, now)
+    except sandbox.ExceededError as error:
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"these chat messages cannot be given to a template ({told(error)})") from error
 
 
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    return _environment().from_string(template)
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: nothing that is None, and its reasoning by the names that they read."""
+    given = {name: value for name, value in _plain(message).items() if value is not None}
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-@functools.cache
-def _environment() -> sandbox.Environment:
-    environment = sandbox.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-    environment.offer("tojson", _to_json)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML characters, which models never saw in training."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _plain(value: Any) -> Any:
+    """A value made of Python's own types; of anything else the name of its type, which is all that templates look at."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case Mapping():
+            return {_plain(key): _plain(held) for key, held in value.items()}
+        case list():
+            return [_plain(held) for held in value]
+        case tuple():
+            return tuple(_plain(held) for held in value)
+        case np.generic():
+            return _plain(value.item())
+        case _:
+            pass
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,137 @@
+"""The program of the process that renders chat templates. It is run by its path, and imports Jinja and nothing of kvjax.
+
+    python -I -S template_worker.py DIRECTORY...
+
+The directories are those that Jinja is imported from. A request is its length in eight bytes and a dictionary in Python's
+`marshal` format; see `sandbox.render` for what it holds. A reply is one byte for its kind, its length in eight bytes, and
+UTF-8 text. The process ends when its input does, and after a template that takes more memory than is allowed.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import marshal
+import sys
+import time
+from typing import Any, BinaryIO, NoReturn
+
+if __name__ == "__main__":
+    sys.path += sys.argv[1:]
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None
+
+READY, TEXT, REFUSED, MEMORY = b"r", b"t", b"e", b"m"
+"""Kinds of replies: the process has started; a rendered text; what went wrong; more memory than is allowed."""
+
+now = datetime.datetime.now
+"""What `strftime_now` reads, replaced by each request."""
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the text that a model writes, for training; what is in it is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Any) -> str:
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters, which models never saw in training."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+@functools.cache
+def environment() -> jinja2.sandbox.SandboxedEnvironment:
+    """Where templates run: as in transformers' `apply_chat_template`."""
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: now().strftime(form)
+    return made
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(source: str) -> jinja2.Template:
+    """The template of a source."""
+    return environment().from_string(source)
+
+
+def answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The kind of a reply, and the reply."""
+    global now
+    try:
+        _limit(request["memory"], request["seconds"])
+        fixed = request["now"]
+        now = datetime.datetime.now if fixed is None else lambda: datetime.datetime.fromisoformat(fixed)
+        text = compiled(request["template"]).render(request["values"])
+        if len(text) > request["most"]:
+            return REFUSED, b"it makes %d characters; at most %d are allowed" % (len(text), request["most"])
+        return TEXT, text.encode()
+    except MemoryError:
+        return MEMORY, b""
+    except Exception as error:  # a template is a program: it may run into anything
+        line = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
+        known = isinstance(error, jinja2.TemplateError)
+        name = type(error).__name__
+        return REFUSED, (line or name if known else f"{name}: {line}").encode(errors="replace")
+
+
+def _limit(memory: int, seconds: float) -> None:
+    """Have the system refuse more memory, and end the process if it computes on when nobody waits for it any more."""
+    if resource is not None:
+        _lower(resource.RLIMIT_AS, memory)
+        _lower(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 2)
+        _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(kind: int, most: int) -> None:
+    """Set a limit, as far as the system lets it be set."""
+    assert resource is not None
+    _, hard = resource.getrlimit(kind)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    environment()
+    replies.write(READY + bytes(8))
+    replies.flush()
+    while len(head := requests.read(8)) == 8:
+        kind, reply = answer(marshal.loads(requests.read(int.from_bytes(head, "little"))))
+        replies.write(kind + len(reply).to_bytes(8, "little") + reply)
+        replies.flush()
+        if kind == MEMORY:
+            return
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)
