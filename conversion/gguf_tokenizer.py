@@ -57,6 +57,9 @@ PRE_TOKENIZERS: Mapping[str, str] = {
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Vocabularies in which a piece that is itself a token is taken whole, whatever the merges say."""
 
+_BEGUN = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Vocabularies whose texts begin with the start token where `add_bos_token` does not say."""
+
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type` that set a token apart from the text around it."""
 
@@ -152,7 +155,7 @@ def read_tokenizer(
     if kind == "gpt2" and pre in PRE_TOKENIZERS:
         with tokenizer.library_errors(f"{source}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"):
             backend = _byte_level(tokens, fields.merges, pre)
-        add_bos = pre in ("llama-bpe", "llama3", "llama-v3")
+        add_bos = pre in _BEGUN
     elif kind == "llama":
         if fields.scores is None or len(fields.scores) != len(tokens):
             raise CheckpointError(

@@ -5,6 +5,7 @@ content are equal and hash alike.
 """
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import json
@@ -44,9 +45,10 @@ class Tokenizer:
         bos: id that starts one, if any.
         chat_template: the model's Jinja template, if any.
         special: texts of special tokens by their usual names (``bos_token`` …), which templates refer to.
+        now: the time that chat templates see, some of which write the date; by default that of the clock.
 
     Attributes:
-        eos, bos, chat_template, special: as given.
+        eos, bos, chat_template, special, now: as given.
         vocab_size: ids that the vocabulary defines, special tokens included.
     """
 
@@ -58,12 +60,14 @@ class Tokenizer:
         bos: int | None = None,
         chat_template: str | None = None,
         special: Mapping[str, str] | None = None,
+        now: datetime.datetime | None = None,
     ) -> None:
         self.backend = backend
         self.eos = tuple(eos)
         self.bos = bos
         self.chat_template = chat_template
         self.special = dict(special or {})
+        self.now = now
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -98,10 +102,13 @@ class Tokenizer:
             eos = _known(backend, special["eos_token"])
         if bos is None and "bos_token" in special:
             bos = next(iter(_known(backend, special["bos_token"])), None)
+        if config.add_bos_token:
+            with library_errors(f"{file}: not a tokenizer"):
+                backend = _begun(backend, special.get("bos_token", ""))
         made = cls(backend, eos=eos, bos=bos, chat_template=_template(path, config), special=special)
         return made.within(vocab_size, file)
 
-    def within(self, vocab_size: int | None, source: Path) -> Self:
+    def within(self, vocab_size: int | None, source: Path | str) -> Self:
         """Itself; with a warning if it has tokens that a model of so many does not know.
 
         Raises:
@@ -122,6 +129,19 @@ class Tokenizer:
             )
         return self
 
+    def at(self, now: datetime.datetime | None) -> "Tokenizer":
+        """This tokenizer with another time for its chat template to see, so that a prompt is the same on every day.
+
+            params = params.replace(tokenizer=params.tokenizer.at(datetime.datetime(2024, 7, 26)))
+
+        Args:
+            now: the time; None for that of the clock.
+        """
+        if not isinstance(now, datetime.datetime | None):
+            raise ValueError(f"now={shortened(now)}; give a datetime.datetime, or None for the time of the clock")
+        kept = {name: getattr(self, name) for name in ("eos", "bos", "chat_template", "special")}
+        return Tokenizer(self.backend, **kept, now=now)
+
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
         self.backend.save(str(path / "tokenizer.json"))
@@ -134,11 +154,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`, with the start token that the model is used to unless `add_special` is False.
 
+        A text that begins with the start token, as one that a template has made may, gets no second one.
+
         Raises:
             ValueError: the text is none (it holds half of a surrogate pair), or the vocabulary has no token for it.
         """
         with library_errors("the tokenizer cannot encode this text", ValueError):
-            return self.backend.encode(text, add_special_tokens=add_special).ids
+            encoded = self.backend.encode(text, add_special_tokens=add_special)
+        ids, added = encoded.ids, encoded.special_tokens_mask
+        return ids[1:] if added[:2] == [1, 0] and ids[0] == ids[1] else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids, without special tokens unless `skip_special` is False."""
@@ -163,7 +187,7 @@ class Tokenizer:
                 "this model has no chat template: it was not trained on conversations, or its files do not say how; "
                 "pass the prompt as a string instead of messages"
             )
-        return chat.render(self.chat_template, messages, self.special, add_generation_prompt)
+        return chat.render(self.chat_template, messages, self.special, add_generation_prompt, self.now)
 
     def decode_after(self, given: Sequence[int], ids: Sequence[int]) -> str:
         """Text of ids that follow `given` ones: what they add to the text of the given ones.
@@ -181,7 +205,7 @@ class Tokenizer:
 
     def is_silent(self, token: int) -> bool:
         """Whether `decode` leaves an id out: of a special token, or of none."""
-        return token in self._special_ids or self.backend.id_to_token(token) is None
+        return token in self._silent or self.backend.id_to_token(token) is None
 
     def is_byte(self, token: int) -> bool:
         """Whether an id stands for one byte, which is decoded together with all such before it and behind it."""
@@ -200,14 +224,21 @@ class Tokenizer:
         return context[::-1]
 
     @functools.cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the special tokens, which `decode` leaves out, by their texts."""
         added = self.backend.get_added_tokens_decoder()
-        return frozenset(token for token, text in added.items() if text.special)
+        return {text.content: token for token, text in added.items() if text.special}
+
+    @functools.cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset(self.special_ids.values())
 
     @functools.cached_property
     def digest(self) -> bytes:
         """SHA-256 of all that makes it the tokenizer it is; equal ones have the same."""
         fields = [self.backend.to_str(), self.eos, self.bos, self.chat_template, sorted(self.special.items())]
+        if self.now is not None:
+            fields.append(self.now.isoformat())
         return hashlib.sha256(json.dumps(fields).encode()).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -315,6 +346,7 @@ class _Config(Strict):
     eos_token: _Token | None = None
     unk_token: _Token | None = None
     pad_token: _Token | None = None
+    add_bos_token: bool | None = None
     chat_template: _Templates | None = None
 
     @property
@@ -332,6 +364,26 @@ def _template(path: Path, config: _Config) -> str | None:
     if present(file):
         return read_text(file)
     return config.template or _read(path / "chat_template.json").template
+
+
+def _begun(backend: tokenizers.Tokenizer, start: str) -> tokenizers.Tokenizer:
+    """A vocabulary whose texts begin with the start token, if there is one; the same if they do already."""
+    bos = backend.token_to_id(start)
+    if bos is None or backend.encode("").ids[:1] == [bos]:
+        return backend
+    state = json.loads(backend.to_str())
+    existing = state["post_processor"]
+    steps = existing["processors"] if existing and existing["type"] == "Sequence" else [existing] if existing else []
+    template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
+    if template is None:  # two of them in a row do not work
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        template = {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
+        steps.append(template)
+    for form in ("single", "pair"):
+        template[form].insert(0, {"SpecialToken": {"id": start, "type_id": 0}})
+    template["special_tokens"][start] = {"id": start, "ids": [bos], "tokens": [start]}
+    state["post_processor"] = {"type": "Sequence", "processors": steps}
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
 def _known(backend: tokenizers.Tokenizer, token: str) -> tuple[int, ...]:

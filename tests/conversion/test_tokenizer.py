@@ -2,13 +2,17 @@
 
 import base64
 import copy
+import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from checkpoints import TEMPLATE, byte_tokenizer, default_model
+from tokenizers import processors
 
 from kvjax.conversion import CheckpointError, Tokenizer
 from kvjax.conversion.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
@@ -144,6 +148,91 @@ def test_template_helpers() -> None:
     assert len(year) == 4
 
 
+def test_the_time_that_templates_see() -> None:
+    tokenizer = small(chat_template="{{ strftime_now('%d %b %Y %H:%M:%S.%f %z') }}")
+    now = datetime.datetime(2024, 7, 26, 1, 2, 3, 4)
+    fixed = tokenizer.at(now)
+    assert fixed.render(MESSAGES) == "26 Jul 2024 01:02:03.000004 "
+    assert fixed.at(now.replace(tzinfo=datetime.UTC)).render(MESSAGES).endswith(" +0000")
+    assert (fixed, hash(fixed)) == (tokenizer.at(now), hash(tokenizer.at(now)))
+    assert fixed != tokenizer
+    assert fixed.at(None) == tokenizer
+    assert fixed.now == now
+    assert abs(float(small(chat_template="{{ strftime_now('%s') }}").render(MESSAGES)) - time.time()) < 60, "the clock"
+
+
+def test_a_text_has_one_start_token(tmp_path: Path) -> None:
+    """Of a configuration that asks for it, whatever `tokenizer.json` adds; and none more where a text begins with it already."""
+    post = [
+        None,
+        processors.ByteLevel(),
+        processors.TemplateProcessing(single=["$A", "</s>"], pair=["$A", "$B"], special_tokens=[("</s>", 1)]),
+        processors.TemplateProcessing(single=["<s>", "$A"], pair=["<s>", "$A", "$B"], special_tokens=[("<s>", 0)]),
+    ]
+    post.append(processors.Sequence([post[1], post[2]]))
+    for i, each in enumerate(post):
+        backend = byte_tokenizer()
+        if each is not None:
+            backend.post_processor = each
+        end = [1] if i in (2, 4) else []
+        backend.save(str(tmp_path / "tokenizer.json"))
+        for fields, begun in (
+            ({}, i == 3),
+            ({"add_bos_token": False}, i == 3),
+            ({"add_bos_token": True}, True),
+            ({"add_bos_token": True, "bos_token": None}, i == 3),
+            ({"add_bos_token": True, "bos_token": "unknown"}, i == 3),
+        ):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"} | fields))
+            tokenizer = Tokenizer.from_directory(tmp_path)
+            assert tokenizer is not None
+            start = [0] if begun else []
+            assert tokenizer.encode("hell") == [*start, 260, *end]
+            assert tokenizer.encode("") == [*start, *end]
+            assert tokenizer.encode("<s>hell") == [0, 260, *end]
+            assert tokenizer.encode("<s><s>hell") == [0, 0, 260, *end]
+            assert tokenizer.encode("hell", add_special=False) == [260]
+            (tmp_path / "saved").mkdir(exist_ok=True)
+            tokenizer.save(tmp_path / "saved")
+            again = Tokenizer.from_directory(tmp_path / "saved")
+            assert again is not None
+            assert again.encode("hell") == tokenizer.encode("hell")
+    hand = sentencepiece()
+    assert hand.encode("<s>hello") == [1, *hand.encode("hello", add_special=False)]
+
+
+GENERATION = (
+    "{%- for m in messages %}\n  {%- set x = 1 %}\n  {%- if m.role == 'assistant' %}\n"
+    "{% generation %}\n    {%- set x = 2 %}\n{{ m.content | trim }} {{ x }}{{ loop.index }}\n  {% endgeneration %}\n"
+    "{%- else %}\n{{ x }}{{ m.content }}{% generation %}{% endgeneration %}{%- endif %}\n{{ x }}{%- endfor %}"
+)
+FIELDS = (
+    "{% for m in messages %}{{ m.content is defined }} {{ m.tool_calls is defined }} {{ m.thinking }} {{ m.reasoning_content }} "
+    "{{ m.reasoning }} {{ m | tojson(sort_keys=true) }}\n{% endfor %}"
+)
+CALLS: list[dict[str, Any]] = [
+    {
+        "role": "user",
+        "content": "hi",
+        "name": None,
+        "number": 1.5,
+        "yes": True,
+        "tuple": (1, "é"),
+        "more": {"x": [None, {}]},
+    },
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]},
+    {"role": "assistant", "content": "a", "reasoning": "b"},
+    {"role": "assistant", "content": "a", "thinking": "b"},
+    {"role": "assistant", "content": "a", "reasoning_content": "b", "thinking": None},
+    {"role": "assistant", "content": "a", "tool_calls": None},
+]
+
+
+def test_generation_blocks_are_rendered_as_they_are() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}"
+    assert small(chat_template=source).render(MESSAGES) == " hello .hell."
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("prompt", [True, False])
 def test_chat_equals_transformers(tmp_path: Path, prompt: bool) -> None:
@@ -153,7 +242,7 @@ def test_chat_equals_transformers(tmp_path: Path, prompt: bool) -> None:
         "{% for m in messages %}\n    {% if loop.last %}last {% endif %}\n  {{ bos_token }}{{ m | tojson }}\n"
         "{% endfor %}\n{% if add_generation_prompt %}<|assistant|>{% endif %}\n"
     )
-    for source in (TEMPLATE, template):
+    for source in (TEMPLATE, template, GENERATION):
         tokenizer = small(chat_template=source, special={"bos_token": "<s>", "eos_token": "</s>"})
         tokenizer.save(tmp_path)
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -162,6 +251,13 @@ def test_chat_equals_transformers(tmp_path: Path, prompt: bool) -> None:
         assert tokenizer.chat(MESSAGES, add_generation_prompt=prompt) == theirs.encode(
             expected, add_special_tokens=False
         )
+    small(chat_template=FIELDS).save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert small(chat_template=FIELDS).render(CALLS) == theirs.apply_chat_template(CALLS, tokenize=False)
+    strange = [
+        {"role": "user", "content": "hi", "x": np.float32(1.5), "y": np.arange(3), "z": b"bytes", "w": np.int64(3)}
+    ]
+    assert small(chat_template=FIELDS).render(strange) == theirs.apply_chat_template(strange, tokenize=False)
 
 
 def sentencepiece(prefix: bool = True) -> Tokenizer:
@@ -356,6 +452,8 @@ def test_every_pre_tokenizer_is_lossless(pre: str) -> None:
 def test_start_token_from_gguf() -> None:
     for pre, fields, starts in (
         ("llama-bpe", {}, True),
+        ("tekken", {}, True),
+        ("tekken", {"add_bos_token": False}, False),
         ("smollm", {}, False),
         ("smollm", {"add_bos_token": True}, True),
         ("llama-bpe", {"add_bos_token": False}, False),
