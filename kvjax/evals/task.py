@@ -1,9 +1,11 @@
 """What an evaluation task is: examples that a model answers, and a score for each answer."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 
 History = Literal["reference", "own", "none"]
@@ -61,20 +63,18 @@ class Format:
         template puts behind the message, and the answer's prefix, belong to what follows.
 
         Raises:
-            ValueError: the model has no chat template, or its template changes the question.
+            ValueError: the model has no chat template, or its template changes the message.
         """
         if not (self.chat and example.chat):
             following = self.tokenizer.encode(example.question + example.prefix, add_special=False)
             return self.tokenizer.encode(example.context), following
+        question = example.question.lstrip()
+        before = (example.context + example.question).removesuffix(question)
         message = {"role": "user", "content": example.context + example.question}
-        text, question = self.tokenizer.render([message]), example.question.strip()
-        at = text.rfind(question)
-        if at < 0:
-            raise ValueError(
-                f"the chat template does not repeat the question as it is: {question[:60]!r}; use chat=False"
-            )
-        following = text[at:] + example.prefix.lstrip()
-        return self.tokenizer.encode(text[:at], add_special=False), self.tokenizer.encode(following, add_special=False)
+        with _without_chat():
+            context, following = turns.split(self.tokenizer, [message], 0, before, question)
+        following += example.prefix.lstrip()
+        return self.tokenizer.encode(context, add_special=False), self.tokenizer.encode(following, add_special=False)
 
     def encode_next(self, example: Example) -> list[int]:
         """Token ids of a question that follows the answer to another one: in a chat, as the user's next message.
@@ -84,17 +84,25 @@ class Format:
         """
         if not (self.chat and example.chat):
             return self.tokenizer.encode(example.question + example.prefix, add_special=False)
-        mark, question = "\N{OBJECT REPLACEMENT CHARACTER}", example.question.strip()
-        said = [("user", question), ("assistant", mark), ("user", question)]
-        text = self.tokenizer.render([{"role": role, "content": content} for role, content in said])
-        if mark not in text:
-            raise ValueError("the chat template leaves earlier answers out; use chat=False")
-        return self.tokenizer.encode(text.rpartition(mark)[2] + example.prefix.lstrip(), add_special=False)
+        question = {"role": "user", "content": example.question.strip()}
+        messages = [question, {"role": "assistant", "content": "an answer"}, question]
+        with _without_chat():
+            text = turns.following(self.tokenizer, messages, 1)
+        return self.tokenizer.encode(text + example.prefix.lstrip(), add_special=False)
 
     def count(self, example: Example) -> int:
         """Tokens of the whole: prompt, question and the longest answer."""
         context, question = self.encode(example)
         return len(context) + len(question) + example.max_new_tokens
+
+
+@contextlib.contextmanager
+def _without_chat() -> Iterator[None]:
+    """Say how to do without a template that refuses the messages, or leaves one out."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; use chat=False") from error
 
 
 class Task(Protocol):

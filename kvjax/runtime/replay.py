@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, Prompt, TokenBlock
+from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params, transformer
 from kvjax.policies.base import Carry, Layer, Traits
@@ -18,9 +19,6 @@ from kvjax.policies.surroundings import Surroundings
 
 Words = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 """Tokens of texts, by text: those before the tokens of the part before, with which a text ends, and the opening of an answer."""
-
-MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands for a message when a template is asked what comes behind one."""
 
 
 def replays(layers: Sequence[Layer[Any]]) -> tuple[Replay, ...]:
@@ -185,7 +183,6 @@ def _opening(tokenizer: Tokenizer) -> str:
     if tokenizer.chat_template is None:
         return ""
     try:
-        _, mark, after = tokenizer.render([{"role": "user", "content": MARK}]).rpartition(MARK)
-        return after if mark else ""
+        return turns.following(tokenizer, [{"role": "user", "content": "a question"}], 0)
     except ValueError:
         return ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evals import Format, NeedleInAHaystack, evaluate, haystack, runner
+from kvjax.evals import Example, Format, NeedleInAHaystack, evaluate, haystack, runner
 from kvjax.plots import needle_map
 
 TEXT = (Path(__file__).parents[2] / "docs" / "loomings.txt").read_text()
@@ -54,6 +54,19 @@ def test_the_same_tokens_whether_or_not_the_question_is_known(talker, chat):
         opening, closing = ("<|user|>", "</s>\n<|assistant|>") if chat else ("", " ")
         assert before == opening + example.context
         assert after == example.question + closing + example.prefix.strip()
+
+
+@pytest.mark.parametrize("question", ["assistant", "\N{OBJECT REPLACEMENT CHARACTER}", " who?\n", "user"])
+def test_questions_may_be_any_text(talker, question):
+    """Such as what the template has too."""
+    form = Format(talker.tokenizer, True)
+    example = Example("The facts. ", question, ("so",), 4)
+    context, following = (talker.tokenizer.decode(part, skip_special=False) for part in form.encode(example))
+    lead = question.removesuffix(question.lstrip())
+    assert context == "<|user|>The facts. " + lead
+    assert following == f"{question.strip()}</s>\n<|assistant|>"
+    after = talker.tokenizer.decode(form.encode_next(example), skip_special=False)
+    assert after == f"</s>\n<|user|>{question.strip()}</s>\n<|assistant|>"
 
 
 @pytest.fixture(scope="module")

@@ -297,7 +297,15 @@ def tokenizer_of(letters, template):
     return made(letters.tokenizer.backend, eos=letters.tokenizer.eos, chat_template=template)
 
 
-@pytest.mark.parametrize(("template", "opening"), [(None, ""), ("{{ raise_exception('no') }}", ""), ("{{ 1 }}", "")])
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        (None, ""),
+        ("{{ raise_exception('no') }}", ""),
+        ("{{ 1 }}", ""),
+        ("{{ messages[0].content }}z\ufffcA", "z\ufffcA"),
+    ],
+)
 def test_a_model_may_have_no_template_that_opens_an_answer(template, opening, letters):
     layers = [KVzip().layer(spec) for spec in layer_specs(letters.config, 1, 8, 8, jnp.float32)]
     words = replay.words_of(layers, tokenizer_of(letters, template))
