@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +112,37 @@ def test_a_chat_reads_what_the_template_says(talker):
     asked = talk.fork().ask(["why?", "who?"], 3)
     assert len(asked) == 2
     assert len(talk.messages) == 5
+
+
+@pytest.mark.parametrize("said", ["\N{OBJECT REPLACEMENT CHARACTER}", "a\N{OBJECT REPLACEMENT CHARACTER}b", "marker0x"])
+def test_messages_may_hold_any_text(talker, said):
+    talk = kvjax.Session(
+        talker, [{"role": "system", "content": said}], kvjax.StreamingLLM(budget=48), max_new_tokens=300
+    )
+    first = talk.chat(said, 5, ignore_eos=True).text
+    talk.chat(said, 5, ignore_eos=True)
+    text = talker.tokenizer.decode(talk.tokens[:-5], skip_special=False)
+    assert (
+        text == f"<|system|>{said}</s>\n<|user|>{said}</s>\n<|assistant|>{first}</s>\n<|user|>{said}</s>\n<|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_a_history_that_ends_with_an_answer(talker, name):
+    """The end of the answer is read once, and the session has read what the template makes of the whole conversation."""
+    template = (Path(__file__).parent / "conversion" / "templates" / f"{name}.jinja").read_text()
+    params = talker.replace(tokenizer=Tokenizer(talker.tokenizer.backend, eos=(1,), chat_template=template))
+    history = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Me.")]
+    messages = [{"role": role, "content": content} for role, content in history]
+    talk = kvjax.Session(params, messages, kvjax.StreamingLLM(budget=48), max_new_tokens=300)
+    assert talk.messages == messages
+    reply = talk.chat("And now?", 5, ignore_eos=True)
+    messages.append({"role": "user", "content": "And now?"})
+    assert talk.tokens[:-5] == params.tokenizer.chat(messages)
+    assert talk.messages == [*messages, {"role": "assistant", "content": reply.text}]
+    text = params.tokenizer.decode(talk.tokens, skip_special=False)
+    assert text.count("<|im_end|>") == 4
+    assert "<|im_end|>\n<|im_end|>" not in text
 
 
 def test_an_end_token_is_not_read_twice(talker, monkeypatch):
@@ -255,6 +288,48 @@ def test_other_threads_are_never_interrupted(tiny):
     assert reply == begin(tiny, POLICY).generate(FIRST, 6, ignore_eos=True)
 
 
+def test_a_session_that_another_thread_uses(tiny, monkeypatch):
+    """It refuses what would use its cache, and says why; it is not over. Forks of it are asked at the same time."""
+    talk, free = begin(tiny, POLICY), begin(tiny, POLICY)
+    want = free.generate(FIRST, 6, ignore_eos=True)
+    running, go_on = threading.Event(), threading.Event()
+
+    class Waiting(BrokenOff):
+        def __call__(self, *args):
+            result = PROGRAM(*args)
+            running.set()
+            assert go_on.wait(60)
+            return result
+
+    monkeypatch.setattr(decoding, "answer", Waiting(0, "never", RuntimeError))
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(talk.generate, FIRST, 6, ignore_eos=True)
+        assert running.wait(60)
+        monkeypatch.setattr(decoding, "answer", PROGRAM)
+        for refused in (talk.generate, talk.fork, lambda: talk.read([1]), lambda: talk.ask([[1]])):
+            with pytest.raises(RuntimeError, match=r"in use by another thread.*session\.fork\(\) of its own"):
+                refused()
+        assert talk.remaining == ROOM - len(FIRST)
+        assert talk.cache_bytes == free.cache_bytes
+        assert "over" not in repr(talk)
+        go_on.set()
+        assert other.result() == want
+    assert talk.generate(SECOND, 6, ignore_eos=True) == free.generate(SECOND, 6, ignore_eos=True)
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: talk.ask([FIRST], 4, ignore_eos=True)[0], range(8)))
+    assert all(reply == replies[0] for reply in replies)
+
+
+def test_the_room_for_new_tokens(tiny):
+    """A policy that keeps every new token has a slot for each of them beside its budget, and the default is a round number of slots."""
+    for most, slots in ((1000, 64 + 1024), (200, 64 + 256)):
+        options = {} if most == 1000 else {"max_new_tokens": most}
+        talk = kvjax.Session(tiny, PROMPT, "snapkv:64,window=8", **options)
+        held = jax.tree.leaves([talk._at.state.caches])
+        assert talk.remaining == most
+        assert max(leaf.shape[2] for leaf in held if leaf.ndim == 4) == slots
+
+
 @pytest.mark.parametrize("method", ["encode", "decode", "render"])
 def test_a_chat_that_is_broken_off_in_the_tokenizer(talker, monkeypatch, method):
     """At whichever call: messages, tokens and the cache tell of the same conversation."""
@@ -337,8 +412,19 @@ def test_what_say_refuses(talker):
     ):
         with pytest.raises(ValueError, match=says):
             talk.chat(message, **options)
-    with pytest.raises(TypeError, match="stop"):
-        talk.chat("hello", stop="x")
+    for refused in (
+        talk.chat,
+        lambda _, **options: talk.generate(**options),
+        lambda text, **options: talk.ask([text], **options),
+    ):
+        with pytest.raises(
+            ValueError, match=r"stop='x', but a session's answers end at the model's end tokens alone; leave stop"
+        ):
+            refused("hello", stop="x")
+        with pytest.raises(
+            TypeError, match=r"stops is no option of a session's answers|unexpected keyword argument 'stops'"
+        ):
+            refused("hello", stops="x")
     assert (talk.tokens, talk.messages, talk.remaining) == before
 
 

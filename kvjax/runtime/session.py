@@ -10,11 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.arguments import short, shown, whole
+from kvjax.conversion import turns
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
+from kvjax.runtime.exclusive import Exclusive, alone
 from kvjax.runtime.generation import Reply, StopReason
 from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
@@ -52,6 +54,13 @@ class Session:
         answers = session.ask(["Who calls himself Ishmael?", "Where does he go?"])  # each from a fork; the session stays as it is
         session.generate(" And then")                                               # this one goes on
 
+    A policy that compresses the prompt alone, such as `snapkv`, keeps every token after it. Its cache has room for all
+    `max_new_tokens` from the beginning, beside its budget: with a budget of 64 and 1000 new tokens, 1088 slots per head.
+    `max_new_tokens` + 1 is rounded up to 2^n or 1.5 × 2^n. Policies that keep compressing, such as `treekv`, need no such room.
+    `cache_bytes` tells what is allocated.
+
+    A session does one thing at a time. For several threads, give each a fork.
+
     After Ctrl-C or an error a session goes on from where it got to: `tokens`, `remaining` and `messages` tell, and a text that was given
     and not refused is among them, so that `generate()` goes on with it. Where it was broken off while its cache was being rewritten,
     it is over, and says so.
@@ -63,7 +72,8 @@ class Session:
         params: a model, from `kvjax.load`.
         prompt: text, token ids or chat messages, of two tokens or more.
         policy, budget: as for `generate`; fractions are of prompt + `max_new_tokens`.
-        max_new_tokens: most tokens that may follow the prompt, read and sampled together.
+        max_new_tokens: most tokens that may follow the prompt, read and sampled together. The cache has room for them from the
+            beginning if the policy keeps them all.
         prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
         max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
         mesh: devices to share the model, as for `kvjax.Engine`. There is one row, so devices along "data" all do the same.
@@ -79,7 +89,7 @@ class Session:
         prompt: Prompt,
         policy: str | Policy = "full",
         budget: int | float | None = None,
-        max_new_tokens: int = 1024,
+        max_new_tokens: int = 1000,
         *,
         prefill_block: int | None = None,
         max_prompt_tokens: int | None = None,
@@ -97,7 +107,7 @@ class Session:
         (ids,), _ = token_ids(params, prompt, one=True)
         messages = _messages(prompt)
         if messages and messages[-1]["role"] != "user":
-            ids = params.tokenizer.chat(messages, add_generation_prompt=False)
+            ids = params.tokenizer.encode(turns.history(params.tokenizer, messages), add_special=False)
         if len(ids) < 2:
             raise ValueError("the prompt has one token; give one prompt of two tokens or more")
         if longest is not None and longest < len(ids):
@@ -105,6 +115,7 @@ class Session:
                 f"the prompt has {len(ids)} tokens, more than max_prompt_tokens={longest}; give as many or more"
             )
         longest = len(ids) if longest is None else longest
+        self._use = Exclusive()
         self._params, self._max_new_tokens, self._max_prompt_tokens = params, most, longest
         # One more for the token that is held back.
         mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
@@ -131,7 +142,7 @@ class Session:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still follow; none, if the session is over."""
+        """Tokens that may still follow; none if the session is over."""
         return 0 if self._over else self._max_new_tokens - (len(self._at.ids) - self._at.prompt)
 
     @property
@@ -155,24 +166,26 @@ class Session:
 
     def fork(self) -> "Session":
         """A session that goes its own way from here; the cache is copied."""
-        self._check_alive()
-        other = object.__new__(Session)
-        other.__dict__.update(self.__dict__)
-        other._at = dataclasses.replace(self._at, state=jax.tree.map(jnp.copy, self._at.state))
-        return other
+        with self._use.for_a_moment() as free:
+            self._check(free)
+            other = object.__new__(Session)
+            other.__dict__.update(self.__dict__, _use=Exclusive())
+            other._at = dataclasses.replace(self._at, state=jax.tree.map(jnp.copy, self._at.state))
+            return other
 
+    @alone
     def read(self, text: Question) -> None:
         """Read text or token ids into the cache.
 
         Raises:
             ValueError: it is empty, of no known kind, or longer than there is room for.
-            RuntimeError: the session is over.
+            RuntimeError: the session is over, or in use by another thread.
         """
-        self._check_alive()
         (new,) = question_ids(self._params, text, None)
         self._check_fits(len(new), self.remaining)
         self._take_in(new, check_request(self._params, 1))
 
+    @alone
     def extend(self, text: Question) -> None:
         """Let the prompt go on: read text or token ids in blocks, of a session that was begun with `prefill_block`.
 
@@ -180,9 +193,8 @@ class Session:
 
         Raises:
             ValueError: it is empty, of no known kind, or longer than there is room for; or the session was begun without blocks.
-            RuntimeError: the session is over.
+            RuntimeError: the session is over, or in use by another thread.
         """
-        self._check_alive()
         if not self._engine.block:
             raise ValueError("this session's prompt was read whole; begin it with prefill_block, such as 512")
         (new,) = question_ids(self._params, text, None)
@@ -202,6 +214,7 @@ class Session:
                 count = len(part[0])
                 self._at = dataclasses.replace(at, state=state, read=at.read + count, at_once=at.at_once + count)
 
+    @alone
     def generate(
         self,
         text: Question | None = None,
@@ -213,17 +226,18 @@ class Session:
         min_p: float | None = None,
         seed: int = 0,
         ignore_eos: bool = False,
+        stop: Sequence[str] | None = None,
     ) -> Reply:
         """Read `text`, if there is any, and go on from there; options as for `kvjax.generate`.
 
+        Stop strings are not implemented, so `stop` is None or empty.
+
         Raises:
             ValueError: as `read`, or an option is out of range.
-            RuntimeError: the session is over.
+            RuntimeError: the session is over, or in use by another thread.
         """
-        self._check_alive()
-        request = check_request(
-            self._params, max_new_tokens, temperature, top_k, top_p, min_p, seed, ignore_eos=ignore_eos
-        )
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+        request = self._request(max_new_tokens, {**options, "ignore_eos": ignore_eos, "stop": stop})
         self._check_fits(request.max_new_tokens, self.remaining)
         if text is not None:
             (new,) = question_ids(self._params, text, None)
@@ -231,6 +245,7 @@ class Session:
             self._take_in(new, request)
         return self._sample(request)
 
+    @alone
     def chat(self, message: str, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
         """The assistant's answer to the user's next message, of a session that began with chat messages.
 
@@ -238,9 +253,8 @@ class Session:
 
         Raises:
             ValueError: the session is no chat, it is the assistant's turn, or as `generate`.
-            RuntimeError: the session is over.
+            RuntimeError: the session is over, or in use by another thread.
         """
-        self._check_alive()
         messages = self.messages
         if not messages:
             raise ValueError("this session did not begin with chat messages; use generate(text)")
@@ -248,24 +262,24 @@ class Session:
             raise ValueError("the last message is the user's, so it is the assistant's turn; use answer()")
         said = {"role": "user", "content": message}
         check_message(said)
-        request = check_request(self._params, max_new_tokens, stop=(), **options)
+        request = self._request(max_new_tokens, options)
         self._check_fits(request.max_new_tokens, self.remaining)
         tail = self._tail(messages, said)
         sampled = self._at.ids[-1]
-        if messages[-1]["role"] == "assistant" and tail[:1] == [sampled] and sampled in self._params.config.eos:
+        if self._at.answer is not None and tail[:1] == [sampled] and sampled in self._params.config.eos:
             tail = tail[1:]  # the end token that the assistant sampled already
         self._check_fits(len(tail), self.remaining - request.max_new_tokens)
         self._take_in(tail, request, [*messages, said])
         return self._sample(request)
 
+    @alone
     def answer(self, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
         """The assistant's answer to the messages so far; options as for `generate`.
 
         Raises:
             ValueError: the last message is not the user's, or as `generate`.
-            RuntimeError: the session is over.
+            RuntimeError: the session is over, or in use by another thread.
         """
-        self._check_alive()
         messages = self.messages
         if not messages or messages[-1]["role"] != "user":
             raise ValueError("there is no message of the user's to answer; use chat(message), or generate(text)")
@@ -282,11 +296,12 @@ class Session:
 
         Raises:
             ValueError: the questions are no list, or as `generate`.
-            RuntimeError: the session is over.
+            RuntimeError: the session is over, or in use by another thread.
         """
         if isinstance(questions, str | bytes) or not isinstance(questions, Iterable):
             raise ValueError(f"questions is {shown(questions)}; give a list of questions")
         questions = list(questions)
+        self._request(max_new_tokens, options)
         if self._at.messages:
             for question in questions:
                 check_message({"role": "user", "content": question})
@@ -297,14 +312,38 @@ class Session:
     @property
     def _over(self) -> bool:
         """Whether the cache is gone: programs take over the one that they go on from."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._at.state))
+        with self._use.for_a_moment() as free:  # another thread will put the new cache in its place
+            return free and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._at.state))
 
-    def _check_alive(self) -> None:
+    def _check(self, free: bool) -> None:
+        if not free:
+            raise RuntimeError(
+                "this session is in use by another thread, and does one thing at a time; give each thread a session.fork() of its own"
+            )
         if self._over:
             raise RuntimeError(
                 "this session is over: it was broken off while its cache was being rewritten; begin another one, for example "
                 "with all that it had read and written, kvjax.Session(params, session.tokens, ...)"
             )
+
+    def _request(self, max_new_tokens: int, options: Mapping[str, Any]) -> Request:
+        """What is asked of an answer.
+
+        Raises:
+            ValueError: an option is out of range, or there are stop strings.
+            TypeError: there is no such option.
+        """
+        given = dict(options)
+        stop = given.pop("stop", None)
+        if stop is not None and (isinstance(stop, str) or not isinstance(stop, Sequence) or len(stop)):
+            raise ValueError(
+                f"stop={short(stop)}, but a session's answers end at the model's end tokens alone; leave stop out, or give it to "
+                "kvjax.generate"
+            )
+        known = SamplingOptions.__annotations__
+        if unknown := [name for name in given if name not in known]:
+            raise TypeError(f"{unknown[0]} is no option of a session's answers; give some of {', '.join(known)}")
+        return check_request(self._params, max_new_tokens, **given)
 
     def _check_fits(self, count: int, remaining: int) -> None:
         if count > remaining:
@@ -313,19 +352,15 @@ class Session:
             )
 
     def _tail(self, messages: list[Message], message: Message) -> list[int]:
-        """What the template puts behind the last of the messages, and a new one, up to the assistant's answer."""
-        mark = "\N{OBJECT REPLACEMENT CHARACTER}"
-        before = [*messages[:-1], {**messages[-1], "content": mark}]
+        """What the template adds for one more message, up to the assistant's answer."""
         tokenizer = self._params.tokenizer
-        if messages[-1]["role"] == "assistant":
-            text = tokenizer.render([*before, message]).rpartition(mark)[2]
-        else:  # the prompt, which was read as far as its last message's end
-            text, read = tokenizer.render([*before, message]), tokenizer.render(before, add_generation_prompt=False)
-            if not text.startswith(read):
-                raise ValueError(
-                    "this model's chat template changes earlier messages when one is added; use generate(text)"
-                )
-            text = text[len(read) :]
+        try:
+            if self._at.answer is None:  # the prompt was read with the end of its last message
+                text = turns.next_turn(tokenizer, messages, message)
+            else:
+                text = turns.following(tokenizer, [*messages, message], len(messages) - 1)
+        except ValueError as error:
+            raise ValueError(f"{error}; use generate(text)") from error
         return tokenizer.encode(text, add_special=False)
 
     def _take_in(self, new: Sequence[int], request: Request, messages: list[Message] | None = None) -> None:
@@ -338,7 +373,7 @@ class Session:
 
     def _sample(self, request: Request) -> Reply:
         """Go on from all tokens so far."""
-        given, tokens, logprobs, ends = self._at.ids, [], [], request.ends
+        given, tokens, logprobs, ends = self._at.ids, [], [], request.eos
         while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in ends):
             logprobs += self._run(min(request.max_new_tokens - len(tokens), decoding.CHUNK), request)
             tokens = self._at.ids[len(given) :]
@@ -355,7 +390,7 @@ class Session:
         state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0] * self._rows), jnp.uint32))
         # Compiling may take long, and may be broken off.
         pieces, count = [piece] * self._rows, count if last else 1
-        answer = self._engine.answering(state, pieces, count, request.sampler, request.ends, size=PIECE)
+        answer = self._engine.answering(state, pieces, count, request.sampler, request.eos, size=PIECE)
         with interrupts.held_back():
             state, tokens, logprobs = answer()
             steps = at.read - at.at_once + len(piece)  # those of the last token that was given
