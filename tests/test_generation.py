@@ -110,6 +110,33 @@ def test_stop_strings(letters):
     assert both[0].text == stopped.text
 
 
+def test_special_tokens_are_stop_strings(letters):
+    """They are no part of a text, so rows end where they are sampled: with `ignore_eos` too, and each row by itself."""
+    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 3}
+    prompts = ["hello", "world"]
+    free = kvjax.generate(letters, prompts, ignore_eos=True, **options)
+    letter = letters.tokenizer.decode(free[0].tokens[17:18])
+    backend = letters.tokenizer.backend.from_str(letters.tokenizer.backend.to_str())
+    backend.add_special_tokens([letter])
+    params = letters.replace(tokenizer=Tokenizer(backend, eos=(63,)))
+    token = backend.token_to_id(letter)
+    for stop in (letter, [letter], ["00", letter]):
+        stopped = kvjax.generate(params, prompts, stop=stop, ignore_eos=True, **options)
+        for got, whole in zip(stopped, free, strict=True):
+            at = whole.tokens.index(token) if token in whole.tokens else 39
+            assert got.tokens == whole.tokens[: at + 1]
+            assert got.text == letters.tokenizer.decode(whole.tokens[:at] if at < 39 else whole.tokens)
+            assert got.stop_reason == ("stop" if at < 39 else "length")
+    assert "".join(kvjax.stream(params, "hello", stop=letter, ignore_eos=True, **options)) == stopped[0].text
+    end = next(token for token in free[0].tokens if token != 63)
+    model_end = params.replace(config=dataclasses.replace(params.config, eos=(end,)))
+    assert kvjax.generate(model_end, "hello", stop=letter, **options).stop_reason == "eos"
+    with pytest.raises(
+        ValueError, match=r"stop='<end>x' holds the special token '<end>' and more.*give '<end>' by itself"
+    ):
+        kvjax.generate(params, "hello", stop=["x", "<end>x"], **options)
+
+
 def test_seeds(tiny):
     options = {"max_new_tokens": 16, "temperature": 1.0}
     first = kvjax.generate(tiny, PROMPT, seed=1, **options).tokens

@@ -63,6 +63,22 @@ def test_what_is_kept_does_not_depend_on_the_question(tiny):
     assert np.abs(np.asarray(aware.logprobs) - blind.logprobs).max() > 1e-3
 
 
+@pytest.mark.parametrize("question", ["who", "the facts", "\N{OBJECT REPLACEMENT CHARACTER}", [5, 6]])
+def test_a_question_after_a_chat_is_part_of_the_users_message(letters, question):
+    """As if it had been there from the beginning; the template's end of the message is read with it."""
+    facts, asked = "the facts ", question if isinstance(question, str) else "fg"
+    chat = [{"role": "system", "content": "a b"}, {"role": "user", "content": facts}]
+    whole = [chat[0], {"role": "user", "content": facts + asked}]
+    for messages, wanted in ((chat, whole), (chat[:1], [chat[0], {"role": "user", "content": asked}])):
+        got = kvjax.generate(letters, messages, question=question, **OPTIONS)
+        want = kvjax.generate(letters, wanted, **OPTIONS)
+        assert got.tokens == want.tokens
+        assert got.stats.question_tokens == len(asked) + 1
+        assert got.stats.prompt_tokens + got.stats.question_tokens == want.stats.prompt_tokens
+    several = kvjax.generate(letters, [chat, "the facts"], question=[question, "who"], **OPTIONS)
+    assert several[0].tokens == kvjax.generate(letters, whole, **OPTIONS).tokens
+
+
 def test_long_answers_go_on_past_one_call(tiny, monkeypatch):
     expected = kvjax.generate(tiny, PROMPTS, question=QUESTIONS, **OPTIONS)
     monkeypatch.setattr(decoding, "CHUNK", 5)

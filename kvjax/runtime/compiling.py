@@ -64,7 +64,7 @@ class CompiledGenerator:
         """
         most = self.engine.max_new_tokens
         asked = check_request(params, most if max_new_tokens is None else max_new_tokens, seed=seed, stop=stop)
-        request = dataclasses.replace(asked, sampler=self.sampler, ends=self.eos_ids)
+        request = dataclasses.replace(asked, sampler=self.sampler, eos=self.eos_ids)
         if request.max_new_tokens > most:
             raise ValueError(
                 f"max_new_tokens={request.max_new_tokens}, but the programs were compiled for {most}; compile for more"

@@ -26,7 +26,7 @@ from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
-from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
+from kvjax.runtime.prompts import Message, Prompt, Question, asked_in_chats, question_ids, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
@@ -104,7 +104,8 @@ class Reply:
         text: the new text, without special tokens and stop string; None for a model without tokenizer.
         tokens: the new token ids, the end token included if one was sampled.
         logprobs: each token's log-probability under the model, before temperature and filters.
-        stop_reason: "eos" (sampled an end token), "stop" (produced a stop string), or "length".
+        stop_reason: "eos" (sampled an end token), "stop" (produced a stop string, or sampled the special token that is one), or
+            "length".
     """
 
     text: str | None
@@ -201,10 +202,13 @@ def generate(
         top_k, top_p, min_p: filters on what may be sampled, see `kvjax.runtime.sampling.Sampling`.
         seed: with the same seed a prompt samples the same tokens; row i of a list samples as it would alone with `seed + i`. Any whole
             number will do; what counts is its remainder modulo 2**32.
-        stop: strings that end the text where they appear (they are not part of it).
+        stop: strings that end the text where they appear (they are not part of it). A special token of the model, such as
+            "<|im_end|>", is one by itself; the text of a special token is no part of a longer string.
         ignore_eos: go on past end tokens.
         question: text or token ids that follow the prompt (one for each prompt of a list), read only once the prompt has been
-            compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones.
+            compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones. After chat messages,
+            the question is appended to the user's last message as it is, and is read together with the end of that message and the
+            opening of the answer. If the last message is not the user's, the question is a message of the user's own.
         prefill_block: read prompts in blocks of so many tokens, each compressed together with what is kept of those before it, so that
             memory and time per token do not depend on a prompt's length. Tokens attend to what is kept and, causally, to their block.
             The first block of a prompt is the one that is not full. By default prompts are read whole, or in blocks of `BLOCK` where
@@ -292,15 +296,15 @@ class Row:
             return self.growing.whole()
         return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], ends: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], request: Request) -> None:
         """Take in newly sampled tokens up to the row's end."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
                 return
             self.tokens.append(int(token))
             self.logprobs.append(float(logprob))
-            if token in ends:
-                self.stop_reason = "eos"
+            if token in request.ends:
+                self.stop_reason = "eos" if token in request.eos else "stop"
             if self.growing is not None:
                 self.growing.push(token)
                 if self.growing.stopped:
@@ -335,6 +339,9 @@ class Run:
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
+            given = ([prompt], [question]) if self.single else (prompt, question)
+            pairs = asked_in_chats(params, *given, list(zip(prompts, questions, strict=True)))
+            prompts, questions = map(list, zip(*pairs, strict=True))
         check_same(self.mesh, [*prompts, *questions], request, self.policy, prefill_block)
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         for row in self.rows:
@@ -457,7 +464,10 @@ class Run:
         idle = engine.batch - len(rows)
         rows += [Row(rows[-1].prompt[:1], rows[-1].question[:1], None, stop_reason="length") for _ in range(idle)]
         prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, [*group, *[0] * idle])
-        how = self.request.sampler, self.request.ends
+        how = (
+            self.request.sampler,
+            self.request.eos,
+        )  # rows end at `stop_ids` on the host, so that no other program is compiled
         rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
             state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
@@ -511,4 +521,4 @@ class Run:
         """Take each row's next `counts` samples, as far as it was asked for them."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
             count = min(count, self.request.max_new_tokens - len(row.tokens))
-            row.extend(row_tokens[:count], row_logprobs[:count], self.request.ends)
+            row.extend(row_tokens[:count], row_logprobs[:count], self.request)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from kvjax.arguments import plain, shown
+from kvjax.conversion import turns
 from kvjax.models import Params
 
 Message: TypeAlias = Mapping[str, Any]
@@ -73,6 +74,42 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
     return [_ids(params, row, kind, follows=True) for row, kind in zip(questions, kinds, strict=True)]
 
 
+def asked_in_chats(
+    params: Params, prompts: Sequence[Any], questions: Sequence[Any], ids: Sequence[tuple[list[int], list[int]]]
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and the questions that follow them as token ids, where a question after a chat is the end of the user's last message.
+
+    What the template puts behind that message belongs to the question. If the last message is not the user's, the question is a
+    message of its own.
+
+    Args:
+        params: the model.
+        prompts, questions: as they were given, one of each in a row.
+        ids: their tokens, as of `token_ids` and `question_ids`. Those of text and of token ids stay as they are.
+
+    Raises:
+        ValueError: the template refuses the messages, or leaves the question out.
+    """
+    rows = zip(prompts, questions, ids, strict=True)
+    return [
+        _asked(params, prompt, question, own[1]) if _kind(prompt) == "chat" else own for prompt, question, own in rows
+    ]
+
+
+def _asked(params: Params, messages: Sequence[Message], question: Any, ids: list[int]) -> tuple[list[int], list[int]]:
+    tokenizer, messages = params.tokenizer, list(messages)
+    if messages[-1]["role"] != "user":
+        messages.append({"role": "user", "content": ""})
+    said, text = messages[-1]["content"] or "", question if isinstance(question, str) else ""
+    # Templates trim what messages begin and end with, but not what stands between the message and tokens of a question.
+    before, after = turns.split(tokenizer, messages, len(messages) - 1, said, text)
+    after = tokenizer.encode(after, add_special=False)
+    prompt, asked = tokenizer.encode(before, add_special=False), after if text else [*ids, *after]
+    for found, what in ((prompt, "prompt"), (asked, "question")):
+        _check_ids(params, found, what)
+    return prompt, asked
+
+
 def check_message(message: Any) -> None:
     """Raise `ValueError` unless a chat message says who speaks, and what, in text that can be encoded."""
     if not isinstance(message.get("role"), str):
@@ -136,12 +173,16 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list
     else:
         _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)
+    _check_ids(params, ids, "question" if follows else "prompt")
+    return ids
+
+
+def _check_ids(params: Params, ids: Sequence[int], what: str) -> None:
     if not ids:
-        raise ValueError(f"a {'question' if follows else 'prompt'} is empty; give at least one token")
+        raise ValueError(f"a {what} is empty; give at least one token")
     bad = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
     if bad is not None:
         raise ValueError(f"token id {bad} is outside this model's vocabulary of {params.config.vocab_size}")
-    return ids
 
 
 def _check_text(text: str) -> None:

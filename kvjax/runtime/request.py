@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax.arguments import plain, short, shown, whole
+from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
 
@@ -46,14 +47,21 @@ class Request:
         sampler: how they are sampled.
         seed: of the first row, the next ones' follow; from 0 to 2**32 - 1.
         stop: strings that end a text.
-        ends: token ids that end a row.
+        eos: the model's end tokens that end a row; none if they are ignored.
+        stop_ids: special tokens that end a row because they are stop strings, which `stop` has too.
     """
 
     max_new_tokens: int
     sampler: Greedy | Sampling
     seed: int
     stop: tuple[str, ...]
-    ends: tuple[int, ...]
+    eos: tuple[int, ...]
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """All token ids that end a row."""
+        return tuple(dict.fromkeys((*self.eos, *self.stop_ids)))
 
 
 def check_request(
@@ -85,8 +93,30 @@ def check_request(
         sampler=make_sampler(temperature, top_k, top_p, min_p),
         seed=whole("seed", seed) % 2**32,
         stop=tuple(strings),
-        ends=() if flag("ignore_eos", ignore_eos) else params.config.eos,
+        eos=() if flag("ignore_eos", ignore_eos) else params.config.eos,
+        stop_ids=() if params.tokenizer is None else _stop_ids(params.tokenizer, strings),
     )
+
+
+def _stop_ids(tokenizer: Tokenizer, strings: Sequence[str]) -> tuple[int, ...]:
+    """The special tokens among stop strings: text is decoded without them, so it would never have these strings.
+
+    Raises:
+        ValueError: a string has a special token and something else.
+    """
+    found = []
+    for string in strings:
+        if string in tokenizer.special_ids:
+            found.append(tokenizer.special_ids[string])
+            continue
+        ids = tokenizer.encode(string, add_special=False)
+        within = [text for text, token in tokenizer.special_ids.items() if text in string and token in ids]
+        if within:
+            raise ValueError(
+                f"stop={short(string)} holds the special token {short(within[0])} and more, but text is decoded without special "
+                f"tokens; give {short(within[0])} by itself"
+            )
+    return tuple(found)
 
 
 def check_params(params: Any) -> None:
