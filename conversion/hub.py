@@ -22,14 +22,10 @@ ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """Weight files that are fetched; pickles never are."""
 
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+"""Files of a tokenizer."""
+
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER)
 """Small files that are fetched."""
 
 _ELSEWHERE = ("*/*", "consolidated*")
@@ -114,6 +110,20 @@ def fetch_config(
         CheckpointError: no such model, no access, no connection, or an unknown architecture.
     """
     return read_config(_download(repo_id, ["config.json", "generation_config.json"], revision, token, progress))
+
+
+def fetch_tokenizer(repo_id: str, *, token: str | bool | None = None, progress: bool | None = None) -> Path:
+    """Download a tokenizer alone.
+
+    Args:
+        repo_id: ``owner/name``.
+        token: see `kvjax.conversion.load`.
+        progress: see `kvjax.conversion.load`.
+
+    Raises:
+        CheckpointError: no such repository, no access or no connection.
+    """
+    return _download(repo_id, list(TOKENIZER), None, token, progress)
 
 
 def _download(

@@ -1,5 +1,6 @@
 """`load`: one function for every kind of checkpoint."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .gguf_file import find_gguf, open_gguf
 from .huggingface import PICKLES, open_directory, refuse_pickle
 from .orbax_directory import MARK, open_orbax
 from .text_files import present
+from .tokenizer_source import TokenizerSource, find_tokenizer
 
 
 def load(
@@ -27,6 +29,7 @@ def load(
     dtype: Any = None,
     weights: str | None = None,
     embedding: str | None = None,
+    tokenizer: TokenizerSource | None = None,
     device: Any = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -44,6 +47,8 @@ def load(
             scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors and what
             `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
         embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
+        tokenizer: used in place of the checkpoint's own: a directory with a ``tokenizer.json``, a GGUF file, a hub id, or a
+            `kvjax.conversion.Tokenizer`. End tokens stay those of the model.
         device: a jax device or sharding to put the parameters on; None is jax's default device.
         revision: branch, tag or commit of a model on the hub; None is its main branch.
         token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
@@ -56,7 +61,7 @@ def load(
     configuration ties it.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind.
+        CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind, or there is no such tokenizer.
         ValueError: a dtype or a kind of weights that parameters cannot have, a revision of what is not on the hub, or a mesh that cannot share the model.
     """
     check_kinds(weights, embedding)
@@ -64,7 +69,7 @@ def load(
         raise ValueError(f"device={device} and a mesh; give one of the two")
     mesh = None if mesh is None else get_mesh(mesh)
     wanted = None if dtype is None else float_name(dtype)
-    checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
+    checkpoint = open_checkpoint(source, progress, revision=revision, token=token, tokenizer=tokenizer)
     if wanted is None:
         where = device if mesh is None else mesh.devices.flat[0]
         wanted = "float32" if _platform(where) == "cpu" else checkpoint.own_dtype
@@ -85,11 +90,17 @@ def open_checkpoint(
     headers_only: bool = False,
     revision: str | None = None,
     token: str | bool | None = None,
+    tokenizer: TokenizerSource | None = None,
 ) -> Checkpoint:
     """Find a checkpoint, downloading it if need be, and read its headers.
 
-    With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works.
+    With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works. `tokenizer` is found first,
+    and takes the place of the checkpoint's own.
     """
+    if tokenizer is not None:
+        find = find_tokenizer(tokenizer, token=token, progress=progress)
+        found = open_checkpoint(source, progress, headers_only=headers_only, revision=revision, token=token)
+        return dataclasses.replace(found, tokenizer=lambda: find(found.config))
     if revision is not None and (not hub.ID.fullmatch(str(source)) or Path(str(source)).exists()):
         raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
     path = default_model.locate(progress) if _is_default(source) else Path(str(source))

@@ -25,6 +25,7 @@ from .orbax_directory import MARK, write_orbax
 from .progress import Meter
 from .quantised import parts
 from .state_dict import checkpoint_of
+from .tokenizer_source import TokenizerSource
 
 SHARD_BYTES = 5 * 10**9
 """Size above which safetensors are cut into shards, as the Hugging Face hub likes them."""
@@ -47,6 +48,7 @@ def convert(
     dtype: Any = None,
     weights: str | None = None,
     embedding: str | None = None,
+    tokenizer: TokenizerSource | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     progress: bool | None = None,
@@ -60,6 +62,7 @@ def convert(
         format: "orbax", or "safetensors" as transformers reads it.
         dtype: type of the written parameters; by default the checkpoint's own (bfloat16 for quantised ones).
         weights, embedding: as for `kvjax.conversion.load`. What is in 8 or 4 bits is for kvjax alone, as safetensors, too.
+        tokenizer: see `kvjax.conversion.load`.
         revision: see `kvjax.conversion.load`.
         token: see there.
         progress: see there.
@@ -74,7 +77,7 @@ def convert(
     """
     check_kinds(weights, embedding)
     check = _checks(destination, format, overwrite)
-    checkpoint = open_checkpoint(source, progress, revision=revision, token=token)
+    checkpoint = open_checkpoint(source, progress, revision=revision, token=token, tokenizer=tokenizer)
     kinds = kinds_of(checkpoint, weights, embedding)
     return _write(checkpoint, Path(destination), format, dtype, progress, check, kinds)
 

@@ -10,7 +10,7 @@ from kvjax.texts import read_text
 from . import checks
 from .console import errors
 from .hyperparameters import read_settings
-from .options import CompilationCacheOption, DTypeOption, ModelOption, read_model
+from .options import CompilationCacheOption, DTypeOption, ModelOption, TokenizerOption, read_model
 from .progress import bar
 
 
@@ -55,6 +55,7 @@ def calibrate(
         ),
     ] = None,
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:
@@ -79,7 +80,7 @@ def calibrate(
         read_text(file)
     checks.destination(out)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, tokenizer=tokenizer)
     with bar() as begin:
         profile = make_profile(params, method, files, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)

@@ -16,6 +16,7 @@ from .options import (
     JsonOption,
     MeshOption,
     ModelOption,
+    TokenizerOption,
     read_model,
 )
 from .progress import bar
@@ -45,6 +46,7 @@ def compare(
         str, typer.Option(help="Shares of the full cache's bytes, separated by commas.")
     ] = "0.125,0.25,0.5",
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     query_aware: QueryAwareOption = False,
     length: LengthOption = None,
     samples: SamplesOption = None,
@@ -92,7 +94,7 @@ def compare(
         check(name, inputs)
     checks.destination(out, folder=True)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, mesh=mesh, distributed=distributed)
+    params = read_model(model, dtype, compilation_cache, mesh=mesh, distributed=distributed, tokenizer=tokenizer)
     with bar() as begin:
         begin("Making tasks")
         cells = compare_all(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from .console import errors
-from .options import DTypeOption, EmbeddingOption, WeightsOption, spelt
+from .options import DTypeOption, EmbeddingOption, TokenizerOption, WeightsOption, spelt
 
 
 def convert(
@@ -21,6 +21,7 @@ def convert(
     dtype: DTypeOption = None,
     weights: WeightsOption = None,
     embedding: EmbeddingOption = None,
+    tokenizer: TokenizerOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it is a model.")] = False,
 ) -> None:
     """Write a model as Orbax or safetensors.
@@ -36,6 +37,7 @@ def convert(
         dtype=dtype,
         weights=spelt(weights),
         embedding=spelt(embedding),
+        tokenizer=tokenizer,
         progress=True,
         overwrite=overwrite,
     )

@@ -16,6 +16,7 @@ from .options import (
     PromptArgument,
     PromptFileOption,
     SetOption,
+    TokenizerOption,
     read_model,
     read_prompt,
 )
@@ -35,6 +36,7 @@ def draw(
         int, typer.Option("--max-new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to write.")
     ] = 64,
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     dtype: DTypeOption = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:
@@ -47,7 +49,7 @@ def draw(
     chosen = read_policies(policies, budget, settings or (), "--policies")
     checks.picture(out)
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache)
+    params = read_model(model, dtype, compilation_cache, tokenizer=tokenizer)
     with waiting("Running " + ", ".join(policy.info.name for policy in chosen)):
         figure = kept_tokens(params, text, chosen, max_new_tokens)
     save(figure, out)

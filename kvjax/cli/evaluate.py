@@ -19,6 +19,7 @@ from .options import (
     ModelOption,
     PrefillBlockOption,
     SetOption,
+    TokenizerOption,
     WeightsOption,
     read_model,
 )
@@ -52,6 +53,7 @@ def evaluate(
         ),
     ],
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     policy: Annotated[
         str,
         typer.Option("--policy", "--policies", "-p", help="Separated by commas; see `kvjax policies`."),
@@ -155,7 +157,7 @@ def evaluate(
     check(task, inputs, chosen, prefill_block)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed)
+    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)
     outcomes = []
     with bar() as begin:
         for each in chosen:

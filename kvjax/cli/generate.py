@@ -24,6 +24,7 @@ from .options import (
     PromptArgument,
     PromptFileOption,
     SetOption,
+    TokenizerOption,
     WeightsOption,
     read_model,
     read_prompt,
@@ -40,6 +41,7 @@ def generate(
     prompt: PromptArgument = None,
     prompt_file: PromptFileOption = None,
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     policy: PolicyOption = "full",
     budget: BudgetOption = None,
     settings: SetOption = None,
@@ -99,7 +101,7 @@ def generate(
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed)
+    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]

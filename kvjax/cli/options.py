@@ -77,6 +77,15 @@ EmbeddingOption = Annotated[
         show_default=False,
     ),
 ]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="SRC",
+        help="Use this tokenizer in place of the model's own: a directory with tokenizer.json, a GGUF file, or a hub id.",
+        show_default=False,
+    ),
+]
 PrefillBlockOption = Annotated[
     int | None,
     typer.Option(
@@ -122,6 +131,7 @@ def read_model(
     embedding: str | None = None,
     mesh: str | None = None,
     distributed: bool = False,
+    tokenizer: str | None = None,
 ) -> "Params":
     """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
     from kvjax.conversion import load
@@ -141,7 +151,8 @@ def read_model(
     if mesh is not None:
         get_mesh(mesh)  # before anything is downloaded
     with unwatched("Loading the model"):
-        return load(source, dtype=dtype, weights=spelt(weights), embedding=spelt(embedding), mesh=mesh)
+        matrices, ends = spelt(weights), spelt(embedding)
+        return load(source, dtype=dtype, weights=matrices, embedding=ends, tokenizer=tokenizer, mesh=mesh)
 
 
 def spelt(weights: str | None) -> str | None:

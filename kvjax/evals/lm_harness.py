@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache import bucket
 from kvjax.conversion import load
+from kvjax.conversion.tokenizer_source import TokenizerSource, find_tokenizer
 from kvjax.extras import optional
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
@@ -52,6 +53,7 @@ def register() -> type[Any]:
             pretrained: what `kvjax.load` takes, or loaded `Params`; by default the default model.
             policy, budget, settings: as for `kvjax.get_policy`.
             dtype: type of the weights.
+            tokenizer: as for `kvjax.load`.
             batch_size: requests that run together.
             max_length: tokens of context and continuation; by default the model's window.
             max_gen_toks: most tokens to write where a task does not say.
@@ -64,6 +66,7 @@ def register() -> type[Any]:
             policy: str | Policy = "full",
             budget: int | float | None = None,
             dtype: str | None = None,
+            tokenizer: TokenizerSource | None = None,
             batch_size: int | str = 4,
             max_length: int | None = None,
             max_gen_toks: int = 256,
@@ -79,7 +82,13 @@ def register() -> type[Any]:
                 if value is not None and (not isinstance(value, int) or value < least):
                     raise ValueError(f"{name}={value!r}; give a whole number, {least} or more")
             self.policy = get_policy(policy, budget=budget, **settings)
-            given = pretrained if isinstance(pretrained, Params) else load(pretrained, dtype=dtype, mesh=mesh)
+            given = (
+                pretrained
+                if isinstance(pretrained, Params)
+                else load(pretrained, dtype=dtype, tokenizer=tokenizer, mesh=mesh)
+            )
+            if tokenizer is not None and given is pretrained:
+                given = given.replace(tokenizer=find_tokenizer(tokenizer)(given.config))
             self.params, over = on_mesh(given, mesh, self.policy)
             self._together = get_shard(over, given.config).data  # rows are dealt to so many devices
             if self.params.tokenizer is None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,19 @@ def test_chat_goes_through_the_template(generate, params: Params) -> None:
     assert generate("--chat", PROMPT).stdout == f"{expected(params, [user]).text}\n"
     told = generate("--system", "hell", PROMPT).stdout
     assert told == f"{expected(params, [{'role': 'system', 'content': 'hell'}, user]).text}\n"
+
+
+def test_another_tokenizer(generate, params: Params, checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "other"
+    shutil.copytree(checkpoint, tokenizer, ignore=lambda *_: ["model.safetensors"])
+    fields = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    fields["chat_template"] = "{{ messages[0].content }}!"
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(fields))
+    result = generate("--chat", "--tokenizer", tokenizer, PROMPT)
+    assert (result.exit_code, result.stdout) == (0, f"{expected(params, PROMPT + '!').text}\n")
+    refused = generate("--tokenizer", tmp_path, PROMPT)
+    assert refused.exit_code == 1
+    assert "no tokenizer there; give a directory with a tokenizer.json" in refused.stderr.replace("\n", " ")
 
 
 def test_sampling_options_reach_the_sampler(generate, params: Params) -> None:

@@ -1,6 +1,7 @@
 """Hugging Face directories: what is read, and what is refused."""
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
 from safetensors.numpy import save_file
 
-from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load, loading, save
+from kvjax.conversion import CheckpointError, convert, describe, from_hf, from_state_dict, load, loading, save
 from kvjax.models import Params
 
 LAST = "model.layers.1.mlp.down_proj.weight"
@@ -335,6 +336,50 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     write_hf(tmp_path)
     with pytest.raises(CheckpointError, match="give the directory it lies in"):
         load(tmp_path / "model.safetensors")
+
+
+def test_a_tokenizer_in_place_of_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever a model's own may come; end tokens are the model's. The model's own files are not even looked at."""
+    model, other = tmp_path / "model", tmp_path / "other"
+    write_hf(model, tokenizer=True)
+    write_hf(other, tokenizer=True)
+    (other / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": "another"}))
+    (model / "tokenizer.json").write_text("damaged")
+    alphabet = [load(other).tokenizer.backend.id_to_token(i) for i in range(261)]
+    fields = {"model": "gpt2", "pre": "smollm", "tokens": alphabet, "merges": ["h e", "l l", "he ll"]}
+    fields |= {"token_type": [3, 3] + [1] * 259, "eos_token_id": 1, "bos_token_id": 0}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    gguf = tmp_path / "gguf" / "model.gguf"
+    gguf.parent.mkdir()
+    write_gguf(gguf, from_hf(HF_CONFIG), metadata=metadata | {"tokenizer.chat_template": "another"})
+    given = load(other).tokenizer
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (given, other, str(other), other / "tokenizer.json", gguf, gguf.parent, "~/other"):
+        params = load(model, tokenizer=source)
+        assert params.tokenizer.chat_template == "another"
+        assert params.tokenizer.encode("hell</s>") == [260, 1]
+        assert (params.config.eos, params.tokenizer.eos) == ((1,), (1,))
+    assert load(gguf, tokenizer=other).tokenizer == given
+    convert(model, tmp_path / "converted", tokenizer=other)
+    assert load(tmp_path / "converted").tokenizer.chat_template == "another"
+
+
+def test_tokenizers_that_are_none(tmp_path: Path) -> None:
+    """Refused before the model is looked for."""
+    write_hf(tmp_path / "bare")
+    for source in (tmp_path / "bare", tmp_path / "nothing", "nothing", tmp_path / "bare" / "config.json"):
+        with pytest.raises(
+            CheckpointError, match=r"tokenizer='.*': no tokenizer there; give a directory with a tokenizer.json"
+        ):
+            load(tmp_path / "no model", tokenizer=source)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="a regular file was expected"):
+        load(tmp_path / "no model", tokenizer=tmp_path / "tokenizer.json")
+    write_hf(tmp_path / "large", tokenizer=True)
+    small = HF_CONFIG | {"vocab_size": 200}
+    write_hf(tmp_path / "small", small)
+    with pytest.warns(UserWarning, match="61 tokens are beyond the model's vocabulary of 200"):
+        load(tmp_path / "small", tokenizer=tmp_path / "large")
 
 
 def test_state_dicts_are_checked_too() -> None:
