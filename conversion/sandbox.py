@@ -14,6 +14,7 @@ import marshal
 import multiprocessing.spawn
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -55,7 +56,7 @@ class _Worker:
     def __init__(self) -> None:
         self.used = False
         executable = multiprocessing.spawn.get_executable()
-        if not executable:
+        if not executable or getattr(sys, "frozen", False):  # the executable is the program itself
             raise ExceededError(
                 "templates are rendered in a process of Python's own, and sys.executable names no Python; name one by "
                 "multiprocessing.set_executable"

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
 from safetensors.numpy import save_file
 
-from kvjax.conversion import CheckpointError, convert, describe, from_hf, from_state_dict, load, loading, save
+from kvjax.conversion import CheckpointError, convert, describe, from_hf, from_state_dict, hub, load, loading, save
 from kvjax.models import Params
 
 LAST = "model.layers.1.mlp.down_proj.weight"
@@ -360,6 +360,10 @@ def test_a_tokenizer_in_place_of_the_models_own(tmp_path: Path, monkeypatch: pyt
         assert params.tokenizer.encode("hell</s>") == [260, 1]
         assert (params.config.eos, params.tokenizer.eos) == ((1,), (1,))
     assert load(gguf, tokenizer=other).tokenizer == given
+    fetched = []
+    monkeypatch.setattr(hub, "_download", lambda repo_id, patterns, *_: fetched.append((repo_id, patterns)) or other)
+    assert load(model, tokenizer="owner/name").tokenizer == given
+    assert fetched == [("owner/name", list(hub.TOKENIZER))], "no weights"
     convert(model, tmp_path / "converted", tokenizer=other)
     assert load(tmp_path / "converted").tokenizer.chat_template == "another"
 
