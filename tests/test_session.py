@@ -1,6 +1,7 @@
 """Sessions against the same tokens read one by one, forks that do not disturb each other, and chats turn by turn."""
 
 import contextlib
+import dataclasses
 import itertools
 import signal
 import sys
@@ -154,6 +155,16 @@ def test_an_end_token_is_not_read_twice(talker, monkeypatch):
     text = talker.tokenizer.decode(talk.tokens, skip_special=False)
     assert text.count("</s>\n<|user|>again</s>\n<|assistant|>") == 1
     assert "</s></s>" not in text
+    params = talker.replace(config=dataclasses.replace(talker.config, eos=(1, 0)))
+    talk = kvjax.Session(params, [{"role": "user", "content": "hi"}], max_new_tokens=200)
+    talk.answer(3, ignore_eos=True)
+    talk._at.ids[-1] = 0  # as if it had been another end token than the template's
+    left = talk.remaining
+    talk.chat("again", 2, ignore_eos=True)
+    text = talker.tokenizer.decode(talk.tokens, skip_special=False)
+    assert text.count("</s>\n<|user|>again</s>\n<|assistant|>") == 1
+    assert "<s>" not in text
+    assert talk.remaining == left - len(talker.tokenizer.encode("\n<|user|>again</s>\n<|assistant|>")) - 2
 
 
 PROGRAM = decoding.answer

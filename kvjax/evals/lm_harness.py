@@ -6,6 +6,7 @@ takes the arguments of the harness's own `lm_eval` command, which knows no model
 `lm_eval.simple_evaluate(model="kvjax", model_args=…)` work. Needs the `lm-eval` extra.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -88,7 +89,7 @@ def register() -> type[Any]:
                 else load(pretrained, dtype=dtype, tokenizer=tokenizer, mesh=mesh)
             )
             if tokenizer is not None and given is pretrained:
-                given = given.replace(tokenizer=find_tokenizer(tokenizer)(given.config))
+                given = dataclasses.replace(given, tokenizer=find_tokenizer(tokenizer)(given.config))
             self.params, over = on_mesh(given, mesh, self.policy)
             self._together = get_shard(over, given.config).data  # rows are dealt to so many devices
             if self.params.tokenizer is None:

@@ -265,11 +265,11 @@ class Session:
         request = self._request(max_new_tokens, options)
         self._check_fits(request.max_new_tokens, self.remaining)
         tail = self._tail(messages, said)
-        sampled = self._at.ids[-1]
-        if self._at.answer is not None and tail[:1] == [sampled] and sampled in self._params.config.eos:
-            tail = tail[1:]  # the end token that the assistant sampled already
-        self._check_fits(len(tail), self.remaining - request.max_new_tokens)
-        self._take_in(tail, request, [*messages, said])
+        ends, sampled = self._params.config.eos, self._at.ids[-1]
+        # The last token has not been read yet. If the assistant has sampled an end token, the template's own takes its place.
+        ended = self._at.answer is not None and sampled in ends and any(token in ends for token in tail[:1])
+        self._check_fits(len(tail) - ended, self.remaining - request.max_new_tokens)
+        self._take_in(tail, request, [*messages, said], replaced=int(ended))
         return self._sample(request)
 
     @alone
@@ -363,9 +363,14 @@ class Session:
             raise ValueError(f"{error}; use generate(text)") from error
         return tokenizer.encode(text, add_special=False)
 
-    def _take_in(self, new: Sequence[int], request: Request, messages: list[Message] | None = None) -> None:
-        """Have tokens follow, which end with the user's message where `messages` are given, and read all but the last piece."""
-        ids = [*self._at.ids, *new]
+    def _take_in(
+        self, new: Sequence[int], request: Request, messages: list[Message] | None = None, replaced: int = 0
+    ) -> None:
+        """Have tokens follow, which end with the user's message where `messages` are given, and read all but the last piece.
+
+        Those that have not been read yet may be `replaced`.
+        """
+        ids = [*self._at.ids[: len(self._at.ids) - replaced], *new]
         said = {} if messages is None else {"messages": messages, "answer": len(ids)}
         self._at = dataclasses.replace(self._at, ids=ids, **said)
         while len(ids) - self._at.read > PIECE:  # the rest waits: the token after it is sampled as it is read

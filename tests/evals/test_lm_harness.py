@@ -8,6 +8,7 @@ import pytest
 from oracles import logits as logits_of
 
 import kvjax
+from kvjax.conversion import Tokenizer
 from kvjax.evals import lm_harness
 from kvjax.models.rope import Yarn
 
@@ -27,6 +28,12 @@ def logprobs(params, tokens):
     logits = np.asarray(logits_of(params, np.asarray([tokens], np.int32)))[0, :-1].astype(np.float64)
     scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     return scores[np.arange(len(scores)), tokens[1:]]
+
+
+def test_another_tokenizer(talker):
+    other = Tokenizer(talker.tokenizer.backend, eos=talker.tokenizer.eos, chat_template="another")
+    assert lm_harness.register()(talker, tokenizer=other).params.tokenizer == other
+    assert talker.tokenizer != other
 
 
 def test_it_is_registered(model):
