@@ -6,7 +6,10 @@ import itertools
 import os
 import signal
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -117,6 +120,25 @@ def memory_for_programs():
     yield
     if quick_programs.held_bytes() > quick_programs.MEMORY:
         quick_programs.drop_programs()
+
+
+@pytest.fixture(scope="module")
+def programs_by_chunk() -> defaultdict[int, dict[str, dict[Any, Any]]]:
+    """Compiled programs by `decoding.CHUNK`."""
+    return defaultdict(lambda: {"decode": {}, "answer": {}})
+
+
+@pytest.fixture
+def set_chunk(monkeypatch: pytest.MonkeyPatch, programs_by_chunk: defaultdict[int, Any]) -> Callable[[int], None]:
+    """Sets `decoding.CHUNK` for a test. Compiled programs hold that number, so those of each are kept apart."""
+    from kvjax.runtime import decoding
+
+    def set_to(size: int) -> None:
+        monkeypatch.setattr(decoding, "CHUNK", size)
+        for name, compiled in programs_by_chunk[size].items():
+            monkeypatch.setattr(getattr(decoding, name), "_compiled", compiled)
+
+    return set_to
 
 
 @pytest.fixture(scope="session")

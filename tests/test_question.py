@@ -79,9 +79,9 @@ def test_a_question_after_a_chat_is_part_of_the_users_message(letters, question)
     assert several[0].tokens == kvjax.generate(letters, whole, **OPTIONS).tokens
 
 
-def test_long_answers_go_on_past_one_call(tiny, monkeypatch):
+def test_long_answers_go_on_past_one_call(tiny, set_chunk):
     expected = kvjax.generate(tiny, PROMPTS, question=QUESTIONS, **OPTIONS)
-    monkeypatch.setattr(decoding, "CHUNK", 5)
+    set_chunk(5)
     assert [r.tokens for r in kvjax.generate(tiny, PROMPTS, question=QUESTIONS, **OPTIONS)] == [
         r.tokens for r in expected
     ]

@@ -199,10 +199,10 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "when", "kind"), CALLS)
-def test_a_turn_that_is_broken_off(tiny, monkeypatch, call, when, kind):
+def test_a_turn_that_is_broken_off(tiny, monkeypatch, set_chunk, call, when, kind):
     """A turn takes two calls to read its text and two to write. Wherever one breaks off, the session goes on from there, or is over."""
     monkeypatch.setattr(session, "PIECE", 4)
-    monkeypatch.setattr(decoding, "CHUNK", 3)
+    set_chunk(3)
     talk = begin(tiny, POLICY)
     whole = talk.fork()
     want = whole.generate(FIRST, 6, ignore_eos=True).tokens
@@ -245,9 +245,9 @@ def broken_off_at_line(number):
         sys.settrace(usual)
 
 
-def test_a_turn_that_is_broken_off_at_any_line(tiny, monkeypatch):
+def test_a_turn_that_is_broken_off_at_any_line(tiny, monkeypatch, set_chunk):
     monkeypatch.setattr(session, "PIECE", 6)
-    monkeypatch.setattr(decoding, "CHUNK", 4)
+    set_chunk(4)
     opening = begin(tiny, POLICY)
     whole = opening.fork()
     want = whole.generate(FIRST, 6, ignore_eos=True).tokens
@@ -389,10 +389,10 @@ def agrees(params, talk):
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_chat_that_is_broken_off_in_a_program(talker, monkeypatch, call):
+def test_a_chat_that_is_broken_off_in_a_program(talker, monkeypatch, set_chunk, call):
     """Also in the middle of an answer, which the next message then follows."""
     monkeypatch.setattr(session, "PIECE", 16)
-    monkeypatch.setattr(decoding, "CHUNK", 3)
+    set_chunk(3)
     talk = kvjax.Session(
         talker, [{"role": "system", "content": "Be brief."}], kvjax.StreamingLLM(budget=48), max_new_tokens=300
     )
