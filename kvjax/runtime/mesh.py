@@ -128,7 +128,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 def on_host(x: Any) -> np.ndarray:
     """The numbers of an array; where processes have parts of it, all of them in each."""
-    whole = x.is_fully_addressable or x.is_fully_replicated
+    whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
@@ -162,7 +162,7 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
     for spec, cache in zip(specs, caches, strict=True):
         traced, whole = jax.make_jaxpr(policy.layer(spec.whole).init, return_shape=True)()
         partitions = _layer_partitions(policy, spec)
-        have, want = _told(cache), _told(whole)
+        have, want = arrays_of(cache), arrays_of(whole)
         if have != want:
             other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
             raise ValueError(
@@ -181,11 +181,14 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
     return tuple(found)
 
 
-def _told(tree: Any) -> set[str]:
-    """The arrays of a tree, each by name, type and shape."""
-    return {
-        f"{name_of(path)} of {jnp.dtype(x.dtype).name}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)
-    }
+def arrays_of(tree: Any) -> set[str]:
+    """The arrays of a tree, each by name, type and shape; what is no array by its type."""
+
+    def told(x: Any) -> str:
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        return f"{jnp.dtype(x.dtype).name}{list(x.shape)}" if is_array else f"the Python type {type(x).__name__}"
+
+    return {f"{name_of(path)} of {told(x)}" for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def first_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:

@@ -73,6 +73,54 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
     return [_ids(params, row, kind, follows=True) for row, kind in zip(questions, kinds, strict=True)]
 
 
+def check_ids(rows: Any, count: int, longest: int, vocabulary: int, name: str = "prompt", least: int = 1) -> None:
+    """Raise `ValueError` unless these are `count` rows of `least` to `longest` token ids, naming all rows that are not."""
+    rows = (
+        list(rows)
+        if isinstance(rows, Sequence | np.ndarray | jax.Array) and not isinstance(rows, str | bytes)
+        else rows
+    )
+    if not isinstance(rows, list) or len(rows) != count:
+        given = f"{len(rows)} {name}s are given" if isinstance(rows, list) else f"{name}s are {shown(rows)}"
+        raise ValueError(f"{given}; give {count}, of {least} to {longest} tokens each")
+    refuse_rows(name, [row_error(row, least, longest, vocabulary) for row in rows])
+
+
+def row_error(row: Any, least: int, longest: int, vocabulary: int) -> str | None:
+    """What is wrong with a row of token ids; None if nothing is."""
+    try:
+        ids = np.asarray(row)
+    except (ValueError, OverflowError):  # rows within rows, of different lengths
+        ids = np.asarray(None)
+    if ids.ndim != 1 or (ids.size and ids.dtype != object and not np.issubdtype(ids.dtype, np.integer)):
+        return f"{shown(row)} is not a list of token ids, which are whole numbers"
+    if ids.dtype == object:  # numbers beyond 64 bits, or no numbers
+        odd = [x for x in row if not _is_whole(x)]
+        if odd:
+            return f"{shown(odd[0])} is not a token id, which is a whole number"
+    if not least <= ids.size <= longest:
+        return f"{ids.size} tokens are not {least} to {longest}"
+    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary)) if ids.size else []
+    return f"token id {ids[bad[0]]} is outside this model's vocabulary of {vocabulary}" if len(bad) else None
+
+
+def refuse_rows(name: str, errors: Sequence[str | None]) -> None:
+    """Raise `ValueError` if there are errors among those of some rows, with the number of every row that has one."""
+    rows: dict[str, list[int]] = {}
+    for i, error in enumerate(errors):
+        if error is not None:
+            rows.setdefault(error, []).append(i + 1)
+    if rows:
+        raise ValueError("; ".join(f"{_numbered(name, found, len(errors))}: {error}" for error, found in rows.items()))
+
+
+def _numbered(name: str, numbers: Sequence[int], count: int) -> str:
+    if len(numbers) == 1:
+        return f"{name} {numbers[0]} of {count}"
+    *others, last = map(str, numbers)
+    return f"{name}s {', '.join(others)} and {last} of {count}"
+
+
 def check_message(message: Any) -> None:
     """Raise `ValueError` unless a chat message says who speaks, and what, in text that can be encoded."""
     if not isinstance(message.get("role"), str):
