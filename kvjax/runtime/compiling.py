@@ -105,7 +105,7 @@ def aot_compile(
         policy, budget: as for `generate`.
         batch: rows that run together.
         prompt_len: tokens of the longest prompt; prompts are padded to it, rounded up as `kvjax.cache.bucket` does.
-        max_new_tokens: most tokens to sample in a row.
+        max_new_tokens: most tokens to sample in a row. With LongRoPE both numbers together choose the rotation.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
         temperature, top_k, top_p, min_p, ignore_eos: as for `generate`.
         mesh: devices to run over, as for `kvjax.Engine`.
@@ -136,6 +136,9 @@ class _Served(Run):
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine
+
+    def most_tokens(self, row: Row) -> int:
+        return self.request.max_new_tokens  # the programs have one rotation
 
     def groups(self) -> list[list[int]]:
         batch, rows = self.engine.batch, range(len(self.rows))

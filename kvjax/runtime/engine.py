@@ -72,8 +72,8 @@ class Engine:
         batch: rows that run together.
         prompt_len: tokens of the longest prompt; 0 for rows that begin with an empty cache, see `begin`.
         max_new_tokens: the most tokens that follow in any row, read and sampled together.
-        max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Some models' rotations
-            depend on it.
+        max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Models with LongRoPE have one
+            rotation for up to their original window, and another one for more: this number chooses it, for all that the engine runs.
         block: read prompts so many tokens at a time (see `begin` and `extend`), so that no memory is needed for the whole of one.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
         mesh: devices to run over: a `jax.sharding.Mesh` with some of the axes "data", along which rows are dealt, "model", along which KV
@@ -129,7 +129,7 @@ class Engine:
             self.config = model
             self.weights = without_text(abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype)))
         self.policy = get_policy(policy, budget=budget).bind(self.config)
-        self.policy.validate(total)
+        self.policy.validate(prompt_len + self.max_new_tokens)
         block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
         self.mesh = (
             mesh_of(self.weights) if mesh is None else mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)

@@ -63,7 +63,8 @@ class Session:
         params: a model, from `kvjax.load`.
         prompt: text, token ids or chat messages, of two tokens or more.
         policy, budget: as for `generate`; fractions are of prompt + `max_new_tokens`.
-        max_new_tokens: most tokens that may follow the prompt, read and sampled together.
+        max_new_tokens: most tokens that may follow the prompt, read and sampled together. With LongRoPE prompt and new tokens together choose
+            the rotation, for the whole session.
         prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
         max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
         mesh: devices to share the model, as for `kvjax.Engine`. There is one row, so devices along "data" all do the same.
