@@ -129,10 +129,7 @@ class _Served(Run):
     def __init__(self, engine: Engine, params: Params, prompt: Any, request: Request) -> None:
         self.engine = engine
         mesh = None if isinstance(engine.mesh, AbstractMesh) else engine.mesh  # nothing runs on an abstract one
-        super().__init__(params, prompt, engine.policy, None, request, mesh=mesh)
-        longest, most = max(len(row.prompt) for row in self.rows), engine.specs[0].prompt_len
-        if longest > most:
-            raise ValueError(f"a prompt has {longest} tokens, but the programs take {most}; compile for longer ones")
+        super().__init__(params, prompt, engine.policy, None, request, mesh=mesh, longest=engine.specs[0].prompt_len)
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine

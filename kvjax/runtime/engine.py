@@ -28,7 +28,7 @@ from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import as_cache, check_reads_blocks
 from kvjax.runtime import decoding
-from kvjax.runtime.decoding import CHUNK, Decoding
+from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.mesh import dealt_caches, on_host, policy_shard, repeated_bytes
 from kvjax.runtime.origin import Origin, check_same_origin, sample_of
 from kvjax.runtime.program import Program
@@ -396,8 +396,8 @@ class Engine:
             sampler, eos_ids: as for `prefill`.
 
         Returns:
-            The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by. There are `CHUNK`
-            columns for each `CHUNK` tokens that were asked for, or part of them.
+            The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by. There are `decoding.CHUNK`
+            columns for each `decoding.CHUNK` tokens that were asked for, or part of them.
 
         Raises:
             ValueError: the state is of another engine, or there is no room for so many tokens.
@@ -408,9 +408,11 @@ class Engine:
         self._check_room(state, left)
         how, parts = self.how(sampler, eos_ids), []
         while left > 0 or not parts:
-            state, *part = self._going_on(decoding.decode, state, jnp.asarray(min(left, CHUNK), jnp.int32), *how)()
+            state, *part = self._going_on(
+                decoding.decode, state, jnp.asarray(min(left, decoding.CHUNK), jnp.int32), *how
+            )()
             parts.append(part)
-            left -= CHUNK
+            left -= decoding.CHUNK
         tokens, logprobs = (
             parts[0] if len(parts) == 1 else (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
         )
@@ -429,7 +431,7 @@ class Engine:
 
         Args:
             given: tokens to read in each row, one at least.
-            count: tokens to sample after the longest of them, from 1 to `CHUNK`; `decode` samples more.
+            count: tokens to sample after the longest of them, from 1 to `decoding.CHUNK`; `decode` samples more.
             size: what they are padded to; by default a bucket.
 
         Raises:
@@ -441,8 +443,8 @@ class Engine:
         size = None if size is None else whole("size", size, 1)
         check_ids(given, self.batch, self.max_new_tokens if size is None else size, self.config.vocab_size, "given row")
         count = whole("count", count, 1)
-        if count > CHUNK:
-            raise ValueError(f"count={count}; give {CHUNK} or fewer, and have `decode` sample the others")
+        if count > decoding.CHUNK:
+            raise ValueError(f"count={count}; give {decoding.CHUNK} or fewer, and have `decode` sample the others")
         self._check_room(state, max(map(len, given)) + count - 1)
         tokens = decoding.padded(given, size)
         return self._going_on(

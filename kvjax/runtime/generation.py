@@ -17,7 +17,7 @@ from kvjax.cache import host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
-from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
@@ -26,7 +26,7 @@ from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
-from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, token_ids
+from kvjax.runtime.prompts import Message, Prompt, Question, question_ids, refuse_rows, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
@@ -218,8 +218,9 @@ def generate(
         A `Generation`; for a list of prompts a list of them.
 
     Raises:
-        ValueError: the prompt is empty or not of a known kind, or an option is out of range.
-        PolicyError: the policy is unknown, or cannot work with this budget.
+        ValueError: the prompt is empty, not of a known kind, or has a token id that is none of the model's, or an option is out of range.
+            Of a list, all such prompts are named.
+        PolicyError: the policy is unknown, or cannot work with this budget; for which prompts of a list.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
     return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh, progress=progress).finish()
@@ -341,6 +342,7 @@ class Run:
         streamed: bool = False,
         mesh: Mesh | str | None = None,
         progress: Callable[[int, int], Any] | None = None,
+        longest: int | None = None,
     ) -> None:
         self.params, self.request, self.progress = params, request, progress
         self.policy = get_policy(policy, budget=budget).bind(params.config)
@@ -350,14 +352,13 @@ class Run:
         if self.prefill_block is not None:  # as far as it can be told before prompts are read
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
                 check_reads_blocks(self.policy.layer(spec))
-        prompts, self.single = token_ids(params, prompt, one=streamed)
+        prompts, self.single = token_ids(params, prompt, one=streamed, longest=longest)
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
         check_same(self.mesh, [*prompts, *questions], request, self.policy, prefill_block)
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
-        for row in self.rows:
-            self.policy.validate(self._total(row))
+        self._check_budgets()
         if prefill_block is None:
             self.prefill_block = self._automatic_block()
         self._check_lengths()
@@ -407,6 +408,20 @@ class Run:
             repeated_cache_bytes=self.repeated_cache_bytes,
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
+
+    def _check_budgets(self) -> None:
+        """Raise `PolicyError` for all rows that the policy cannot serve."""
+        errors: list[str | None] = []
+        for row in self.rows:
+            try:
+                self.policy.validate(self._total(row))
+            except PolicyError as error:
+                if self.single:
+                    raise
+                errors.append(f": {error}")
+            else:
+                errors.append(None)
+        refuse_rows("prompt", errors, PolicyError)
 
     def _check_lengths(self) -> None:
         window = self.params.config.max_position

@@ -16,7 +16,7 @@ from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
 from kvjax.runtime.generation import Reply, StopReason
-from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
+from kvjax.runtime.prompts import Message, Prompt, Question, check_message, check_messages, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 
 PIECE = 128
@@ -289,8 +289,7 @@ class Session:
             raise ValueError(f"questions is {shown(questions)}; give a list of questions")
         questions = list(questions)
         if self._at.messages:
-            for question in questions:
-                check_message({"role": "user", "content": question})
+            check_messages([{"role": "user", "content": question} for question in questions], "question")
             return [self.fork().chat(question, max_new_tokens, **options) for question in questions]
         read = question_ids(self._params, questions, len(questions))
         return [self.fork().generate(question, max_new_tokens, **options) for question in read]
