@@ -27,6 +27,22 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     return found
 
 
+MOST = 2**30
+"""Of tokens and rows: positions are 32-bit numbers, and sizes are rounded up."""
+
+
+def amount(name: str, value: Any, least: int = 1) -> int:
+    """A number of tokens or rows, from `least` to `MOST`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = whole(name, value, least)
+    if found > MOST:
+        raise ValueError(f"{name}={short(found)}; give a whole number from {least} to {MOST}")
+    return found
+
+
 def wholes(name: str, values: Any, count: int | None, least: int | None = None) -> list[int]:
     """A list of `count` whole numbers, or of any number of them, each `least` or more.
 

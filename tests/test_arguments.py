@@ -2,6 +2,7 @@
 
 import array
 import gc
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,47 @@ def test_other_whole_numbers(letters, nothing_runs, value):
     if value is not None:
         with pytest.raises(ValueError, match=r"^prefill_block=.*; give a whole number, 1 or more"):
             kvjax.generate(letters, TEXT, "treekv", prefill_block=value)
+
+
+HUGE = [2**30 + 1, 2**31, 2**32, 2**63, 10**100]
+
+
+@pytest.mark.parametrize("value", HUGE)
+def test_huge_numbers_of_tokens_and_rows(letters, compiled, nothing_runs, value):
+    for name, call in (
+        ("max_new_tokens", lambda: kvjax.generate(letters, TEXT, max_new_tokens=value)),
+        ("max_new_tokens", lambda: compiled.generate(letters, TEXT, max_new_tokens=value)),
+        ("max_new_tokens", lambda: kvjax.Session(letters, TEXT, max_new_tokens=value)),
+        ("max_new_tokens", lambda: kvjax.Engine(letters, prompt_len=64, max_new_tokens=value)),
+        ("prompt_len", lambda: kvjax.aot_compile(letters, prompt_len=value)),
+        ("batch", lambda: kvjax.aot_compile(letters, prompt_len=64, batch=value)),
+        ("prefill_block", lambda: kvjax.generate(letters, TEXT, prefill_block=value)),
+        ("block", lambda: kvjax.Engine(letters, prompt_len=64, block=value)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}=.*; give a whole number from [01] to {2**30}$"):
+            call()
+    for policy, field in (("treekv", "budget"), ("full", "budget"), ("snapkv", "window"), ("chelsea", "every")):
+        with pytest.raises(PolicyError, match=rf"^{policy}: {field}=.*; give .*{2**30}"):
+            get_policy(policy, **{field: value})
+
+
+def test_caches_larger_than_the_memory(letters, nothing_runs):
+    """They are refused in a sentence, before anything is compiled or allocated."""
+    for call in (
+        lambda: kvjax.generate(letters, IDS, "full", max_new_tokens=2**29),
+        lambda: kvjax.generate(letters, IDS, "snapkv:64", max_new_tokens=2**29),
+        lambda: kvjax.Session(letters, IDS, max_new_tokens=2**29),
+        lambda: kvjax.Engine(letters, prompt_len=0, max_new_tokens=2**29).begin(),
+    ):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(
+                ValueError, match=r"a cache of .* by .* are more than the .* of memory here; give fewer tokens"
+            ),
+        ):
+            call()
+    with pytest.raises(ValueError, match=f"are more tokens together than positions count; give {2**30} or fewer"):
+        kvjax.Engine(letters, prompt_len=2**29, max_new_tokens=2**30)
 
 
 def test_policies_are_checked_first(letters, nothing_runs):

@@ -79,6 +79,7 @@ def register() -> type[Any]:
                 if value is not None and (not isinstance(value, int) or value < least):
                     raise ValueError(f"{name}={value!r}; give a whole number, {least} or more")
             self.policy = get_policy(policy, budget=budget, **settings)
+            check_unbound(self.policy, over_mesh=mesh is not None)
             given = pretrained if isinstance(pretrained, Params) else load(pretrained, dtype=dtype, mesh=mesh)
             self.params, over = on_mesh(given, mesh, self.policy)
             self._together = get_shard(over, given.config).data  # rows are dealt to so many devices

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.arguments import short, whole
+from kvjax.arguments import amount, short
 from kvjax.models import ModelConfig, Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine, Memory
@@ -114,7 +114,7 @@ def aot_compile(
         ValueError: a number is out of range.
         PolicyError: the policy is unknown, or cannot work with this budget at this length.
     """
-    prompt_len, max_new_tokens = whole("prompt_len", prompt_len, 1), whole("max_new_tokens", max_new_tokens, 1)
+    prompt_len, max_new_tokens = amount("prompt_len", prompt_len), amount("max_new_tokens", max_new_tokens)
     sampler, ignored = make_sampler(temperature, top_k, top_p, min_p), flag("ignore_eos", ignore_eos)
     engine = Engine(
         model, policy, budget, batch=batch, prompt_len=prompt_len, max_new_tokens=max_new_tokens, dtype=dtype, mesh=mesh

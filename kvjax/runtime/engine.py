@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
+from rich.filesize import decimal
 
-from kvjax.arguments import shown, whole, wholes
+from kvjax.arguments import MOST, amount, shown, whole, wholes
 from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
@@ -29,6 +30,7 @@ from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import as_cache, check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
+from kvjax.runtime.memory import memory_limit
 from kvjax.runtime.mesh import dealt_caches, on_host, policy_shard, repeated_bytes
 from kvjax.runtime.origin import Origin, check_same_origin, sample_of
 from kvjax.runtime.program import Program
@@ -115,12 +117,17 @@ class Engine:
             raise ValueError(
                 f"model is {shown(model)}; give a model's weights, such as kvjax.load(...) returns, or a ModelConfig"
             )
-        batch = whole("batch", batch, 1)
-        prompt_len = whole("prompt_len", prompt_len, 0)
-        self.max_new_tokens = whole("max_new_tokens", max_new_tokens, 0 if prompt_len else 1)
+        batch = amount("batch", batch)
+        prompt_len = amount("prompt_len", prompt_len, 0)
+        self.max_new_tokens = amount("max_new_tokens", max_new_tokens, 0 if prompt_len else 1)
+        if prompt_len + self.max_new_tokens > MOST:
+            raise ValueError(
+                f"prompt_len={prompt_len} and max_new_tokens={self.max_new_tokens} are more tokens together than positions count; give {MOST} or "
+                "fewer"
+            )
         total = prompt_len + self.max_new_tokens
         if max_total_tokens is not None:
-            total = whole("max_total_tokens", max_total_tokens, 1)
+            total = amount("max_total_tokens", max_total_tokens)
         if isinstance(model, Params):
             self.config, self.weights = model.config, without_text(model)
             if dtype is not None and _floating(dtype) != model.dtype:
@@ -130,7 +137,7 @@ class Engine:
             self.weights = without_text(abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype)))
         self.policy = get_policy(policy, budget=budget).bind(self.config)
         self.policy.validate(prompt_len + self.max_new_tokens)
-        block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
+        block = 0 if block is None else min(amount("block", block), bucket(prompt_len))
         self.mesh = (
             mesh_of(self.weights) if mesh is None else mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
         )
@@ -291,6 +298,7 @@ class Engine:
         Raises:
             ValueError: there is not one whole number per row.
         """
+        self._check_memory()
         return self._own(decoding.empty(self.policy, self.specs, self._seeds(seeds), self._total(total)))
 
     def prefill(
@@ -324,6 +332,7 @@ class Engine:
         if new_tokens is not None:
             new = wholes("new_tokens", new_tokens, self.batch, 0)
         total = self._totals([length + more for length, more in zip(lengths, new, strict=True)], "new_tokens")
+        self._check_memory()
         if not self.block:
             given = *decoding.padded(prompts, self.specs[0].prompt_len), self._total(total), self._seeds(seeds)
             state, logprobs = self.ready(decoding.prefill, *given, *self.how(sampler, eos_ids))()
@@ -542,6 +551,19 @@ class Engine:
         executable = program.compiled(self.policy, self.specs, self.weights, *map(_without_origin, args))
         self.compile_seconds += program.compile_seconds - before
         return executable
+
+    def _check_memory(self) -> None:
+        """Raise `ValueError` if the cache cannot fit into the memory that is here, before anything is compiled or allocated for it."""
+        limit, spec = memory_limit(self.shard), self.specs[0]
+        tokens = self.config.cache_bytes_per_token(spec.dtype.itemsize) * (spec.max_tokens + spec.block)
+        if limit is None or 4 * spec.batch * tokens < limit:  # whatever the policy holds besides keys and values
+            return
+        held, weights = self.cache_bytes, bytes_per_device(self.weights)
+        if held + weights > limit:
+            raise ValueError(
+                f"a cache of {decimal(held)} by {self.policy.info.name} and weights of {decimal(weights)} are more than the {decimal(limit)} of "
+                "memory here; give fewer tokens or rows, a smaller budget, or another policy"
+            )
 
     @functools.cached_property
     def _origin(self) -> Origin:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.arguments import short, whole
+from kvjax.arguments import amount, short
 from kvjax.cache import host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
@@ -348,7 +348,7 @@ class Run:
         self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
-        self.prefill_block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
+        self.prefill_block = None if prefill_block is None else amount("prefill_block", prefill_block)
         if self.prefill_block is not None:  # as far as it can be told before prompts are read
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
                 check_reads_blocks(self.policy.layer(spec))

@@ -23,6 +23,7 @@ from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.dealt import dealt
+from kvjax.policies.unbound import check_no_host_cache
 
 ALL, ROWS, OWN = PartitionSpec(), PartitionSpec(DATA), PartitionSpec((DATA, HEADS, COPIES, SLOTS))
 """On every device; dealt by rows; one after the other along the first axis, whatever each device has of its own."""
@@ -35,10 +36,8 @@ def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, po
         ValueError: as `kvjax.models.sharding.get_shard`.
         PolicyError: the policy keeps a cache in the host's memory.
     """
-    if mesh is not None and "offloaded" in policy.info.name:
-        raise PolicyError(
-            f"{policy.info.name} keeps a cache in the host's memory, which programs over a mesh do not; leave one of the two out"
-        )
+    if mesh is not None:
+        check_no_host_cache(policy)
     return get_shard(mesh, config, joint_heads=policy.info.joint_heads)
 
 

@@ -65,9 +65,10 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
     questions = [question] if prompts is None else _listed(question)
     if prompts is not None and len(questions) != prompts:
         raise ValueError(f"question is {shown(question)}; give a list of {prompts}, one for each prompt")
-    kinds = [kind if kind != "chat" else None for kind in map(_kind, questions)]
-    if prompts is None and kinds[0] is not None:
-        return [_ids(params, question, kinds[0], follows=True)]
+    kinds: list[Kind | None] = [kind if kind != "chat" else None for kind in map(_kind, questions)]
+    (kind, *_) = [*kinds, None]
+    if prompts is None and kind is not None:
+        return [_ids(params, question, kind, follows=True)]
     if prompts is None:
         raise ValueError(f"a question is {shown(question)}; give text or token ids{_hint(question)}")
     return _all_ids(params, "question", questions, kinds, "text or token ids", follows=True)

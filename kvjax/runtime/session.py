@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.arguments import short, shown, whole
+from kvjax.arguments import amount, short, shown
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
@@ -87,9 +87,9 @@ class Session:
         mesh: Mesh | str | None = None,
     ) -> None:
         check_params(params)
-        most = whole("max_new_tokens", max_new_tokens, 1)
-        block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
-        longest = None if max_prompt_tokens is None else whole("max_prompt_tokens", max_prompt_tokens, 1)
+        most = amount("max_new_tokens", max_new_tokens)
+        block = None if prefill_block is None else amount("prefill_block", prefill_block)
+        longest = None if max_prompt_tokens is None else amount("max_prompt_tokens", max_prompt_tokens)
         if longest is not None and block is None:
             raise ValueError(
                 f"max_prompt_tokens={longest}, but a prompt that grows is read in blocks; give prefill_block, such as 512"
