@@ -20,6 +20,7 @@ from kvjax.extras import optional
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies.unbound import check_unbound
 from kvjax.runtime.generation import generate
 from kvjax.runtime.mesh import on_mesh
 

@@ -68,8 +68,12 @@ def _parts(policy: Policy) -> Iterator[Policy]:
     yield policy
     for value in _values(policy):
         for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, Policy):
+            if _is_policy(each):
                 yield from _parts(each)
+
+
+def _is_policy(value: Any) -> bool:
+    return hasattr(value, "layer") and hasattr(value, "bind")
 
 
 def _values(policy: Policy) -> list[Any]:
@@ -92,9 +96,9 @@ def _prepared(policy: Policy, config: ModelConfig) -> Policy:
     changed = {}
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
-        if isinstance(value, Policy):
+        if _is_policy(value):
             changed[field.name] = _prepared(value, config)
-        elif isinstance(value, tuple) and value and isinstance(value[0], Policy):
+        elif isinstance(value, tuple) and value and _is_policy(value[0]):
             changed[field.name] = tuple(_prepared(each, config) for each in value)
     if transform := getattr(policy, "transform", ""):
         inner: Policy = changed["policy"]

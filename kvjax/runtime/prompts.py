@@ -47,7 +47,7 @@ def token_ids(
         raise ValueError(
             f"prompt is {shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these{_hint(prompt)}"
         )
-    kinds = [_kind(row) for row in rows]
+    kinds: list[Kind | None] = [_kind(row) for row in rows]
     if one and None not in kinds:
         raise ValueError(f"prompt is a list of {len(rows)}; give one prompt (generate takes several)")
     return _all_ids(params, "prompt", rows, kinds, "text, token ids or chat messages", longest=longest), False
