@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax import files
+from kvjax.arguments import short, shown
 from kvjax.models.params import Params
 from kvjax.models.sharding import get_mesh, get_shard, place, place_from
 
@@ -49,7 +50,9 @@ def load(
         embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
         tokenizer: used in place of the checkpoint's own: a directory with a ``tokenizer.json``, a GGUF file, a hub id, or a
             `kvjax.conversion.Tokenizer`. End tokens stay those of the model.
-        device: a jax device or sharding to put the parameters on; None is jax's default device.
+        device: a jax device or sharding to put the parameters on, or text: a platform, such as "cpu", "gpu", "cuda" or "tpu", and perhaps which of
+            its devices, such as "gpu:1". None is jax's default device. Programs run on the default device: to compute elsewhere, also set
+            `jax.config.update("jax_default_device", ...)`, or JAX_PLATFORMS.
         revision: branch, tag or commit of a model on the hub; None is its main branch.
         token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
             False none.
@@ -62,12 +65,13 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind, or there is no such tokenizer.
-        ValueError: a dtype or a kind of weights that parameters cannot have, a revision of what is not on the hub, or a mesh that cannot share the model.
+        ValueError: a dtype or a kind of weights that parameters cannot have, a device that is not here, a revision of what is not on the hub, or a
+            mesh that cannot share the model.
     """
     check_kinds(weights, embedding)
     if mesh is not None and device is not None:
         raise ValueError(f"device={device} and a mesh; give one of the two")
-    mesh = None if mesh is None else get_mesh(mesh)
+    mesh, device = None if mesh is None else get_mesh(mesh), _device(device)
     wanted = None if dtype is None else float_name(dtype)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token, tokenizer=tokenizer)
     if wanted is None:
@@ -131,6 +135,30 @@ def _open(path: Path, source: str | Path | None) -> Checkpoint:
         f"{source}: no such file or directory, and not a hub id, which looks like owner/name; "
         f"the default model is {default_model.NAME}"
     )
+
+
+def _device(device: Any) -> Any:
+    """A device or sharding of JAX, from one, or from text such as "cpu" or "gpu:1".
+
+    Raises:
+        ValueError: it is none, or there is no such device here.
+    """
+    if device is None or isinstance(device, jax.Device | jax.sharding.Sharding):
+        return device
+    allowed = "give a device of jax.devices(), a sharding, or text such as 'cpu' or 'gpu:1'"
+    if not isinstance(device, str):
+        raise ValueError(f"device is {shown(device)}; {allowed}")
+    platform, colon, number = device.lower().partition(":")
+    if not platform or (colon and not number.isdecimal()):
+        raise ValueError(f"device={short(device)}; {allowed}")
+    try:
+        found = jax.local_devices(backend=platform)
+    except RuntimeError:
+        found = []
+    if int(number or 0) >= len(found):
+        there = ", ".join(f"{each.platform}:{i}" for i, each in enumerate(jax.local_devices()))
+        raise ValueError(f"device={short(device)} is not here; JAX has {there}")
+    return found[int(number or 0)]
 
 
 def float_name(dtype: Any) -> str:

@@ -2,7 +2,7 @@
 
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,36 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
         raise ValueError(f"{name}={short(found)}; give a whole number{'' if least is None else f', {least} or more'}")
     return found
+
+
+MOST = 2**30
+"""Of tokens and rows: positions are 32-bit numbers, and sizes are rounded up."""
+
+
+def amount(name: str, value: Any, least: int = 1) -> int:
+    """A number of tokens or rows, from `least` to `MOST`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = whole(name, value, least)
+    if found > MOST:
+        raise ValueError(f"{name}={short(found)}; give a whole number from {least} to {MOST}")
+    return found
+
+
+def wholes(name: str, values: Any, count: int | None, least: int | None = None) -> list[int]:
+    """A list of `count` whole numbers, or of any number of them, each `least` or more.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(values, np.ndarray | jax.Array) and values.ndim == 1:
+        values = np.asarray(values).tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != (count or len(values)):
+        what = "of whole numbers" if count is None else f"of {count}, one for each row"
+        raise ValueError(f"{name} is {shown(values)}; give a list {what}")
+    return [whole(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
 
 
 def number(name: str, value: Any, ok: Callable[[float], bool], allowed: str) -> float:

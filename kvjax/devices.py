@@ -7,6 +7,7 @@ driver and its runtime take their part of it, see `Device.usable`.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 
@@ -27,9 +28,36 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes for programs: fifteen sixteenths, as 15 of the 16 GB of a TPU v5e."""
-        return int(self.memory) * 15 // 16
+        """Bytes for programs: of a TPU 15/16, as 15 of the 16 GB of a v5e; of a GPU what JAX takes.
 
+        JAX takes three quarters of a GPU's memory, or the fraction that XLA_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_MEM_FRACTION is set to.
+        XLA_PYTHON_CLIENT_PREALLOCATE=false changes when it takes the memory, and not how much. XLA_PYTHON_CLIENT_ALLOCATOR=platform has
+        no limit, of which 15/16 are counted.
+
+        Raises:
+            ValueError: the variable is set to what is no fraction.
+        """
+        if self.kind.startswith("TPU") or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
+            return int(self.memory) * 15 // 16
+        return int(self.memory * _gpu_fraction())
+
+
+def _gpu_fraction() -> float:
+    """The part of a GPU's memory that JAX takes."""
+    for name in FRACTIONS:
+        if told := os.environ.get(name):
+            try:
+                fraction = float(told)
+            except ValueError:
+                fraction = 0.0
+            if not fraction > 0:
+                raise ValueError(f"{name}={told!r}; give a fraction above 0, or unset it")
+            return fraction if fraction <= 1 else 15 / 16  # more than there is, for memory that is shared with the host
+    return 0.75
+
+
+FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Variables that tell JAX how much of a GPU's memory to take; at most one of them is set."""
 
 DEVICES = tuple(
     Device(kind, gigabytes * 1e9, terabytes * 1e12)

@@ -231,12 +231,20 @@ class RopeConfig:
                     f"{name} has {len(factors)} numbers; give one for each of {self.dim // 2} rotated pairs"
                 )
 
-    def resolve(self, length: int) -> Rope:
-        """The rotation for a sequence that reaches `length` positions.
+    @property
+    def changes_after(self) -> int | None:
+        """How many positions have one rotation, where longer sequences have another; None where all have the same."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRope) or scaling.short_factor == scaling.long_factor:
+            return None
+        return int(scaling.original_max_position)
 
-        Only LongRoPE depends on `length`; the choice is made once for a sequence, by the length it will reach, so that keys
-        cached early and late agree. (Switching in mid-sequence, as some implementations do, leaves keys of both kinds in
-        one cache.)
+    def resolve(self, length: int) -> Rope:
+        """The rotation for a sequence of `length` positions.
+
+        Only LongRoPE depends on `length`. All keys of a cache have one rotation, which whoever makes the cache chooses: `generate` by the
+        tokens that are there, and reads them again when they outgrow the original window, as Hugging Face transformers does;
+        `Engine`, `aot_compile` and `Session` by the room that they are made with, as vLLM and llama.cpp do.
         """
         exponent = np.arange(0, self.dim, 2).astype(np.float32) / np.float32(self.dim)
         # The power in float64, rounded once: numpy's float32 power is up to two units off torch's, which is all but exact.

@@ -2,6 +2,7 @@
 
 import array
 import gc
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,47 @@ def test_other_whole_numbers(letters, nothing_runs, value):
     if value is not None:
         with pytest.raises(ValueError, match=r"^prefill_block=.*; give a whole number, 1 or more"):
             kvjax.generate(letters, TEXT, "treekv", prefill_block=value)
+
+
+HUGE = [2**30 + 1, 2**31, 2**32, 2**63, 10**100]
+
+
+@pytest.mark.parametrize("value", HUGE)
+def test_huge_numbers_of_tokens_and_rows(letters, compiled, nothing_runs, value):
+    for name, call in (
+        ("max_new_tokens", lambda: kvjax.generate(letters, TEXT, max_new_tokens=value)),
+        ("max_new_tokens", lambda: compiled.generate(letters, TEXT, max_new_tokens=value)),
+        ("max_new_tokens", lambda: kvjax.Session(letters, TEXT, max_new_tokens=value)),
+        ("max_new_tokens", lambda: kvjax.Engine(letters, prompt_len=64, max_new_tokens=value)),
+        ("prompt_len", lambda: kvjax.aot_compile(letters, prompt_len=value)),
+        ("batch", lambda: kvjax.aot_compile(letters, prompt_len=64, batch=value)),
+        ("prefill_block", lambda: kvjax.generate(letters, TEXT, prefill_block=value)),
+        ("block", lambda: kvjax.Engine(letters, prompt_len=64, block=value)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}=.*; give a whole number from [01] to {2**30}$"):
+            call()
+    for policy, field in (("treekv", "budget"), ("full", "budget"), ("snapkv", "window"), ("chelsea", "every")):
+        with pytest.raises(PolicyError, match=rf"^{policy}: {field}=.*; give .*{2**30}"):
+            get_policy(policy, **{field: value})
+
+
+def test_caches_larger_than_the_memory(letters, nothing_runs):
+    """They are refused in a sentence, before anything is compiled or allocated."""
+    for call in (
+        lambda: kvjax.generate(letters, IDS, "full", max_new_tokens=2**29),
+        lambda: kvjax.generate(letters, IDS, "snapkv:64", max_new_tokens=2**29),
+        lambda: kvjax.Session(letters, IDS, max_new_tokens=2**29),
+        lambda: kvjax.Engine(letters, prompt_len=0, max_new_tokens=2**29).begin(),
+    ):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(
+                ValueError, match=r"a cache of .* by .* are more than the .* of memory here; give fewer tokens"
+            ),
+        ):
+            call()
+    with pytest.raises(ValueError, match=f"are more tokens together than positions count; give {2**30} or fewer"):
+        kvjax.Engine(letters, prompt_len=2**29, max_new_tokens=2**30)
 
 
 def test_policies_are_checked_first(letters, nothing_runs):
@@ -281,7 +323,7 @@ ODD = {
     "three dimensions": (np.zeros((1, 2, 3), int), r"prompt is an array of shape \(1, 2, 3\) and type int64"),
     "an array of fractions": (np.asarray([5.0]), r"an array of shape \(1,\) and type float64"),
     "an array of text": (np.asarray(["fjc"]), r"an array of shape \(1,\)"),
-    "a batch of fractions": (jnp.ones((2, 3)), r"prompt 1 of 2 is an array of shape \(3,\) and type float32"),
+    "a batch of fractions": (jnp.ones((2, 3)), r"prompts 1 and 2 of 2 are an array of shape \(3,\) and type float32"),
     "truths": (np.asarray([True]), r"an array of shape \(1,\) and type bool"),
     "an empty array": (np.zeros(0, int), r"an array of shape \(0,\)"),
     "half a character": (LONE, r"half of a surrogate pair, '\\ud83d', as character 3"),
@@ -325,9 +367,51 @@ def test_what_is_no_list_of_questions(session, questions):
         session.ask(questions)
 
 
-def test_all_questions_are_checked_first(session, nothing_runs):
-    with pytest.raises(ValueError, match=r"a question is 5 \(int\)"):
-        session.ask([[1, 2], 5])
+def test_all_questions_are_checked_first(letters, session, nothing_runs):
+    says = r"^question 2 of 4 is 5 \(int\); give text or token ids; question 3 of 4: token id 99 is outside"
+    with pytest.raises(ValueError, match=says):
+        session.ask([[1, 2], 5, [99], "why?"])
+    with pytest.raises(ValueError, match=says):
+        kvjax.generate(letters, [IDS] * 4, question=[[1, 2], 5, [99], "why?"])
+
+
+def test_all_invalid_prompts_of_a_list_are_named(letters, compiled, nothing_runs):
+    """By numbers, those with the same fault together, before anything is tokenised, compiled or run."""
+    prompts = [IDS, [], [99], "text", None, [-1, 5], [], [2**70], [99]]
+    says = (
+        r"^prompts 2 and 7 of 9 are \[\] \(list\); give text, token ids or chat messages; "
+        r"prompts 3 and 9 of 9: token id 99 is outside this model's vocabulary of 64; "
+        r"prompt 5 of 9 is None \(NoneType\); give .*; "
+        r"prompt 6 of 9: token id -1 .*; prompt 8 of 9: token id 1180591620717411303424 .*$"
+    )
+    for call in (kvjax.generate, compiled.generate, kvjax.stream, kvjax.Session):
+        with pytest.raises(ValueError, match=says):
+            call(letters, prompts)
+    with pytest.raises(ValueError, match=r"prompts 2, 4 and 6 of 6 are \[\]"):
+        kvjax.generate(letters, [IDS, []] * 3)
+    with pytest.raises(ValueError, match=r"prompt 8 of 10: token id 77 .*; prompt 9 of 10 as well$"):
+        kvjax.generate(letters, [[70 + i] for i in range(9)] + [[5]])
+
+
+def test_prompts_that_are_too_long_are_named(letters, compiled, monkeypatch):
+    monkeypatch.setattr(decoding.prefill, "compiled", None)
+    prompts = ["a" * 65, "b", [5] * 70, [64], ""]
+    with pytest.raises(
+        ValueError,
+        match=r"^prompt 1 of 5: a prompt has 65 tokens, but the programs take 64; compile for longer ones; "
+        r"prompt 3 of 5: a prompt has 70 .*; prompt 4 of 5: token id 64 .*; prompt 5 of 5: a prompt is empty; give at least one token$",
+    ):
+        compiled.generate(letters, prompts)
+    with pytest.raises(
+        ValueError, match=r"^a prompt has 65 tokens, but the programs take 64; compile for longer ones$"
+    ):
+        compiled.generate(letters, "a" * 65)
+
+
+def test_prompts_that_a_policy_cannot_serve_are_named(tiny, monkeypatch):
+    monkeypatch.setattr(decoding.prefill, "compiled", None)
+    with pytest.raises(PolicyError, match=r"^prompts 1 and 3 of 3: treekv: a budget of 0.01 gives 2 slots, but"):
+        kvjax.generate(tiny, [[5] * 200, [5] * 1200, [7] * 200], "treekv", 0.01, max_new_tokens=8)
 
 
 class BrokenOff(Program):

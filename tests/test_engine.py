@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models import abstract
+from kvjax.models import abstract, init
 from kvjax.policies import PyramidKV
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
+from kvjax.runtime.program import Program
 
 PROMPTS = [list(range(40)), [3, 1, 4, 1, 5]]
 PROGRAMS = decoding.prefill, decoding.decode, decoding.answer, decoding.extend
@@ -89,13 +90,208 @@ def test_end_tokens_are_on_no_device(tiny):
 
 def test_what_does_not_fit_is_refused(tiny):
     engine = Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8)
-    for prompts in (PROMPTS[:1], [[], [1]], [[1], [2] * 65]):
-        with pytest.raises(ValueError, match=r"prompts of \[.*\] tokens; give 2, of 1 to 64 tokens each"):
-            engine.prefill(prompts)
+    with pytest.raises(ValueError, match="1 prompts are given; give 2, of 1 to 64 tokens each"):
+        engine.prefill(PROMPTS[:1])
     with pytest.raises(ValueError, match="max_new_tokens=0; give a whole number, 1 or more"):
         Engine(tiny, prompt_len=0, max_new_tokens=0)
     with pytest.raises(ValueError, match="model is 'text'"):
         Engine("text", prompt_len=8)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        ([[], [1]], "prompt 1 of 2: 0 tokens are not 1 to 64"),
+        ([[1], [2] * 65], "prompt 2 of 2: 65 tokens are not 1 to 64"),
+        ([[1], [10**6, 2]], "prompt 2 of 2: token id 1000000 is outside this model's vocabulary of 64"),
+        ([[5, -1], [64]], "prompt 1 of 2: token id -1 .* of 64; prompt 2 of 2: token id 64 is outside"),
+        ([[2**70], [2**70]], f"prompts 1 and 2 of 2: token id {2**70} is outside"),
+        ([[1.5, 2.0], [1]], r"prompt 1 of 2: \[1.5, 2.0\] \(list\) is not a list of token ids"),
+        ([[1], [True]], r"prompt 2 of 2: \[True\] \(list\) is not a list of token ids"),
+        (
+            [[1, None], ["ab"]],
+            r"prompt 1 of 2: None \(NoneType\) is not a token id.*; prompt 2 of 2: \['ab'\] \(list\) is not",
+        ),
+        ([[1, [2, 3]], 5], "prompt 1 of 2: .*; prompt 2 of 2: 5"),
+        (np.ones((2, 3)), "prompts 1 and 2 of 2: an array of shape"),
+        (None, "prompts are None"),
+        ("ab", "prompts are 'ab'"),
+    ],
+)
+def test_token_ids_are_checked(tiny, monkeypatch, prompts, says):
+    """All rows are named that are none of the model's, before anything is compiled; by every way of giving tokens."""
+    engines = [Engine(tiny, batch=2, prompt_len=40, max_new_tokens=64, block=block) for block in (None, 64)]
+    for program in PROGRAMS:
+        monkeypatch.setattr(program, "compiled", None)
+    for engine in engines:
+        with pytest.raises(ValueError, match=says):
+            engine.prefill(prompts)
+    begun = engines[1].begin()
+    renamed = says.replace("prompt", "given row"), says.replace("prompt", "block").replace("not 1 to", "not 0 to")
+    with pytest.raises(ValueError, match=renamed[0]):
+        engines[1].answering(begun, prompts, 4)
+    if "0 tokens" not in says:  # a row that is to stay as it is
+        with pytest.raises(ValueError, match=renamed[1]):
+            engines[1].extend(begun, prompts)
+
+
+def test_numbers_for_rows_are_checked(tiny):
+    engine = Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8, block=64)
+    for options, says in (
+        ({"new_tokens": [8]}, r"new_tokens is \[8\] \(list\); give a list of 2, one for each row"),
+        ({"new_tokens": [8, 1.5]}, r"new_tokens\[1\]=1.5; give a whole number, 0 or more"),
+        (
+            {"new_tokens": [8, 10**6]},
+            "new_tokens: a row of 1000005 tokens in all is longer than this engine has room for, 72",
+        ),
+        ({"seeds": 3}, r"seeds is 3 \(int\); give a list of 2"),
+        ({"seeds": [0.5, 1]}, r"seeds\[0\]=0.5"),
+        ({"eos_ids": [1.5]}, r"eos_ids\[0\]=1.5; give a whole number"),
+        ({"sampler": "greedy"}, r"sampler is 'greedy' \(str\)"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            engine.prefill(PROMPTS, **options)
+    for total, says in (([1], "total is "), ([1, None], r"total\[1\]=None"), ([1, 73], "total: a row of 73 tokens")):
+        with pytest.raises(ValueError, match=says):
+            engine.begin(total)
+    with pytest.raises(ValueError, match=r"max_total_tokens=1.5"):
+        Engine(tiny, prompt_len=8, max_total_tokens=1.5)
+
+
+def test_decoding_ends_where_the_room_does(tiny):
+    """More than a call of the program can return come in one answer; and none beyond what the engine was made for."""
+    engine = Engine(tiny, prompt_len=8, max_new_tokens=300)
+    (state, _), (whole, _) = engine.prefill([PROMPTS[1]]), engine.prefill([PROMPTS[1]])
+    assert engine.decode(engine.begin(), 0)[1].shape == (1, decoding.CHUNK)
+    whole, tokens, logprobs = engine.decode(whole, 299)
+    assert tokens.shape == logprobs.shape == (1, 2 * decoding.CHUNK)
+    assert int(whole.steps) == 299
+    pieces = []
+    for count in (100, 199):
+        state, *part = engine.decode(state, count)
+        pieces.append([x[:, :count] for x in part])
+    for got, want in zip((tokens, logprobs), zip(*pieces, strict=True), strict=True):
+        np.testing.assert_array_equal(np.asarray(got)[:, :299], np.concatenate(want, axis=1))
+    with pytest.raises(
+        ValueError,
+        match=r"2 more tokens after the 299 that follow the prompt are more than max_new_tokens=300 .*; give 1 or fewer",
+    ):
+        engine.decode(whole, 2)
+    with pytest.raises(ValueError, match="3 more tokens after the 299"):
+        engine.answering(whole, [[1, 2]], 2)
+    for count in (-1, 1.5, True, None, "8"):
+        with pytest.raises(ValueError, match=r"count=.*; give a whole number, 0 or more"):
+            engine.decode(whole, count)
+    with pytest.raises(ValueError, match=r"count=257; give 256 or fewer, and have `decode` sample the others"):
+        engine.answering(engine.begin(), [[1]], 257)
+    engine.decode(whole, 1)
+
+
+def test_a_prompt_grows_no_longer_than_there_is_room(tiny):
+    engine = Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8, block=64)
+    state, _ = engine.extend(engine.begin(), PROMPTS)
+    with pytest.raises(ValueError, match="with these blocks a prompt has 65 tokens, and this engine has room for 64"):
+        engine.extend(state, [[1] * 25, [1]])
+    with pytest.raises(ValueError, match="reads prompts whole; make the engine with block="):
+        Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8).extend(state, [[1], [1]])
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"policy": "h2o:24"}, "of the policy 'h2o:budget=24,recent=8', not 'h2o:budget=24'"),
+        ({"batch": 1}, "of 1 rows, not 2"),
+        ({"prompt_len": 100}, "for prompts of 128 and 8 new tokens, not 64 and 8"),
+        ({"max_new_tokens": 30}, "for prompts of 64 and 32 new tokens, not 64 and 8"),
+        ({"model": "layers"}, "of a llama model of another shape"),
+        ({"model": "weights"}, "of a model with other weights"),
+    ],
+    ids=str,
+)
+def test_states_of_other_engines_are_refused(tiny, other, says):
+    """Also those whose arrays have the same shapes, by all that takes a state, and what was saved by `resume`."""
+    models = {
+        "layers": init(dataclasses.replace(tiny.config, num_layers=1, windows=()), jax.random.key(0)),
+        "weights": init(tiny.config, jax.random.key(1)),
+    }
+    sizes = {"model": tiny, "policy": "h2o:24", "batch": 2, "prompt_len": 40, "max_new_tokens": 8, "block": 64}
+    engine = Engine(**sizes)
+    changed = sizes | {name: models.get(value, value) for name, value in other.items()}
+    if "policy" in other:
+        changed["policy"] = "h2o:24,recent=8"
+    elsewhere = Engine(**changed)
+    state = elsewhere.begin()
+    for call in (
+        lambda: engine.decode(state, 1),
+        lambda: engine.extend(state, PROMPTS),
+        lambda: engine.answering(state, PROMPTS, 1),
+        lambda: engine.save(state),
+        lambda: engine.slots(state),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
+    with pytest.raises(ValueError, match=rf"{says}|layer 0 of this state has |of a model of 1 layers"):
+        engine.resume(elsewhere.save(state))
+    bare = dataclasses.replace(state, origin=None)
+    if "batch" in other or other.get("model") == "layers":
+        with pytest.raises(ValueError, match="this state has "):
+            engine.decode(bare, 1)
+
+
+def test_what_is_no_state_is_refused(tiny):
+    engine = Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8)
+    for value, says in (
+        (None, r"state is None \(NoneType\)"),
+        ({}, r"state is \{\} \(dict\)"),
+        (engine.prefill(PROMPTS), "state is a tuple, of which the state is the first"),
+    ):
+        for call in (lambda value=value: engine.decode(value, 1), lambda value=value: engine.resume(value)):
+            with pytest.raises(ValueError, match=says):
+                call()
+    saved = engine.save(engine.begin())
+    with pytest.raises(ValueError, match="on the host, as `save` leaves it; give it to `resume` first"):
+        engine.decode(saved, 1)
+    for changed, says in (
+        ({"caches": None}, "the caches of this state are None"),
+        (
+            {"token": saved.token[:1]},
+            r"this state has token of int32\[1\], and those of this engine token of int32\[2\]",
+        ),
+        ({"steps": np.int32(9)}, "0 more tokens after the 9 that follow the prompt"),
+        ({"token": np.asarray([1, 64], np.int32)}, "row 2 of 2: token id 64 is outside this model's vocabulary of 64"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            engine.resume(dataclasses.replace(saved, **changed))
+
+
+def test_a_state_is_used_up_once(tiny):
+    """That is told in words, whatever takes it, and whatever had used it up; what was saved or copied before goes on."""
+    engine, given = Engine(tiny, "h2o:24", batch=2, prompt_len=40, max_new_tokens=8, block=64), [[1, 2], [3]]
+    uses = (
+        lambda state: engine.extend(state, PROMPTS),
+        lambda state: engine.decode(state, 1),
+        lambda state: engine.answering(state, given, 1)(),
+    )
+    for use in uses:
+        state = engine.begin()
+        copy, saved = jax.tree.map(jnp.copy, state), engine.save(state)
+        use(state)
+        for again in (*uses, engine.save, engine.slots, engine.resume):
+            with pytest.raises(
+                RuntimeError, match=r"this state has been used up by .*; use the state that they returned"
+            ):
+                again(state)
+        use(copy)
+        use(engine.resume(saved))
+
+
+def test_what_a_program_uses_up_is_deleted_where_its_memory_cannot_be_reused():
+    """As on devices that ignore donation: here the result has another shape than the argument."""
+    total = Program(lambda x, y: (jnp.sum(x) + y, y), static=0, donate=(0,))
+    x, y = jnp.arange(3.0), jnp.ones(())
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        found, _ = total(x, y)
+    assert (float(found), x.is_deleted(), y.is_deleted()) == (4.0, True, False)
 
 
 def test_a_saved_state_goes_on_where_it_was(tiny):

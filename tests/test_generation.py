@@ -14,6 +14,7 @@ import kvjax
 from kvjax import cache
 from kvjax.conversion import Tokenizer
 from kvjax.models import transformer
+from kvjax.models.rope import LongRope, RopeConfig
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Sampling, make_sampler
 
@@ -146,16 +147,49 @@ def test_seeds(tiny):
     assert same[0].tokens == first != same[1].tokens
 
 
-def test_longrope_rows_keep_their_own_rotation(tiny):
-    """Rows on both sides of the original window: each as alone."""
-    from kvjax.models.rope import LongRope, RopeConfig
+@pytest.fixture(scope="module")
+def longrope(letters):
+    """The tiny model with other rotations beyond 20 tokens, so different that tokens differ."""
+    scaling = LongRope((1.0,) * 8, tuple(4.0 + i for i in range(8)), original_max_position=20, factor=8.0)
+    rope = RopeConfig(1e4, 16, scaling=scaling)
+    return letters.replace(config=dataclasses.replace(letters.config, rope=rope))
 
-    scaling = LongRope((1.0,) * 8, tuple(1.0 + i for i in range(8)), original_max_position=20, factor=8.0)
-    params = tiny.replace(config=dataclasses.replace(tiny.config, rope=RopeConfig(1e4, 16, scaling=scaling)))
-    prompts = [PROMPT, PROMPT * 4, PROMPT[:2]]
-    together = kvjax.generate(params, prompts, max_new_tokens=8)
+
+def test_longrope_rows_keep_their_own_rotation(longrope):
+    """Rows on both sides of the original window, and one that crosses it: each as alone."""
+    prompts = [PROMPT, PROMPT * 4, PROMPT[:2], PROMPT * 2]
+    together = kvjax.generate(longrope, prompts, max_new_tokens=8, ignore_eos=True)
     for prompt, row in zip(prompts, together, strict=True):
-        assert kvjax.generate(params, prompt, max_new_tokens=8).tokens == row.tokens
+        alone = kvjax.generate(longrope, prompt, max_new_tokens=8, ignore_eos=True)
+        assert (alone.tokens, len(alone.tokens)) == (row.tokens, 8)
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:12,window=4"])
+def test_longrope_tokens_do_not_depend_on_how_many_are_asked_for(longrope, policy):
+    """As long as all fit the original window they have the first rotation; beyond it all are read again with the second."""
+    options = {"policy": policy, "ignore_eos": True}
+    tokens = {n: kvjax.generate(longrope, PROMPT, max_new_tokens=n, **options).tokens for n in (3, 12, 15, 16, 40)}
+    for n, found in tokens.items():
+        assert found == tokens[40][:n]
+    window = 20 + 1 - len(PROMPT)  # the last of them is not read
+    scaling = longrope.config.rope.scaling
+    for name, before in (("short_factor", []), ("long_factor", tokens[40][:window])):
+        same = dataclasses.replace(scaling, short_factor=getattr(scaling, name), long_factor=getattr(scaling, name))
+        params = longrope.replace(
+            config=dataclasses.replace(longrope.config, rope=dataclasses.replace(longrope.config.rope, scaling=same))
+        )
+        found = kvjax.generate(params, PROMPT + before, max_new_tokens=40 - len(before), **options).tokens
+        if before:
+            assert found == tokens[40][window:]
+        else:
+            assert found[:window] == tokens[40][:window]
+            assert found != tokens[40]
+    result = kvjax.generate(longrope, PROMPT, max_new_tokens=40, **options)
+    assert "".join(kvjax.stream(longrope, PROMPT, max_new_tokens=40, **options)) == result.text
+    assert result.stats.cache_bytes <= 2 * result.stats.full_cache_bytes
+    asked = kvjax.generate(longrope, PROMPT[:3], question=PROMPT[3:], max_new_tokens=20, **options | {"policy": "full"})
+    if policy == "full":
+        assert asked.tokens == tokens[40][:20]
 
 
 def test_cache_reaches_beyond_the_trained_window_only_with_a_word(tiny):

@@ -120,7 +120,7 @@ def test_refusals(tiny: Params) -> None:
     with pytest.raises(ValueError, match="prefill_block=0"):
         kvjax.generate(tiny, PROMPTS, prefill_block=0)
     reader = Engine(tiny, prompt_len=40, block=8)
-    with pytest.raises(ValueError, match=r"blocks of \[9\] tokens; give 1, of up to 8 each"):
+    with pytest.raises(ValueError, match="block 1 of 1: 9 tokens are not 0 to 8"):
         reader.extend(reader.begin(), [[1] * 9])
     with pytest.raises(ValueError, match="make the engine with block="):
         Engine(tiny, prompt_len=40).extend(reader.begin(), [[1]])

@@ -54,6 +54,9 @@ class FixedRun(Run):
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine
 
+    def most_tokens(self, row: Row) -> int:
+        return self.request.max_new_tokens  # the engine has one rotation
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:

@@ -35,6 +35,7 @@ from .spec import LayerSpec as LayerSpec
 from .spec import bucket as bucket
 from .spec import layer_specs as layer_specs
 from .spec import round_slots as round_slots
+from .spec import row_buckets as row_buckets
 from .state import LayerCache as LayerCache
 from .state import compact_indices as compact_indices
 from .state import empty as empty

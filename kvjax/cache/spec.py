@@ -137,6 +137,14 @@ def bucket(length: int, least: int = 64) -> int:
     return size * 3 // 4 if size > least and length <= size * 3 // 4 else size
 
 
+def row_buckets(lengths: Int[Array, " B"], longest: int) -> Int[Array, " B"]:
+    """`bucket` of each length, none of which is above `longest`."""
+    sizes = [bucket(1)]
+    while sizes[-1] < longest:
+        sizes.append(bucket(sizes[-1] + 1))
+    return jnp.asarray(sizes, jnp.int32)[jnp.searchsorted(jnp.asarray(sizes, jnp.int32), lengths)]
+
+
 def round_slots(slots: int) -> int:
     """Capacity for at least `slots` slots: a multiple of 128, or of 32 in caches under 2048.
 

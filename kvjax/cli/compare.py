@@ -86,10 +86,13 @@ def compare(
     from kvjax.evals.measure import check
     from kvjax.evals.tasks import task_name
     from kvjax.models.sharding import mesh_of
+    from kvjax.policies.unbound import check_unbound
     from kvjax.runtime.processes import is_first
 
     names = [task_name(name) for name in names]
     checks.once(names, "--tasks")
+    for policy in chosen:
+        check_unbound(policy, over_mesh=mesh is not None)
     for name in names:
         check(name, inputs)
     checks.destination(out, folder=True)

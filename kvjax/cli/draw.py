@@ -44,10 +44,12 @@ def draw(
 
     Each policy continues the prompt; the picture shows what its cache holds after every token. Needs matplotlib.
     """
+    from kvjax.arguments import amount
     from kvjax.plots import kept_tokens, save
 
     chosen = read_policies(policies, budget, settings or (), "--policies")
     checks.picture(out)
+    amount("max_new_tokens", max_new_tokens)
     text = read_prompt(prompt, prompt_file)
     params = read_model(model, dtype, compilation_cache, tokenizer=tokenizer)
     with waiting("Running " + ", ".join(policy.info.name for policy in chosen)):

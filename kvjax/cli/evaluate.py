@@ -154,7 +154,7 @@ def evaluate(
         raise typer.BadParameter(
             "give a needle task, one policy with one budget, and --out to keep its answers in", param_hint="--plot"
         )
-    check(task, inputs, chosen, prefill_block)
+    check(task, inputs, chosen, prefill_block, over_mesh=mesh is not None)
     checks.destination(out, folder=several)
     checks.picture(plot)
     params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)

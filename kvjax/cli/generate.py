@@ -90,17 +90,19 @@ def generate(
 
     The KV cache is kept by a policy, within a budget. Text goes to standard output as it comes.
     """
+    from kvjax.arguments import amount
+    from kvjax.policies.unbound import check_unbound
     from kvjax.runtime.sampling import make_sampler
 
     chosen = read_policy(policy, budget, settings)  # before the model is loaded: mistakes show at once
     if not 0 <= temperature <= 1e38:  # of more float32 makes infinity
         raise ValueError(f"temperature={temperature}; give 0 (greedy) or more")
     make_sampler(temperature, top_k, top_p, min_p)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; give a whole number, 1 or more")
+    check_unbound(chosen, prefill_block, over_mesh=mesh is not None)
+    amount("max_new_tokens", max_new_tokens)
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
-    text = read_prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file, empty=chat or system is not None)
     params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)
     request: Any = text
     if chat or system is not None:

@@ -29,6 +29,7 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
     from kvjax.policies import PolicyError
     from kvjax.policies.registry import replaced
     from kvjax.policies.text import parse_policy
+    from kvjax.policies.unbound import check_unbound
 
     given: dict[str, str] = {} if budget is None else {"budget": budget}
     for setting in settings or ():
@@ -47,6 +48,7 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
             raise PolicyError(f"{text}: {key}={given[key]!r}; {error}") from None
     policy = replaced(policy, values)
     policy.validate(_LONG)
+    check_unbound(policy)
     _check_profile(policy)
     _check_weights(policy)
     return policy

@@ -160,8 +160,23 @@ def spelt(weights: str | None) -> str | None:
     return None if weights is None else weights.replace("-", " ")
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt, less one newline at the end of a file or stream: editors and `echo` put it there, not the author."""
+def read_prompt(prompt: str | None, file: Path | None, *, empty: bool = False) -> str:
+    """The prompt, less one newline at the end of a file or stream: editors and `echo` put it there, not the author.
+
+    Args:
+        empty: whether it may be empty, as a message of a chat may.
+
+    Raises:
+        ValueError: it is empty, or not text.
+        OSError: the file cannot be read.
+    """
+    text = _read_prompt(prompt, file)
+    if not text and not empty:
+        raise ValueError("the prompt is empty; give a text to continue")
+    return text
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise typer.BadParameter(

@@ -79,7 +79,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of each device, such as 14GB. [default: 15/16 of the data sheet's]",
+            help="Memory of each device, such as 14GB. [default: what JAX takes: 3/4 of a GPU's or XLA_PYTHON_CLIENT_MEM_FRACTION of it, 15/16 of a TPU's]",
             show_default=False,
         ),
     ] = None,

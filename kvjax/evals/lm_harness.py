@@ -22,6 +22,7 @@ from kvjax.extras import optional
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies.unbound import check_unbound
 from kvjax.runtime.generation import generate
 from kvjax.runtime.mesh import on_mesh
 
@@ -83,6 +84,7 @@ def register() -> type[Any]:
                 if value is not None and (not isinstance(value, int) or value < least):
                     raise ValueError(f"{name}={value!r}; give a whole number, {least} or more")
             self.policy = get_policy(policy, budget=budget, **settings)
+            check_unbound(self.policy, over_mesh=mesh is not None)
             given = (
                 pretrained
                 if isinstance(pretrained, Params)

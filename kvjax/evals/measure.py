@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, TypeAdapter
 from kvjax.cache import bucket
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
+from kvjax.policies.unbound import check_unbound
 from kvjax.runtime.mesh import on_mesh
 from kvjax.runtime.processes import from_first
 
@@ -125,18 +126,26 @@ def measure(
     )
 
 
-def check(name: str, inputs: Inputs, policies: Sequence[Policy] = (), prefill_block: int | None = None) -> None:
+def check(
+    name: str,
+    inputs: Inputs,
+    policies: Sequence[Policy] = (),
+    prefill_block: int | None = None,
+    *,
+    over_mesh: bool = False,
+) -> None:
     """Raise what `measure` would raise of its arguments, as far as that can be told before a model is loaded.
 
     Raises:
         ValueError: the task is unknown, or something that it needs is missing, damaged or out of range.
-        PolicyError: a policy cannot work with its budget, or not in a text of the length that is asked for.
+        PolicyError: a policy cannot work with its budget, or not in a text of the length that is asked for, in blocks or over a mesh.
         ImportError: a package that the task needs is not installed.
         OSError: a file cannot be read.
     """
     name = task_name(name)
     for policy in policies:
         policy.validate(max(inputs.lengths or (1 << 30,)))  # a budget too small for any text, or for this one
+        check_unbound(policy, prefill_block, over_mesh=over_mesh)
     if name not in MEASURES:
         make_task(name, inputs, window=1 << 30).check()
         return

@@ -27,6 +27,7 @@ from kvjax.devices import PRESETS
 from kvjax.models import ModelConfig, Params
 from kvjax.models.sharding import AXES, bytes_per_device, parse_mesh
 from kvjax.policies import Policy, PolicyError, get_policy
+from kvjax.policies.unbound import check_unbound
 from kvjax.runtime import ahead_of_time
 from kvjax.runtime.engine import Engine, Memory
 from kvjax.runtime.generation import BLOCK
@@ -184,6 +185,8 @@ def plan(
     """
     given = _Question(model, device, count, mesh, context, new_tokens, batch, embedding, dtype, prefill_block, memory)
     kinds: Sequence[Kind] = WEIGHTS if weights is None else (weights,) if isinstance(weights, str) else weights
+    if not isinstance(policy, str) or "share_" not in policy:
+        check_unbound(get_policy(policy, budget=budget), given.block, over_mesh=given.count > 1)
     ways = _best_first(way for kind in kinds for way in given.ways(kind, policy, budget))
     if fit:
         ways = _fitting(given, ways, kinds, policy)[:1]

@@ -4,32 +4,69 @@ from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
+
+from kvjax.arguments import MOST, short
 
 from .info import PolicyError
 
-
-def budget_tokens(budget: int | float, tokens: int) -> int:
-    """A budget in slots: as given, or as a fraction of the `tokens` a sequence will reach, rounded down."""
-    return budget if isinstance(budget, int) else tokens * _ratio(budget).numerator // _ratio(budget).denominator
+SHORT = 8
+"""A sequence is short if it has fewer tokens than this times the slots that a policy needs."""
 
 
-def budget_rows(budget: int | float, tokens: Int[Array, "*B"]) -> Int[Array, "*B"]:
+def budget_tokens(budget: int | float, tokens: int, least: int = 0) -> int:
+    """A budget in slots: as given, or as a fraction of the `tokens` a sequence will reach, rounded down.
+
+    Args:
+        least: slots that a fraction gives at least: those that the policy needs, whatever a sequence's length.
+    """
+    if isinstance(budget, int):
+        return budget
+    return max(tokens * _ratio(budget).numerator // _ratio(budget).denominator, least)
+
+
+def budget_rows(budget: int | float, tokens: Int[Array, "*B"], least: int = 0) -> Int[Array, "*B"]:
     """`budget_tokens` for every row."""
     if isinstance(budget, int):
         return jnp.full_like(tokens, budget)
-    ratio = _ratio(budget)
+    found = _shares(budget, tokens)
+    return jnp.maximum(found, least) if least else found
+
+
+def budget_counts(budget: int | float, tokens: np.ndarray, least: int = 0) -> np.ndarray:
+    """`budget_rows` in NumPy."""
+    return np.full_like(tokens, budget) if isinstance(budget, int) else np.maximum(_shares(budget, tokens), least)
+
+
+def _shares(fraction: float, tokens: Any) -> Any:
+    ratio = _ratio(fraction)
     whole, rest = tokens // ratio.denominator, tokens % ratio.denominator
     return whole * ratio.numerator + rest * ratio.numerator // ratio.denominator
 
 
+def check_least(name: str, budget: int | float, tokens: int, least: int, needs: str, slots: str = "slots") -> None:
+    """Raise `PolicyError` if a budget gives a sequence that will reach `tokens` tokens fewer slots than the policy needs.
+
+    A fraction gives short sequences what is needed, see `SHORT`: they stay whole, or are cut no further.
+
+    Args:
+        needs: what the slots are needed for, and what to do.
+        slots: what the budget is of.
+    """
+    found = budget_tokens(budget, tokens)
+    if found < least and (isinstance(budget, int) or tokens >= SHORT * least):
+        raise PolicyError(f"{name}: a budget of {budget} gives {found} {slots}, {needs}")
+
+
 def check_budget(name: str, budget: Any) -> None:
     """Raise `PolicyError` unless `budget` is a positive number of tokens or a fraction in (0, 1]."""
-    tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+    tokens = isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget <= MOST
     fraction = isinstance(budget, float) and 0 < budget <= 1
     if not (tokens or fraction):
         raise PolicyError(
-            f"{name}: budget={budget!r}; give a positive whole number of tokens (512) or a fraction of prompt + new tokens (0.2)"
+            f"{name}: budget={short(budget)}; give a positive whole number of tokens (512), up to {MOST}, or a fraction of prompt + new "
+            "tokens (0.2)"
         )
 
 

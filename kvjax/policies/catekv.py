@@ -15,7 +15,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .capabilities import read_as_prompt
 from .families.scoring import last_queries
 from .fields import check_fields
@@ -55,13 +55,25 @@ class Layout:
 
     def validate(self, name: str, tokens: int) -> None:
         """Raise `PolicyError` if sinks and recent tokens leave no room for a chunk in the budget."""
-        budget = budget_tokens(self.budget, tokens)
-        sinks, recent = self.regions(budget)
-        if budget < sinks + recent + self.chunk:
-            raise PolicyError(
-                f"{name}: a budget of {self.budget} gives {budget} slots, but {sinks} sinks, {recent} recent tokens and a "
-                f"chunk of {self.chunk} need {sinks + recent + self.chunk}; raise budget, or lower sinks, recent or chunk"
-            )
+        sinks, recent = self.regions(budget_tokens(self.budget, tokens))
+        least = sinks + recent + self.chunk
+        needs = (
+            f"but {sinks} sinks, {recent} recent tokens and a chunk of {self.chunk} need {least}; raise budget, or lower sinks, recent or "
+            "chunk"
+        )
+        check_least(name, self.budget, tokens, least, needs)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots that sinks, recent tokens and a chunk need."""
+        least = self.chunk
+        while least < sum(self.regions(least)) + self.chunk:
+            least = sum(self.regions(least)) + self.chunk
+        return least
+
+    def slots(self, tokens: int) -> int:
+        """The budget of a sequence that will reach so many tokens."""
+        return budget_tokens(self.budget, tokens, self.least_slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +109,7 @@ class ChunkHeadLayer(Layer[ChunkHead]):
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
         parts, lengths = self.policy.layout, prompt.lengths
-        budget = budget_rows(parts.budget, prompt.total)
+        budget = budget_rows(parts.budget, prompt.total, parts.least_slots)
         sinks, recent = parts.regions(budget)
         # All heads of a row have as many tokens. What is gone of a text read in blocks are whole chunks, so the others are where they were.
         begin = lengths - jnp.sum(prompt.live[:, 0], axis=-1, dtype=jnp.int32) + sinks
@@ -143,7 +155,7 @@ class Consistent(ChunkHead):
         return jnp.minimum(free // self.layout.chunk, chunks)
 
     def max_prompt_kept(self, spec: LayerSpec) -> int:
-        return budget_tokens(self.budget, spec.max_tokens)
+        return self.layout.slots(spec.max_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +184,7 @@ class Adaptive(ChunkHead):
 
         Of a middle of m tokens with a tail of t < chunk, η (m - t) + t are kept at most, which is η m + (1 - η) t.
         """
-        budget = budget_tokens(self.layout.budget, spec.max_tokens)
+        budget = self.layout.slots(spec.max_tokens)
         always_kept = sum(self.layout.regions(budget))
         eta = Fraction(self.eta).limit_denominator(10_000)
         middle = eta * max(spec.prompt_len - always_kept, 0) + (1 - eta) * (self.layout.chunk - 1)

@@ -19,7 +19,7 @@ from kvjax.pallas_kernels.gradients import without_gradient
 from kvjax.pallas_kernels.kmeans import Nearest
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .families import soft_matching
 from .fields import check_fields
 from .full import Full
@@ -169,21 +169,18 @@ class Chelsea(Policy):
         return by_head({OUTLIER: full, CLUSTERED: clustered}, profile.labels).bind(config)
 
     def validate(self, tokens: int) -> None:
-        if budget_tokens(self.budget, tokens) < 1:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives 0 slots for {tokens} tokens; raise budget"
-            )
+        check_least(self.info.name, self.budget, tokens, 1, f"and {tokens} tokens need one at least; raise budget")
 
     def layer(self, spec: LayerSpec) -> "ChelseaLayer":
         return ChelseaLayer(self, spec)
 
     def max_budget(self, spec: LayerSpec) -> int:
         """B of a row that holds all the tokens it can."""
-        return max(budget_tokens(self.budget, spec.max_tokens), 1)
+        return budget_tokens(self.budget, spec.max_tokens, 1)
 
     def row_budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
         """B of each row; all tokens can be merged into one, but no further."""
-        return jnp.maximum(budget_rows(self.budget, tokens), 1)
+        return budget_rows(self.budget, tokens, 1)
 
     def is_full(self, state: Centroids) -> Bool[Array, " B"]:
         """Rows that have waited long enough."""

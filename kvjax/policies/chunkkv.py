@@ -12,7 +12,7 @@ from kvjax.cache import LayerSpec, Prompt, prompt_mask
 from kvjax.pallas_kernels import top_k
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import PromptScorer, PromptScorerLayer, last_queries, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
@@ -86,12 +86,14 @@ class ChunkKV(PromptScorer):
             raise PolicyError(f"{self.info.name}: strict=True is the paper's Algorithm 3; give rule='paper' with it")
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        if budget < self.window:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, fewer than the {self.window} tokens of the "
-                "window, which are always kept; raise budget or lower window"
-            )
+        needs = (
+            f"fewer than the {self.window} tokens of the window, which are always kept; raise budget or lower window"
+        )
+        check_least(self.info.name, self.budget, tokens, self.window, needs)
+
+    @property
+    def least_slots(self) -> int:
+        return self.window
 
     @property
     def query_window(self) -> int | None:
@@ -110,12 +112,14 @@ class ChunkKV(PromptScorer):
         return dataclasses.replace(self.about, joint_heads=self.shared_heads or self.rule == "kvpress")
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
-        return budget_rows(self.budget, lengths if self.rule == "kvpress" else total)
+        return (
+            budget_rows(self.budget, lengths) if self.rule == "kvpress" else super().row_budgets(spec, lengths, total)
+        )
 
     def max_budget(self, spec: LayerSpec) -> int:
         if self.rule == "kvpress":  # a fraction is of the prompt alone
             return max(budget_tokens(self.budget, spec.prompt_len) + self.chunk, self.window)
-        return budget_tokens(self.budget, spec.max_tokens)
+        return super().max_budget(spec)
 
     def keep_mask(
         self,

@@ -16,11 +16,11 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.sparse import SparseLayer, reads_everything
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyInfo
 from .registry import register
 
 
@@ -113,15 +113,13 @@ class ClusterKV(Policy):
         )
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        if budget <= self.sinks:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but {self.sinks} sinks and at least one "
-                f"selected token need {self.sinks + 1}; raise budget or lower sinks"
-            )
+        needs = (
+            f"but {self.sinks} sinks and at least one selected token need {self.sinks + 1}; raise budget or lower sinks"
+        )
+        check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs, "tokens to read")
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        if reads_everything(spec, self.budget, self.dense_layers):
+        if reads_everything(spec, self.budget, self.dense_layers, self.sinks + 1):
             return DenseLayer(self, spec)
         clusters_tail = self.cluster_decode and self.longest_tail(spec) >= self.window
         traits = Traits(
@@ -145,7 +143,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     def selection_shape(self) -> tuple[int, int]:
         policy, spec = self.policy, self.spec
         heads = spec.num_kv_heads if policy.gqa == "mean" else spec.num_heads
-        return heads, budget_tokens(policy.budget, spec.max_tokens) - policy.sinks
+        return heads, budget_tokens(policy.budget, spec.max_tokens, policy.sinks + 1) - policy.sinks
 
     @property
     def always_kept(self) -> tuple[int, int]:
@@ -170,13 +168,13 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
 
     def init(self, total: Int[Array, " B"] | None = None) -> ClusteredCache:
         spec = self.spec
-        budget = budget_rows(self.policy.budget, spec.totals(total))
+        budget = budget_rows(self.policy.budget, spec.totals(total), self.policy.sinks + 1)
         return self._unclustered(cache.empty(spec, self.capacity), budget)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ClusteredCache, Carry]:
         policy, spec, lengths, tokens = self.policy, self.spec, prompt.lengths, prompt.size
         kept = cache.from_prompt(spec, self.capacity, prompt)
-        state = self._unclustered(kept, budget_rows(policy.budget, prompt.total))
+        state = self._unclustered(kept, budget_rows(policy.budget, prompt.total, policy.sinks + 1))
         pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (spec.batch, tokens))
         inside = (pos >= policy.sinks) & (pos < lengths[:, None])
         count = self._prompt_clusters(lengths)

@@ -5,7 +5,7 @@ import math
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvjax.arguments import plain
+from kvjax.arguments import MOST, plain, short
 
 from .base import Policy
 from .budget import check_budget
@@ -38,6 +38,8 @@ def check_fields(policy: Policy, **least: int | float) -> None:
             raise PolicyError(
                 f"{name}: {field}={values[field]!r}; give a {'number' if float in kinds else 'whole number'}"
             )
+        if isinstance(values[field], int) and values[field] > MOST:
+            raise PolicyError(f"{name}: {field}={short(values[field])}; give {MOST} or less")
     for field, bound in least.items():
         if values[field] is not None and values[field] < bound:
             raise PolicyError(f"{name}: {field}={values[field]}; give {bound} or more")

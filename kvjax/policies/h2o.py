@@ -7,10 +7,10 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt
 
-from .budget import budget_tokens
+from .budget import check_least
 from .families.scoring import ScoreEviction, all_queries, last_queries
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyInfo
 from .registry import register
 
 
@@ -48,12 +48,13 @@ class H2O(ScoreEviction):
         check_fields(self, recent=0, window=1)
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        if budget < (self.recent or 0) + 1:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {self.recent or 0} recent tokens and at least "
-                f"one heavy hitter need {(self.recent or 0) + 1}; raise budget or lower recent"
-            )
+        recent, least = self.recent or 0, self.least_slots
+        needs = f"but {recent} recent tokens and at least one heavy hitter need {least}; raise budget or lower recent"
+        check_least(self.info.name, self.budget, tokens, least, needs)
+
+    @property
+    def least_slots(self) -> int:
+        return (self.recent or 0) + 1
 
     @property
     def query_window(self) -> int | None:

@@ -16,12 +16,12 @@ from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import heads_of, top_k
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .capabilities import Queries
 from .families.dense import DenseLayer
 from .families.pages import best_pages
 from .families.skewing import SkewProfile
-from .families.sparse import SparseLayer, reads_everything
+from .families.sparse import SparseLayer, reads_all, reads_everything
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .profile import find
@@ -49,6 +49,10 @@ class SpeculativeCache:
     skew: Float[Array, "B K H P"]
     partial: Float[Array, "B K C P"]
     budget: Int[Array, " B"]
+
+
+LEAST = 2
+"""Tokens that a query reads at least: the newest, and another one."""
 
 
 @register
@@ -116,15 +120,11 @@ class InfiniGen(Policy):
         return dataclasses.replace(self, profile=PROMPT if found is None else found)
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        if budget < 2:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but the newest and at least one other need "
-                "2; raise budget"
-            )
+        needs = f"but the newest and at least one other need {LEAST}; raise budget"
+        check_least(self.info.name, self.budget, tokens, LEAST, needs, "tokens to read")
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        dense = reads_everything(spec, self.budget, self.dense_layers)
+        dense = reads_everything(spec, self.budget, self.dense_layers, LEAST)
         return DenseLayer(self, spec) if dense else InfiniGenLayer(self, spec)
 
     def directions(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
@@ -143,7 +143,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
 
     @property
     def selection_shape(self) -> tuple[int, int]:
-        return self.spec.num_kv_heads, budget_tokens(self.policy.budget, self.spec.max_tokens) - 1
+        return self.spec.num_kv_heads, budget_tokens(self.policy.budget, self.spec.max_tokens, LEAST) - 1
 
     @property
     def always_kept(self) -> tuple[int, int]:
@@ -168,15 +168,14 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
             cache=kept,
             skew=jnp.broadcast_to(skew[..., :channels].astype(spec.dtype), (*kept.next.shape, spec.head_dim, channels)),
             partial=jnp.zeros((*kept.pos.shape, channels), spec.dtype),
-            budget=budget_rows(self.policy.budget, spec.totals(total)),
+            budget=budget_rows(self.policy.budget, spec.totals(total), LEAST),
         )
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[SpeculativeCache, Carry]:
         spec, kept = self.spec, cache.from_prompt(self.spec, self.capacity, prompt)
         skew = self._skew(prompt.q_rotated, prompt.k_rotated, prompt.lengths).astype(spec.dtype)
         partial = jnp.einsum("bkch,bkhp->bkcp", kept.k, skew, preferred_element_type=jnp.float32)
-        budget = budget_rows(self.policy.budget, prompt.total)
-        return SpeculativeCache(kept, skew, partial.astype(spec.dtype), budget), carry
+        return SpeculativeCache(kept, skew, partial.astype(spec.dtype), self._budgets(prompt)), carry
 
     def append(self, state: SpeculativeCache, token: Token) -> SpeculativeCache:
         spec, key = self.spec, token.k_rotated.astype(self.spec.dtype)
@@ -208,7 +207,13 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         near = candidates & (scores > jnp.max(scores, axis=-1, keepdims=True) - self.policy.alpha)
         near = spec.shard.sum_over_heads(jnp.sum(near, axis=(1, 2), dtype=jnp.int32))
         count = near // (spec.num_kv_heads * spec.shard.heads)
-        return best_pages(scores, candidates, jnp.clip(count, 1, state.budget - 1), self.selection_shape[1])
+        count = jnp.clip(count, jnp.where(state.budget >= spec.max_tokens, state.budget - 1, 1), state.budget - 1)
+        return best_pages(scores, candidates, count, self.selection_shape[1])
+
+    def _budgets(self, prompt: Prompt) -> Int[Array, " B"]:
+        """Budget of each row; as many tokens as there can be where a row would read all of them alone, see `reads_everything`."""
+        budget = budget_rows(self.policy.budget, prompt.total, LEAST)
+        return jnp.where(reads_all(self.spec, prompt, budget), jnp.maximum(budget, self.spec.max_tokens), budget)
 
     def _skew(
         self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], lengths: Int[Array, " B"]

@@ -2,15 +2,15 @@
 
 import bisect
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import LayerSpec, bucket
 
-from .budget import budget_rows
+from .budget import budget_counts, budget_rows
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
@@ -52,19 +52,20 @@ class PyramidKV(SnapKV):
         super().__post_init__()
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
-        average = budget_rows(self.budget, total)
-        return jnp.where(
-            (lengths <= average) | (lengths < 2 * (average - self.window)),
-            average,
-            self._pyramid(spec, lengths, average),
-        )
+        return self._budgets(spec, lengths, budget_rows(self.budget, total, self.least_slots), jnp)
 
-    def _pyramid(self, spec: LayerSpec, lengths: Int[Array, " B"], average: Int[Array, " B"]) -> Int[Array, " B"]:
+    def _budgets(self, spec: LayerSpec, lengths: Any, average: Any, numpy: Any) -> Any:
+        """`row_budgets` by the average of each row, in arrays of NumPy or JAX."""
+        plain = (lengths <= average) | (lengths < 2 * (average - self.window))
+        return numpy.where(plain, average, self._pyramid(spec, lengths, average, numpy))
+
+    def _pyramid(self, spec: LayerSpec, lengths: Any, average: Any, numpy: Any) -> Any:
         """The budget of a layer between the first one's and the last one's, whose average is given."""
         beside, before = average - self.window, lengths - self.window
         last = beside // self.beta
         first = 2 * beside - last
-        first, last = jnp.where(first >= before, before, first), jnp.where(first >= before, 2 * beside - before, last)
+        over = first >= before
+        first, last = numpy.where(over, before, first), numpy.where(over, 2 * beside - before, last)
         return first - spec.layer * ((first - last) // max(spec.num_layers - 1, 1)) + self.window
 
     def max_budget(self, spec: LayerSpec) -> int:
@@ -73,13 +74,12 @@ class PyramidKV(SnapKV):
         # A batch of one is padded to the next bucket; one of several may hold rows of any length.
         known = spec.batch == 1 and not spec.block  # in blocks, a text has been shorter before
         shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if known else 1
-        with jax.ensure_compile_time_eval():
-            lengths = jnp.arange(shortest, spec.prompt_len + 1, dtype=jnp.int32)
-            total = lengths + spec.new_tokens
-            total = jnp.full_like(lengths, spec.max_tokens) if spec.block else total
-            most = self.row_budgets(spec, lengths, total)
-            if isinstance(self.budget, float):
-                # A row with fewer new tokens has a lower average, and may be of the pyramid where one with more is not. A layer's
-                # share grows with the average, but for what its steps, one per layer before it, are rounded down.
-                most = jnp.maximum(most, self._pyramid(spec, lengths, budget_rows(self.budget, total)) + spec.layer)
-            return int(jnp.max(jnp.minimum(most, lengths)))
+        lengths = np.arange(shortest, spec.prompt_len + 1)
+        total = np.full_like(lengths, spec.max_tokens) if spec.block else lengths + spec.new_tokens
+        average = budget_counts(self.budget, total, self.least_slots)
+        most = self._budgets(spec, lengths, average, np)
+        if isinstance(self.budget, float):
+            # A row with fewer new tokens has a lower average, and may be of the pyramid where one with more is not. A layer's
+            # share grows with the average, but for what its steps, one per layer before it, are rounded down.
+            most = np.maximum(most, self._pyramid(spec, lengths, average, np) + spec.layer)
+        return int(np.max(np.minimum(most, lengths)))

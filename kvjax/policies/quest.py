@@ -13,12 +13,12 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, TokenBloc
 from kvjax.pallas_kernels import page_scores, top_k_indices, widen_bounds
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import paged, slots_of
-from .families.sparse import SparseLayer, reads_everything
+from .families.sparse import SparseLayer, reads_all, reads_everything
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyInfo
 from .registry import register
 
 
@@ -79,15 +79,19 @@ class Quest(Policy):
         check_fields(self, page=1, dense_layers=0, recent=0)
 
     def validate(self, tokens: int) -> None:
-        budget, least = budget_tokens(self.budget, tokens), (self.recent_pages + 1) * self.page
-        if budget < least:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to read, but pages of {self.page}, of which "
-                f"{self.recent_pages} are always read and at least one is chosen, need {least}; raise budget, or lower page or recent"
-            )
+        needs = (
+            f"but pages of {self.page}, of which {self.recent_pages} are always read and at least one is chosen, need {self.least_tokens}; "
+            "raise budget, or lower page or recent"
+        )
+        check_least(self.info.name, self.budget, tokens, self.least_tokens, needs, "tokens to read")
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a query reads at least."""
+        return (self.recent_pages + 1) * self.page
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
-        dense = reads_everything(spec, self.budget, self.dense_layers)
+        dense = reads_everything(spec, self.budget, self.dense_layers, self.least_tokens)
         return DenseLayer(self, spec) if dense else QuestLayer(self, spec)
 
     @property
@@ -120,7 +124,10 @@ class QuestLayer(SparseLayer[Quest]):
     def selection_shape(self) -> tuple[int, int]:
         policy, spec = self.policy, self.spec
         heads = spec.num_heads if policy.gqa == "query_head" else spec.num_kv_heads
-        chosen = policy.chosen_pages(budget_tokens(policy.budget, spec.max_tokens))
+        # Up to a whole page, which a row whose tokens are no more than the budget reads, too.
+        chosen = policy.chosen_pages(
+            budget_tokens(policy.budget, spec.max_tokens, policy.least_tokens) + policy.page - 1
+        )
         return heads, policy.page * min(chosen, self.pages)
 
     @property
@@ -143,7 +150,7 @@ class QuestLayer(SparseLayer[Quest]):
     def init(self, total: Int[Array, " B"] | None = None) -> PagedCache:
         spec, kept = self.spec, cache.empty(self.spec, self.capacity)
         bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self.pages, 2 * spec.head_dim), spec.dtype)
-        return PagedCache(kept, bounds, budget_rows(self.policy.budget, spec.totals(total)))
+        return PagedCache(kept, bounds, budget_rows(self.policy.budget, spec.totals(total), self.policy.least_tokens))
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PagedCache, Carry]:
         spec = self.spec
@@ -153,7 +160,8 @@ class QuestLayer(SparseLayer[Quest]):
         low = jnp.where(some, jnp.min(keys, axis=3, where=inside, initial=jnp.inf), zero)
         high = jnp.where(some, jnp.max(keys, axis=3, where=inside, initial=-jnp.inf), zero)
         bounds = jnp.concatenate([low, high], axis=-1)
-        budget = budget_rows(self.policy.budget, prompt.total)
+        budget, page = budget_rows(self.policy.budget, prompt.total, self.policy.least_tokens), self.policy.page
+        budget = jnp.where(reads_all(spec, prompt, budget), -(-budget // page) * page, budget)
         return PagedCache(cache.from_prompt(spec, self.capacity, prompt), bounds, budget), carry
 
     def read_block(

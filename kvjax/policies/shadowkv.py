@@ -14,12 +14,12 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
 from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import best_pages, paged, slots_of
 from .families.sparse import SparseLayer, gathered
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyInfo
 from .registry import register
 
 
@@ -87,12 +87,8 @@ class ShadowKV(Policy):
         check_fields(self, rank=1, chunk=1, outlier_chunks=0, local_chunks=0)
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        if budget < self.chunk:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} tokens to select, fewer than a chunk of {self.chunk}; raise "
-                "budget or lower chunk"
-            )
+        needs = f"fewer than a chunk of {self.chunk}; raise budget or lower chunk"
+        check_least(self.info.name, self.budget, tokens, self.chunk, needs, "tokens to select")
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         layer = ShadowKVLayer(self, spec)
@@ -126,7 +122,8 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
 
     @property
     def selection_shape(self) -> tuple[int, int]:
-        budget, chunk = budget_tokens(self.policy.budget, self.spec.max_tokens), self.policy.chunk
+        chunk = self.policy.chunk
+        budget = budget_tokens(self.policy.budget, self.spec.max_tokens, chunk)
         return self.spec.num_kv_heads, min(budget // chunk, self.chunks) * chunk
 
     @property
@@ -264,7 +261,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
 
     def _budget(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
         """Chunks that a query selects in each row, of so many tokens."""
-        return budget_rows(self.policy.budget, tokens) // self.policy.chunk
+        return budget_rows(self.policy.budget, tokens, self.policy.chunk) // self.policy.chunk
 
 
 def low_rank(k: Float[Array, "B T K H"], rank: int) -> tuple[Float[Array, "B T r"], Float[Array, "B K r H"]]:

@@ -11,10 +11,10 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 
 from .base import Carry, Layer, Policy, State, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .capabilities import read_as_prompt
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyInfo
 from .registry import register
 
 S = TypeVar("S", bound="StreamingLLM")
@@ -49,12 +49,10 @@ class StreamingLLM(Policy):
         check_fields(self, sinks=0)
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        if budget <= self.sinks:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks and at least one recent "
-                f"token need {self.sinks + 1}; raise budget or lower sinks"
-            )
+        needs = (
+            f"but {self.sinks} sinks and at least one recent token need {self.sinks + 1}; raise budget or lower sinks"
+        )
+        check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return StreamingLayer(self, spec)
@@ -81,14 +79,14 @@ class StreamingLayer(Layer[S]):
 
     @property
     def max_kept(self) -> int:
-        return budget_tokens(self.policy.budget, self.spec.max_tokens)
+        return budget_tokens(self.policy.budget, self.spec.max_tokens, self.policy.sinks + 1)
 
     def init(self, total: Int[Array, " B"] | None = None) -> StreamingCache:
-        budget = budget_rows(self.policy.budget, self.spec.totals(total))
+        budget = budget_rows(self.policy.budget, self.spec.totals(total), self.policy.sinks + 1)
         return StreamingCache(cache.empty(self.spec, self.capacity), budget)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[StreamingCache, Carry]:
-        budget = budget_rows(self.policy.budget, prompt.total)
+        budget = budget_rows(self.policy.budget, prompt.total, self.policy.sinks + 1)
         place = jnp.arange(prompt.size, dtype=jnp.int32)
         latest = place >= (prompt.lengths - budget + self.policy.sinks)[:, None, None]
         keep = (prompt.pos < self.policy.sinks) | latest

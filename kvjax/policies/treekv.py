@@ -14,10 +14,10 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction
 
 from .base import Carry, Layer, Policy, Traits
-from .budget import budget_rows, budget_tokens
+from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import last_queries
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyInfo
 from .registry import register
 
 
@@ -92,20 +92,23 @@ class TreeKV(Policy):
         check_fields(self, sinks=0, recent=0, block=1)
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        least = self.sinks + (self.recent or 0) + 1
-        if budget < least:
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {self.sinks} sinks, {self.recent or 0} recent "
-                f"tokens and a tree of at least one need {least}; raise budget, or lower sinks or recent"
-            )
+        needs = (
+            f"but {self.sinks} sinks, {self.recent or 0} recent tokens and a tree of at least one need {self.least_slots}; raise budget, "
+            "or lower sinks or recent"
+        )
+        check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots that it needs whatever a sequence's length."""
+        return self.sinks + (self.recent or 0) + 1
 
     def layer(self, spec: LayerSpec) -> "TreeKVLayer":
         return TreeKVLayer(self, spec)
 
     def regions(self, tokens: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
         """Sizes in tokens of the recent region, the tree, and the whole budget."""
-        budget = budget_rows(self.budget, tokens)
+        budget = budget_rows(self.budget, tokens, self.least_slots)
         recent = jnp.maximum(budget // 2 - self.sinks, 0) if self.recent is None else jnp.full_like(budget, self.recent)
         return recent, budget - self.sinks - recent, budget
 
@@ -246,7 +249,7 @@ class TreeKVLayer(Layer[TreeKV]):
 
     @property
     def max_kept(self) -> int:
-        return budget_tokens(self.policy.budget, self.spec.max_tokens)
+        return budget_tokens(self.policy.budget, self.spec.max_tokens, self.policy.least_slots)
 
     def init(self, total: Int[Array, " B"] | None = None) -> Tree:
         empty = cache.empty(self.spec, self.capacity)

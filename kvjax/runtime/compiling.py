@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.arguments import short, whole
+from kvjax.arguments import amount, short
 from kvjax.models import ModelConfig, Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine, Memory
@@ -105,7 +105,7 @@ def aot_compile(
         policy, budget: as for `generate`.
         batch: rows that run together.
         prompt_len: tokens of the longest prompt; prompts are padded to it, rounded up as `kvjax.cache.bucket` does.
-        max_new_tokens: most tokens to sample in a row.
+        max_new_tokens: most tokens to sample in a row. With LongRoPE both numbers together choose the rotation.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
         temperature, top_k, top_p, min_p, ignore_eos: as for `generate`.
         mesh: devices to run over, as for `kvjax.Engine`.
@@ -114,7 +114,7 @@ def aot_compile(
         ValueError: a number is out of range.
         PolicyError: the policy is unknown, or cannot work with this budget at this length.
     """
-    prompt_len, max_new_tokens = whole("prompt_len", prompt_len, 1), whole("max_new_tokens", max_new_tokens, 1)
+    prompt_len, max_new_tokens = amount("prompt_len", prompt_len), amount("max_new_tokens", max_new_tokens)
     sampler, ignored = make_sampler(temperature, top_k, top_p, min_p), flag("ignore_eos", ignore_eos)
     engine = Engine(
         model, policy, budget, batch=batch, prompt_len=prompt_len, max_new_tokens=max_new_tokens, dtype=dtype, mesh=mesh
@@ -129,13 +129,13 @@ class _Served(Run):
     def __init__(self, engine: Engine, params: Params, prompt: Any, request: Request) -> None:
         self.engine = engine
         mesh = None if isinstance(engine.mesh, AbstractMesh) else engine.mesh  # nothing runs on an abstract one
-        super().__init__(params, prompt, engine.policy, None, request, mesh=mesh)
-        longest, most = max(len(row.prompt) for row in self.rows), engine.specs[0].prompt_len
-        if longest > most:
-            raise ValueError(f"a prompt has {longest} tokens, but the programs take {most}; compile for longer ones")
+        super().__init__(params, prompt, engine.policy, None, request, mesh=mesh, longest=engine.specs[0].prompt_len)
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine
+
+    def most_tokens(self, row: Row) -> int:
+        return self.request.max_new_tokens  # the programs have one rotation
 
     def groups(self) -> list[list[int]]:
         batch, rows = self.engine.batch, range(len(self.rows))

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
@@ -26,7 +27,8 @@ from kvjax.policies.base import Layer
 from kvjax.policies.capabilities import needs_compression
 from kvjax.policies.dealt import dealt
 from kvjax.runtime import mesh, replay
-from kvjax.runtime.mesh import ALL, ROWS, on_host, placed, state_partitions
+from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
+from kvjax.runtime.origin import Origin
 from kvjax.runtime.program import (
     CONCURRENT_GRAPH_OPTIONS,
     CUDA_GRAPH_OPTIONS,
@@ -56,6 +58,7 @@ class Decoding:
         steps: tokens decoded since the prompt.
         done: rows that have sampled an end token.
         seed: what each row's samples depend on, besides the position.
+        origin: what made it, so that an engine can tell a state that is not its own. Programs take and return states without it.
     """
 
     caches: tuple[Any, ...]
@@ -64,6 +67,7 @@ class Decoding:
     steps: Int[Array, ""]
     done: Bool[Array, " B"]
     seed: UInt32[Array, " B"]
+    origin: Origin | None = flax.struct.field(pytree_node=False, default=None)
 
 
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
@@ -108,10 +112,46 @@ def saved(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
 
 def resumed(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
     """What `saved` gave, where these programs go on from it; see `Engine.resume`."""
-    state = dataclasses.replace(state, caches=mesh.resumed(policy, specs, state.caches))
+    if not isinstance(state.caches, tuple | list):
+        raise ValueError(f"the caches of this state are {shown(state.caches)}; give a state as `Engine.save` made it")
+    caches = mesh.resumed(policy, specs, state.caches)
+    rows, kinds = specs[0].whole.batch, {"token": "int32", "pos": "int32", "done": "bool", "seed": "uint32"}
+    wanted: dict[str, Any] = {name: jax.ShapeDtypeStruct((rows,), kind) for name, kind in kinds.items()}
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    check_like(dataclasses.replace(state, caches=()), Decoding(caches=(), steps=number, **wanted))
+    state = dataclasses.replace(state, caches=caches)
     if specs[0].shard.mesh is None:
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)
     return placed(specs[0].shard, _state_partitions(policy, specs), state)
+
+
+def check_state(state: Any) -> None:
+    """Raise unless this is a state, and no program has used it up.
+
+    Raises:
+        ValueError: it is something else.
+        RuntimeError: a program has taken over its arrays.
+    """
+    if not isinstance(state, Decoding):
+        what = "a tuple, of which the state is the first" if isinstance(state, tuple) else shown(state)
+        raise ValueError(
+            f"state is {what}; give the state that `prefill`, `begin`, `decode`, `extend` or `resume` returned"
+        )
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        raise RuntimeError(
+            "this state has been used up by `decode`, `extend` or `answering`, which go on in its memory; use the state that they returned, or "
+            "copy a state first: jax.tree.map(jnp.copy, state)"
+        )
+
+
+def check_like(state: Decoding, wanted: Decoding) -> None:
+    """Raise `ValueError` unless a state has arrays of these names, types and shapes."""
+    have, want = arrays_of(state), arrays_of(wanted)
+    if have != want:
+        other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
+        raise ValueError(
+            f"this state has {other}, and those of this engine {own}; give one of an engine of the same model, policy, budget and sizes"
+        )
 
 
 def step(

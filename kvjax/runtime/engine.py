@@ -9,6 +9,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
+from rich.filesize import decimal
 
-from kvjax.arguments import shown, whole
+from kvjax.arguments import MOST, amount, shown, whole, wholes
 from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
@@ -28,8 +30,11 @@ from kvjax.policies.base import Layer, held_bytes
 from kvjax.policies.capabilities import as_cache, check_reads_blocks
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
-from kvjax.runtime.mesh import dealt_caches, policy_shard, repeated_bytes
+from kvjax.runtime.memory import memory_limit
+from kvjax.runtime.mesh import dealt_caches, on_host, policy_shard, repeated_bytes
+from kvjax.runtime.origin import Origin, check_same_origin, sample_of
 from kvjax.runtime.program import Program
+from kvjax.runtime.prompts import check_ids, refuse_rows, row_error
 from kvjax.runtime.replay import words_of
 from kvjax.runtime.sampling import Greedy, Sampler
 
@@ -69,8 +74,8 @@ class Engine:
         batch: rows that run together.
         prompt_len: tokens of the longest prompt; 0 for rows that begin with an empty cache, see `begin`.
         max_new_tokens: the most tokens that follow in any row, read and sampled together.
-        max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Some models' rotations
-            depend on it.
+        max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Models with LongRoPE have one
+            rotation for up to their original window, and another one for more: this number chooses it, for all that the engine runs.
         block: read prompts so many tokens at a time (see `begin` and `extend`), so that no memory is needed for the whole of one.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
         mesh: devices to run over: a `jax.sharding.Mesh` with some of the axes "data", along which rows are dealt, "model", along which KV
@@ -112,10 +117,17 @@ class Engine:
             raise ValueError(
                 f"model is {shown(model)}; give a model's weights, such as kvjax.load(...) returns, or a ModelConfig"
             )
-        batch = whole("batch", batch, 1)
-        prompt_len = whole("prompt_len", prompt_len, 0)
-        self.max_new_tokens = whole("max_new_tokens", max_new_tokens, 0 if prompt_len else 1)
-        total = prompt_len + self.max_new_tokens if max_total_tokens is None else max_total_tokens
+        batch = amount("batch", batch)
+        prompt_len = amount("prompt_len", prompt_len, 0)
+        self.max_new_tokens = amount("max_new_tokens", max_new_tokens, 0 if prompt_len else 1)
+        if prompt_len + self.max_new_tokens > MOST:
+            raise ValueError(
+                f"prompt_len={prompt_len} and max_new_tokens={self.max_new_tokens} are more tokens together than positions count; give {MOST} or "
+                "fewer"
+            )
+        total = prompt_len + self.max_new_tokens
+        if max_total_tokens is not None:
+            total = amount("max_total_tokens", max_total_tokens)
         if isinstance(model, Params):
             self.config, self.weights = model.config, without_text(model)
             if dtype is not None and _floating(dtype) != model.dtype:
@@ -124,8 +136,8 @@ class Engine:
             self.config = model
             self.weights = without_text(abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype)))
         self.policy = get_policy(policy, budget=budget).bind(self.config)
-        self.policy.validate(total)
-        block = 0 if block is None else min(whole("block", block, 1), bucket(prompt_len))
+        self.policy.validate(prompt_len + self.max_new_tokens)
+        block = 0 if block is None else min(amount("block", block), bucket(prompt_len))
         self.mesh = (
             mesh_of(self.weights) if mesh is None else mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
         )
@@ -216,6 +228,7 @@ class Engine:
             )
         other = object.__new__(Engine)
         other.__dict__.update(self.__dict__, weights=weights)
+        other.__dict__.pop("_origin", None)  # it has a sample of the weights
         return other
 
     def compile(self, sampler: Sampler | None = None) -> Memory:
@@ -281,8 +294,12 @@ class Engine:
         Args:
             total: as for `extend`.
             seeds: as for `prefill`.
+
+        Raises:
+            ValueError: there is not one whole number per row.
         """
-        return decoding.empty(self.policy, self.specs, self._seeds(seeds), self._total(total))
+        self._check_memory()
+        return self._own(decoding.empty(self.policy, self.specs, self._seeds(seeds), self._total(total)))
 
     def prefill(
         self,
@@ -306,22 +323,24 @@ class Engine:
             The state, and the first tokens' log-probabilities under the model.
 
         Raises:
-            ValueError: there are more or fewer prompts than rows, or one is empty or too long.
+            ValueError: there are more or fewer prompts than rows, or some are empty, too long, or have token ids that are none of the
+                model's; or there is not one whole number per row.
         """
+        check_ids(prompts, self.batch, self.specs[0].prompt_len, self.config.vocab_size)
         lengths = [len(prompt) for prompt in prompts]
-        if len(lengths) != self.batch or min(lengths) < 1 or max(lengths) > self.specs[0].prompt_len:
-            raise ValueError(
-                f"prompts of {lengths} tokens; give {self.batch}, of 1 to {self.specs[0].prompt_len} tokens each"
-            )
-        new = [self.max_new_tokens] * self.batch if new_tokens is None else new_tokens
-        total = [length + more for length, more in zip(lengths, new, strict=True)]
+        new = [self.max_new_tokens] * self.batch
+        if new_tokens is not None:
+            new = wholes("new_tokens", new_tokens, self.batch, 0)
+        total = self._totals([length + more for length, more in zip(lengths, new, strict=True)], "new_tokens")
+        self._check_memory()
         if not self.block:
             given = *decoding.padded(prompts, self.specs[0].prompt_len), self._total(total), self._seeds(seeds)
-            return self.ready(decoding.prefill, *given, *self.how(sampler, eos_ids))()
+            state, logprobs = self.ready(decoding.prefill, *given, *self.how(sampler, eos_ids))()
+            return self._own(state), logprobs
         state, logprobs = self.begin(total, seeds), jnp.zeros(self.batch, jnp.float32)
         count = -(-max(lengths) // self.block)
         for i, tokens in enumerate(blocks(prompts, self.block)):
-            state, logprobs = self.extend(state, tokens, total, sampler, eos_ids)
+            state, logprobs = self._extending(state, tokens, total, sampler, eos_ids)()
             if progress is not None:
                 jax.block_until_ready(logprobs)
                 progress(i + 1, count)
@@ -346,7 +365,9 @@ class Engine:
             The state, and the sampled tokens' log-probabilities.
 
         Raises:
-            ValueError: the engine was not made to read in blocks, there are more or fewer rows than it has, or a block is too long.
+            ValueError: the engine was not made to read in blocks; the state is of another engine; there are more or fewer rows than the
+                engine has; or some blocks are too long, or have token ids that are none of the model's.
+            RuntimeError: the state has been used up.
         """
         return self.extending(state, tokens, total, sampler, eos_ids)()
 
@@ -359,24 +380,52 @@ class Engine:
         eos_ids: Sequence[int] = (),
     ) -> Callable[[], tuple[Decoding, Float[Array, " B"]]]:
         """Compile, if need be, what `extend` runs with these arguments. Calling it uses the state up."""
-        lengths, size = [len(row) for row in tokens], self.block
-        if len(lengths) != self.batch or max(lengths) > size:
-            told = (
-                f"give {self.batch}, of up to {size} each" if size else "make the engine with block=, so many at most"
+        self._check(state)
+        if not self.block:
+            raise ValueError("this engine reads prompts whole; make the engine with block=, such as 512")
+        check_ids(tokens, self.batch, self.block, self.config.vocab_size, "block", least=0)
+        room = self.specs[0].prompt_len
+        read = on_host(state.pos) - on_host(state.steps)
+        longest = max(int(before) + len(row) for before, row in zip(read, tokens, strict=True))
+        if longest > room:
+            raise ValueError(
+                f"with these blocks a prompt has {longest} tokens, and this engine has room for {room}; make one with larger prompt_len"
             )
-            raise ValueError(f"blocks of {lengths} tokens; {told}")
-        given = decoding.padded(tokens, size)
-        return self.ready(decoding.extend, state, *given, self._total(total), *self.how(sampler, eos_ids))
+        if total is not None:
+            total = self._totals(wholes("total", total, self.batch, 0), "total")
+        return self._extending(state, tokens, total, sampler, eos_ids)
 
     def decode(
         self, state: Decoding, count: int, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()
     ) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
         """Sample up to `count` more tokens per row; see `decoding.decode`. The state is used up.
 
+        Args:
+            count: at most what `max_new_tokens` leaves: each of them is preceded by one that is read into the cache.
+            sampler, eos_ids: as for `prefill`.
+
         Returns:
-            The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by.
+            The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by. There are `decoding.CHUNK`
+            columns for each `decoding.CHUNK` tokens that were asked for, or part of them.
+
+        Raises:
+            ValueError: the state is of another engine, or there is no room for so many tokens.
+            RuntimeError: the state has been used up.
         """
-        return self.ready(decoding.decode, state, jnp.asarray(count, jnp.int32), *self.how(sampler, eos_ids))()
+        self._check(state)
+        left = whole("count", count, 0)
+        self._check_room(state, left)
+        how, parts = self.how(sampler, eos_ids), []
+        while left > 0 or not parts:
+            state, *part = self._going_on(
+                decoding.decode, state, jnp.asarray(min(left, decoding.CHUNK), jnp.int32), *how
+            )()
+            parts.append(part)
+            left -= decoding.CHUNK
+        tokens, logprobs = (
+            parts[0] if len(parts) == 1 else (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        )
+        return state, tokens, logprobs
 
     def answering(
         self,
@@ -391,25 +440,65 @@ class Engine:
 
         Args:
             given: tokens to read in each row, one at least.
+            count: tokens to sample after the longest of them, from 1 to `decoding.CHUNK`; `decode` samples more.
             size: what they are padded to; by default a bucket.
+
+        Raises:
+            ValueError: the state is of another engine; or there is no room for so many tokens; or there are more or fewer rows than the
+                engine has; or some are empty, too long, or have token ids that are none of the model's.
+            RuntimeError: the state has been used up.
         """
-        how = self.how(sampler, eos_ids)
-        return self.ready(decoding.answer, state, *decoding.padded(given, size), jnp.asarray(count, jnp.int32), *how)
+        self._check(state)
+        size = None if size is None else whole("size", size, 1)
+        check_ids(given, self.batch, self.max_new_tokens if size is None else size, self.config.vocab_size, "given row")
+        count = whole("count", count, 1)
+        if count > decoding.CHUNK:
+            raise ValueError(f"count={count}; give {decoding.CHUNK} or fewer, and have `decode` sample the others")
+        self._check_room(state, max(map(len, given)) + count - 1)
+        tokens = decoding.padded(given, size)
+        return self._going_on(
+            decoding.answer, state, *tokens, jnp.asarray(count, jnp.int32), *self.how(sampler, eos_ids)
+        )
 
     def save(self, state: Decoding) -> Decoding:
-        """A state as arrays of NumPy on the host, those of one device whatever the mesh; `resume` takes it, on this mesh or another."""
-        return decoding.saved(self.policy, self.specs, state)
+        """A state as arrays of NumPy on the host, those of one device whatever the mesh; `resume` takes it, on this mesh or another.
+
+        The state itself can still be used.
+
+        Raises:
+            ValueError: it is of another engine.
+            RuntimeError: it has been used up.
+        """
+        self._check(state)
+        saved = decoding.saved(self.policy, self.specs, state)
+        return dataclasses.replace(saved, origin=dataclasses.replace(self._origin, shard=None))
 
     def resume(self, state: Decoding) -> Decoding:
         """What `save` gave, on this engine's devices.
 
         Raises:
-            ValueError: it is of other sizes, or of another policy.
+            ValueError: it is of other sizes, or of another policy or model.
+            RuntimeError: it has been used up.
         """
-        return decoding.resumed(self.policy, self.specs, state)
+        decoding.check_state(state)
+        resumed = decoding.resumed(self.policy, self.specs, _without_origin(state))
+        if state.origin is not None:
+            check_same_origin(dataclasses.replace(state.origin, shard=self.shard), self._origin)
+        self._check_room(state, 0)
+        refuse_rows(
+            "row",
+            [row_error([token], 1, 1, self.config.vocab_size) for token in on_host(state.token)],
+        )
+        return self._own(resumed)
 
     def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
-        """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first."""
+        """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first.
+
+        Raises:
+            ValueError: the state is of another engine.
+            RuntimeError: it has been used up.
+        """
+        self._check(state)
         caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
         layers = [self.policy.layer(spec.whole) for spec in self.specs]
         return tuple(as_cache(layer, cache) for layer, cache in zip(layers, caches, strict=True))
@@ -421,25 +510,117 @@ class Engine:
         (An array without elements in a loop over a mesh ends JAX 0.11.2's process.) They are not on a device yet, so that a program can be
         compiled for one that is not here.
         """
-        ids = [*eos_ids, *[-1] * (max(len(self.config.eos), 1) - len(eos_ids))]
+        ids = wholes("eos_ids", eos_ids, None)
+        ids += [-1] * (max(len(self.config.eos), 1) - len(ids))
+        if sampler is not None and not callable(sampler):
+            raise ValueError(
+                f"sampler is {shown(sampler)}; give one of kvjax.runtime.sampling, or a function like them"
+            )
         return Greedy() if sampler is None else sampler, np.asarray(ids, np.int32)
 
     def ready(self, program: Program, *args: Any) -> Callable[[], Any]:
         """A program of `decoding` for this model, policy and sizes, compiled if it has not been, that is run by calling it."""
+        args = tuple(map(_without_origin, args))
         self._compiled(program, *args)
         return lambda: program(self.policy, self.specs, self.weights, *args)
 
+    def _extending(
+        self,
+        state: Decoding,
+        tokens: Sequence[Sequence[int]],
+        total: Sequence[int] | None,
+        sampler: Sampler | None,
+        eos_ids: Sequence[int],
+    ) -> Callable[[], tuple[Decoding, Float[Array, " B"]]]:
+        """`extending` of what has been checked."""
+        given = decoding.padded(tokens, self.block)
+        return self._going_on(decoding.extend, state, *given, self._total(total), *self.how(sampler, eos_ids))
+
+    def _going_on(self, program: Program, state: Decoding, *args: Any) -> Callable[[], Any]:
+        """`ready` of a program that goes on from a state, and gives another one of this engine, and other results."""
+        run = self.ready(program, state, *args)
+
+        def going_on() -> Any:
+            following, *rest = run()
+            return self._own(following), *rest
+
+        return going_on
+
     def _compiled(self, program: Program, *args: Any) -> Any:
         before = program.compile_seconds
-        executable = program.compiled(self.policy, self.specs, self.weights, *args)
+        executable = program.compiled(self.policy, self.specs, self.weights, *map(_without_origin, args))
         self.compile_seconds += program.compile_seconds - before
         return executable
 
+    def _check_memory(self) -> None:
+        """Raise `ValueError` if the cache cannot fit into the memory that is here, before anything is compiled or allocated for it."""
+        limit, spec = memory_limit(self.shard), self.specs[0]
+        tokens = self.config.cache_bytes_per_token(spec.dtype.itemsize) * (spec.max_tokens + spec.block)
+        if limit is None or 4 * spec.batch * tokens < limit:  # whatever the policy holds besides keys and values
+            return
+        held, weights = self.cache_bytes, bytes_per_device(self.weights)
+        if held + weights > limit:
+            raise ValueError(
+                f"a cache of {decimal(held)} by {self.policy.info.name} and weights of {decimal(weights)} are more than the {decimal(limit)} of "
+                "memory here; give fewer tokens or rows, a smaller budget, or another policy"
+            )
+
+    @functools.cached_property
+    def _origin(self) -> Origin:
+        """What states of this engine are known by."""
+        specs = tuple(dataclasses.replace(spec.whole, block=0) for spec in self.specs)
+        return Origin(self.policy, specs, self.config, self.shard, sample_of(self.weights))
+
+    def _own(self, state: Decoding) -> Decoding:
+        return dataclasses.replace(state, origin=self._origin)
+
+    def _check(self, state: Any) -> None:
+        """Raise unless a state is one of this engine's, or of an engine like it, and has not been used up."""
+        decoding.check_state(state)
+        if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state.caches)):
+            raise ValueError("this state is on the host, as `save` leaves it; give it to `resume` first")
+        if state.origin is None:
+            decoding.check_like(state, self._shapes)
+        else:
+            check_same_origin(state.origin, self._origin)
+
+    @functools.cached_property
+    def _shapes(self) -> Decoding:
+        """Shapes of a state's arrays."""
+        rows = (jax.ShapeDtypeStruct((self.batch,), dtype) for dtype in (jnp.uint32, jnp.int32))
+        return decoding.begin.shapes(self.policy, self.specs, *rows)
+
+    def _check_room(self, state: Decoding, reads: int) -> None:
+        """Raise `ValueError` unless a state has room for so many tokens more."""
+        read = int(on_host(state.steps))
+        if read + reads > self.max_new_tokens:
+            raise ValueError(
+                f"{reads} more tokens after the {read} that follow the prompt are more than max_new_tokens={self.max_new_tokens} of this "
+                f"engine; give {max(self.max_new_tokens - read, 0)} or fewer, or make an engine for more"
+            )
+
     def _seeds(self, seeds: Sequence[int] | None) -> Any:
-        return jnp.asarray(np.zeros(self.batch, np.uint32) if seeds is None else np.asarray(seeds, np.uint32))
+        found = [0] * self.batch if seeds is None else wholes("seeds", seeds, self.batch)
+        return jnp.asarray(np.asarray([seed % 2**32 for seed in found], np.uint32))
 
     def _total(self, total: Sequence[int] | None) -> Int[Array, " B"]:
+        if total is not None:
+            total = self._totals(wholes("total", total, self.batch, 0), "total")
         return jnp.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, jnp.int32)
+
+    def _totals(self, total: list[int], name: str) -> list[int]:
+        """Tokens that rows will reach, which the cache has room for."""
+        room = self.specs[0].max_tokens
+        if max(total) > room:
+            raise ValueError(
+                f"{name}: a row of {max(total)} tokens in all is longer than this engine has room for, {room}; give fewer, or make an engine for more"
+            )
+        return total
+
+
+def _without_origin(value: Any) -> Any:
+    """A state as programs take it; other values as they are."""
+    return dataclasses.replace(value, origin=None) if isinstance(value, Decoding) else value
 
 
 def blocks(prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int) -> Iterator[list[list[int]]]:

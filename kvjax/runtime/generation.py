@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.arguments import short, whole
+from kvjax.arguments import amount, short
 from kvjax.cache import host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
-from kvjax.policies import Full, Policy, get_policy
+from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.capabilities import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
@@ -26,7 +26,7 @@ from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
-from kvjax.runtime.prompts import Message, Prompt, Question, asked_in_chats, question_ids, token_ids
+from kvjax.runtime.prompts import Message, Prompt, Question, asked_in_chats, question_ids, refuse_rows, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
@@ -197,7 +197,8 @@ def generate(
         policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
         budget: cache slots per head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
             A policy without one ignores it, as `GenerationStats.budget_applies` tells.
-        max_new_tokens: most tokens to sample.
+        max_new_tokens: most tokens to sample. A model with LongRoPE (Phi-3) has one rotation up to its original window and another one
+            beyond. A sequence that grows beyond the window is read again with the other rotation, all that it has sampled included.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters on what may be sampled, see `kvjax.runtime.sampling.Sampling`.
         seed: with the same seed a prompt samples the same tokens; row i of a list samples as it would alone with `seed + i`. Any whole
@@ -221,8 +222,9 @@ def generate(
         A `Generation`; for a list of prompts a list of them.
 
     Raises:
-        ValueError: the prompt is empty or not of a known kind, or an option is out of range.
-        PolicyError: the policy is unknown, or cannot work with this budget.
+        ValueError: the prompt is empty, not of a known kind, or has a token id that is none of the model's, or an option is out of range.
+            Of a list, all such prompts are named.
+        PolicyError: the policy is unknown, or cannot work with this budget; for which prompts of a list.
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
     return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh, progress=progress).finish()
@@ -273,7 +275,14 @@ def _listed(values: list[Any]) -> str:
 
 @dataclasses.dataclass
 class Row:
-    """What one row has sampled so far."""
+    """What one row has sampled so far.
+
+    Attributes:
+        prompt, question: token ids that were given.
+        tokenizer: None for a model without text.
+        growing: the text as it comes, where somebody watches it.
+        again: how many of the sampled tokens were read again with the prompt, when the model's rotation changed.
+    """
 
     prompt: list[int]
     question: list[int]
@@ -282,6 +291,17 @@ class Row:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     stop_reason: StopReason | None = None
+    again: int = 0
+
+    @property
+    def read_first(self) -> list[int]:
+        """Tokens that are read as a prompt."""
+        return [*self.prompt, *self.question, *self.tokens[: self.again]] if self.again else self.prompt
+
+    @property
+    def read_next(self) -> list[int]:
+        """Tokens that are read one by one after it."""
+        return [] if self.again else self.question
 
     def watch(self, stop: Sequence[str]) -> None:
         """Have the text made as tokens come, up to the first stop string."""
@@ -326,16 +346,17 @@ class Run:
         streamed: bool = False,
         mesh: Mesh | str | None = None,
         progress: Callable[[int, int], Any] | None = None,
+        longest: int | None = None,
     ) -> None:
         self.params, self.request, self.progress = params, request, progress
         self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
-        self.prefill_block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
+        self.prefill_block = None if prefill_block is None else amount("prefill_block", prefill_block)
         if self.prefill_block is not None:  # as far as it can be told before prompts are read
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
                 check_reads_blocks(self.policy.layer(spec))
-        prompts, self.single = token_ids(params, prompt, one=streamed)
+        prompts, self.single = token_ids(params, prompt, one=streamed, longest=longest)
         questions = [[] for _ in prompts]
         if question is not None:
             questions = question_ids(params, question, None if self.single else len(prompts))
@@ -344,8 +365,7 @@ class Run:
             prompts, questions = map(list, zip(*pairs, strict=True))
         check_same(self.mesh, [*prompts, *questions], request, self.policy, prefill_block)
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
-        for row in self.rows:
-            self.policy.validate(self._total(row))
+        self._check_budgets()
         if prefill_block is None:
             self.prefill_block = self._automatic_block()
         self._check_lengths()
@@ -396,6 +416,20 @@ class Run:
         )
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
+    def _check_budgets(self) -> None:
+        """Raise `PolicyError` for all rows that the policy cannot serve."""
+        errors: list[str | None] = []
+        for row in self.rows:
+            try:
+                self.policy.validate(self._total(row))
+            except PolicyError as error:
+                if self.single:
+                    raise
+                errors.append(f": {error}")
+            else:
+                errors.append(None)
+        refuse_rows("prompt", errors, PolicyError)
+
     def _check_lengths(self) -> None:
         window = self.params.config.context_length
         longest, last = max(len(row.prompt) for row in self.rows), max(map(self._total, self.rows))
@@ -432,59 +466,88 @@ class Run:
         return BLOCK if readable else None
 
     def _new_tokens(self, row: Row) -> int:
-        """Tokens that may come after the prompt."""
-        return len(row.question) + self.request.max_new_tokens
+        """Tokens that may come after what is read as a prompt."""
+        return len(row.read_next) + self.request.max_new_tokens - row.again
 
     def _total(self, row: Row) -> int:
-        return len(row.prompt) + self._new_tokens(row)
+        return len(row.read_first) + self._new_tokens(row)
 
     def groups(self) -> list[list[int]]:
-        """Rows that can run in one batch: those whose length asks for the same rotation (only LongRoPE has two)."""
+        """Rows that can run in one batch: those that begin with the same rotation (only LongRoPE has two)."""
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
-            groups.setdefault(self.params.config.rope.resolve(self._total(row)), []).append(i)
+            groups.setdefault(self.params.config.rope.resolve(self._given(row)), []).append(i)
         return list(groups.values())
+
+    def most_tokens(self, row: Row) -> int:
+        """How many tokens a row can have sampled before it needs another rotation, or is done.
+
+        With LongRoPE a sequence that comes to be longer than the original window is read again, with the other rotation: what it
+        samples then depends neither on how much it was asked for nor on its neighbours. Hugging Face transformers does so, too.
+        """
+        most, window = self.request.max_new_tokens, self.params.config.rope.changes_after
+        if window is None or row.again or self._given(row) > window:
+            return most
+        return min(most, window + 1 - self._given(row))
+
+    @staticmethod
+    def _given(row: Row) -> int:
+        return len(row.read_first) + len(row.read_next)
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         """What runs a group of rows, and others that idle where a mesh deals more."""
+        given = max(map(self._given, rows))
         return Engine(
             self.params,
             self.policy,
             batch=-(-len(rows) // self.shard.data) * self.shard.data,
-            prompt_len=max(len(row.prompt) for row in rows),
+            prompt_len=max(len(row.read_first) for row in rows),
             max_new_tokens=max(map(self._new_tokens, rows)),
-            max_total_tokens=max(map(self._total, rows)),
+            max_total_tokens=given if self.params.config.rope.changes_after else max(map(self._total, rows)),
             block=self.prefill_block,
             mesh=self.mesh,
         )
 
     def _group_chunks(self, group: list[int], size: int) -> Iterator[None]:
+        yield from self._chunks_until_done(group, size)
+        left = [i for i in group if self._wants_more(self.rows[i])]
+        for i in left:
+            self.rows[i].again = len(self.rows[i].tokens)
+        if left:
+            yield from self._chunks_until_done(left, size)
+
+    def _wants_more(self, row: Row) -> bool:
+        return row.stop_reason is None and len(row.tokens) < self.request.max_new_tokens
+
+    def _chunks_until_done(self, group: list[int], size: int) -> Iterator[None]:
+        """Sample for rows until each is done, or has as many tokens as it may have with this rotation."""
         rows = [self.rows[i] for i in group]
         engine = self.engine_for(rows)
         idle = engine.batch - len(rows)
-        rows += [Row(rows[-1].prompt[:1], rows[-1].question[:1], None, stop_reason="length") for _ in range(idle)]
-        prompts, seeds = [row.prompt for row in rows], row_seeds(self.request.seed, [*group, *[0] * idle])
+        last = rows[-1]
+        rows += [Row(last.read_first[:1], last.read_next[:1], None, stop_reason="length") for _ in range(idle)]
+        prompts, seeds = [row.read_first for row in rows], row_seeds(self.request.seed, [*group, *[0] * idle])
         how = (
             self.request.sampler,
             self.request.eos,
         )  # rows end at `stop_ids` on the host, so that no other program is compiled
-        rest, new = [row.question for row in rows], [self._new_tokens(row) for row in rows]
+        rest, new = [row.read_next for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
             state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
             tokens = on_host(state.token)
-        self._count_bytes(engine, state)
+        if not last.again:
+            self._count_bytes(engine, state)
         given = rest if rest[0] else None
+        most = max(self.most_tokens(row) - row.again for row in rows if row.stop_reason is None)
         if given is None:
             self._collect(rows, tokens[:, None], on_host(first)[:, None], [1] * len(rows))
 
         steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first sample comes after so many steps
-        while (sampled := steps - max(before)) < self.request.max_new_tokens and any(
-            row.stop_reason is None for row in rows
-        ):
+        while (sampled := steps - max(before)) < most and any(row.stop_reason is None for row in rows):
             yield
             if self.request.stop or any(row.stop_reason is not None for row in rows):
                 state = dataclasses.replace(state, done=jnp.asarray([row.stop_reason is not None for row in rows]))
-            count = min(size, self.request.max_new_tokens - max(sampled, 0))
+            count = min(size, most - max(sampled, 0))
             with self._timed(engine, "decode_seconds"):
                 if given is None:
                     state, new, logprobs = engine.decode(state, count, *how)
@@ -520,5 +583,5 @@ class Run:
     def _collect(self, rows: list[Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
         """Take each row's next `counts` samples, as far as it was asked for them."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
-            count = min(count, self.request.max_new_tokens - len(row.tokens))
+            count = min(count, self.most_tokens(row) - len(row.tokens))
             row.extend(row_tokens[:count], row_logprobs[:count], self.request)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+import os
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from kvjax.cache import layer_specs
+from kvjax.cache import Shard, layer_specs
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.base import held_bytes
@@ -36,6 +38,22 @@ def device_bytes() -> int | None:
         return None
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
+
+
+def memory_limit(shard: Shard) -> int | None:
+    """Memory that can be had at all on each device that a model runs on, its host's for a CPU; None where it is not known."""
+    device = jax.local_devices()[0] if shard.mesh is None else None
+    if isinstance(shard.mesh, Mesh):
+        device = shard.mesh.local_devices[0]
+    if device is None:
+        return None
+    if device.platform != "cpu":
+        stats = device.memory_stats()
+        return stats.get("bytes_limit") if stats else None
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any = jnp.bfloat16) -> int:

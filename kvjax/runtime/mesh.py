@@ -23,6 +23,7 @@ from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.dealt import dealt
+from kvjax.policies.unbound import check_no_host_cache
 
 ALL, ROWS, OWN = PartitionSpec(), PartitionSpec(DATA), PartitionSpec((DATA, HEADS, COPIES, SLOTS))
 """On every device; dealt by rows; one after the other along the first axis, whatever each device has of its own."""
@@ -35,10 +36,8 @@ def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, po
         ValueError: as `kvjax.models.sharding.get_shard`.
         PolicyError: the policy keeps a cache in the host's memory.
     """
-    if mesh is not None and "offloaded" in policy.info.name:
-        raise PolicyError(
-            f"{policy.info.name} keeps a cache in the host's memory, which programs over a mesh do not; leave one of the two out"
-        )
+    if mesh is not None:
+        check_no_host_cache(policy)
     return get_shard(mesh, config, joint_heads=policy.info.joint_heads)
 
 
@@ -128,7 +127,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 def on_host(x: Any) -> np.ndarray:
     """The numbers of an array; where processes have parts of it, all of them in each."""
-    whole = x.is_fully_addressable or x.is_fully_replicated
+    whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
@@ -162,7 +161,7 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
     for spec, cache in zip(specs, caches, strict=True):
         traced, whole = jax.make_jaxpr(policy.layer(spec.whole).init, return_shape=True)()
         partitions = _layer_partitions(policy, spec)
-        have, want = _told(cache), _told(whole)
+        have, want = arrays_of(cache), arrays_of(whole)
         if have != want:
             other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
             raise ValueError(
@@ -181,11 +180,14 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
     return tuple(found)
 
 
-def _told(tree: Any) -> set[str]:
-    """The arrays of a tree, each by name, type and shape."""
-    return {
-        f"{name_of(path)} of {jnp.dtype(x.dtype).name}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)
-    }
+def arrays_of(tree: Any) -> set[str]:
+    """The arrays of a tree, each by name, type and shape; what is no array by its type."""
+
+    def told(x: Any) -> str:
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        return f"{jnp.dtype(x.dtype).name}{list(x.shape)}" if is_array else f"the Python type {type(x).__name__}"
+
+    return {f"{name_of(path)} of {told(x)}" for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def first_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:

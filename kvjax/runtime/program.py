@@ -133,8 +133,17 @@ class Program:
             self._dealt.clear()
 
     def __call__(self, *args: Any) -> Any:
-        """Run; arrays that are donated must not be used again."""
+        """Run; arrays that are donated are deleted, also on devices that cannot reuse their memory."""
         args = self._with_canonical(args)
+        results = self._run(args)
+        if self._donate:
+            kept = set(map(id, jax.tree.leaves(results)))
+            for leaf in jax.tree.leaves([args[i] for i in self._donate]):
+                if isinstance(leaf, jax.Array) and id(leaf) not in kept and not leaf.is_deleted():
+                    leaf.delete()
+        return results
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
         leaves, tree = jax.tree.flatten(args[self._static :])
         executable, places = self._found(args, leaves, tree)
         if places is None:

@@ -21,37 +21,37 @@ Question: TypeAlias = str | Sequence[int]
 
 Kind = Literal["text", "ids", "chat"]
 
+TOLD = 8
+"""Errors of rows that are told in full; of further ones the numbers of the rows are."""
 
-def token_ids(params: Params, prompt: Any, *, one: bool = False) -> tuple[list[list[int]], bool]:
+
+def token_ids(
+    params: Params, prompt: Any, *, one: bool = False, longest: int | None = None
+) -> tuple[list[list[int]], bool]:
     """Every prompt as token ids, and whether one prompt was given rather than a list of them.
 
     Nothing is tokenised before all prompts are known to be of a known kind.
 
     Args:
         one: whether a list of prompts is refused.
+        longest: the most tokens that a prompt may have.
 
     Raises:
-        ValueError: a prompt is empty, of no known kind, text or a chat for a model without tokenizer, or has a token id
-            outside the model's vocabulary.
+        ValueError: a prompt is empty, of no known kind, too long, text or a chat for a model without tokenizer, or has a token id
+            outside the model's vocabulary. Of a list, all such prompts are told by their numbers.
     """
     kind = _kind(prompt)
     if kind is not None:
-        return [_ids(params, prompt, kind)], True
+        return [_ids(params, prompt, kind, longest=longest)], True
     rows = _listed(prompt)
     if not rows:
         raise ValueError(
             f"prompt is {shown(prompt)}; give text, token ids or chat messages, or a non-empty list of these{_hint(prompt)}"
         )
-    kinds: list[Kind] = []
-    for i, row in enumerate(rows):
-        if (kind := _kind(row)) is None:
-            raise ValueError(
-                f"prompt {i + 1} of {len(rows)} is {shown(row)}; give text, token ids or chat messages{_hint(row)}"
-            )
-        kinds.append(kind)
-    if one:
+    kinds: list[Kind | None] = [_kind(row) for row in rows]
+    if one and None not in kinds:
         raise ValueError(f"prompt is a list of {len(rows)}; give one prompt (generate takes several)")
-    return [_ids(params, row, kind) for row, kind in zip(rows, kinds, strict=True)], False
+    return _all_ids(params, "prompt", rows, kinds, "text, token ids or chat messages", longest=longest), False
 
 
 def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
@@ -66,12 +66,88 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
     questions = [question] if prompts is None else _listed(question)
     if prompts is not None and len(questions) != prompts:
         raise ValueError(f"question is {shown(question)}; give a list of {prompts}, one for each prompt")
-    kinds: list[Kind] = []
-    for row in questions:
-        if (kind := _kind(row)) is None or kind == "chat":
-            raise ValueError(f"a question is {shown(row)}; give text or token ids{_hint(row)}")
-        kinds.append(kind)
-    return [_ids(params, row, kind, follows=True) for row, kind in zip(questions, kinds, strict=True)]
+    kinds: list[Kind | None] = [kind if kind != "chat" else None for kind in map(_kind, questions)]
+    (kind, *_) = [*kinds, None]
+    if prompts is None and kind is not None:
+        return [_ids(params, question, kind, follows=True)]
+    if prompts is None:
+        raise ValueError(f"a question is {shown(question)}; give text or token ids{_hint(question)}")
+    return _all_ids(params, "question", questions, kinds, "text or token ids", follows=True)
+
+
+def _all_ids(
+    params: Params, name: str, rows: Sequence[Any], kinds: Sequence[Kind | None], allowed: str, **options: Any
+) -> list[list[int]]:
+    """Token ids of each row of a list, of which all that are invalid are told."""
+    known, found, errors = None not in kinds, [], []
+    for row, kind in zip(rows, kinds, strict=True):
+        error = None
+        try:
+            if kind is None:
+                error = f" is {shown(row)}; give {allowed}{_hint(row)}"
+            elif kind == "ids" or known:
+                found.append(_ids(params, row, kind, **options))
+        except ValueError as refused:
+            error = f": {refused}"
+        errors.append(error)
+    refuse_rows(name, errors)
+    return found
+
+
+def check_ids(rows: Any, count: int, longest: int, vocabulary: int, name: str = "prompt", least: int = 1) -> None:
+    """Raise `ValueError` unless these are `count` rows of `least` to `longest` token ids, naming all rows that are not."""
+    rows = (
+        list(rows)
+        if isinstance(rows, Sequence | np.ndarray | jax.Array) and not isinstance(rows, str | bytes)
+        else rows
+    )
+    if not isinstance(rows, list) or len(rows) != count:
+        given = f"{len(rows)} {name}s are given" if isinstance(rows, list) else f"{name}s are {shown(rows)}"
+        raise ValueError(f"{given}; give {count}, of {least} to {longest} tokens each")
+    refuse_rows(name, [row_error(row, least, longest, vocabulary) for row in rows])
+
+
+def row_error(row: Any, least: int, longest: int, vocabulary: int) -> str | None:
+    """What is wrong with a row of token ids; None if nothing is."""
+    try:
+        ids = np.asarray(row)
+    except (ValueError, OverflowError):  # rows within rows, of different lengths
+        ids = np.asarray(None)
+    if ids.ndim != 1 or (ids.size and ids.dtype != object and not np.issubdtype(ids.dtype, np.integer)):
+        return f": {shown(row)} is not a list of token ids, which are whole numbers"
+    if ids.dtype == object:  # numbers beyond 64 bits, or no numbers
+        odd = [x for x in row if not _is_whole(x)]
+        if odd:
+            return f": {shown(odd[0])} is not a token id, which is a whole number"
+    if not least <= ids.size <= longest:
+        return f": {ids.size} tokens are not {least} to {longest}"
+    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary)) if ids.size else []
+    return f": token id {ids[bad[0]]} is outside this model's vocabulary of {vocabulary}" if len(bad) else None
+
+
+def refuse_rows(name: str, errors: Sequence[str | None], kind: type[ValueError] = ValueError) -> None:
+    """Raise an error if there are errors among those of some rows, with the number of every row that has one.
+
+    Args:
+        errors: what follows a row's number, such as ": it is empty"; None for a row that is as it should be.
+    """
+    rows: dict[str, list[int]] = {}
+    for i, error in enumerate(errors):
+        if error is not None:
+            rows.setdefault(error, []).append(i + 1)
+    told = [_told(name, numbers, len(errors), error) for error, numbers in list(rows.items())[:TOLD]]
+    if others := [number for numbers in list(rows.values())[TOLD:] for number in numbers]:
+        told.append(f"{name}{'s' * (len(others) > 1)} {', '.join(map(str, sorted(others)))} of {len(errors)} as well")
+    if told:
+        raise kind("; ".join(told))
+
+
+def _told(name: str, numbers: Sequence[int], count: int, error: str) -> str:
+    if len(numbers) == 1:
+        return f"{name} {numbers[0]} of {count}{error}"
+    *others, last = map(str, numbers)
+    several = f" are{error.removeprefix(' is')}" if error.startswith(" is ") else error
+    return f"{name}s {', '.join(others)} and {last} of {count}{several}"
 
 
 def asked_in_chats(
@@ -123,6 +199,19 @@ def check_message(message: Any) -> None:
         )
 
 
+def check_messages(messages: Sequence[Any], name: str) -> None:
+    """`check_message` of each of several messages; all that are none are told by their numbers."""
+    errors: list[str | None] = []
+    for message in messages:
+        try:
+            check_message(message)
+        except ValueError as error:
+            errors.append(f": {error}")
+        else:
+            errors.append(None)
+    refuse_rows(name, errors)
+
+
 def _kind(prompt: Any) -> Kind | None:
     if isinstance(prompt, str):
         return "text"
@@ -161,7 +250,7 @@ def _hint(value: Any) -> str:
     return "; put them in a list" if isinstance(value, Iterator) else ""
 
 
-def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list[int]:
+def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False, longest: int | None = None) -> list[int]:
     if kind == "ids":
         ids = np.asarray(prompt).tolist() if isinstance(prompt, np.ndarray | jax.Array) else [int(i) for i in prompt]
     elif params.tokenizer is None:
@@ -173,13 +262,15 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False) -> list
     else:
         _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)
-    _check_ids(params, ids, "question" if follows else "prompt")
+    _check_ids(params, ids, "question" if follows else "prompt", longest)
     return ids
 
 
-def _check_ids(params: Params, ids: Sequence[int], what: str) -> None:
+def _check_ids(params: Params, ids: Sequence[int], what: str, longest: int | None = None) -> None:
     if not ids:
         raise ValueError(f"a {what} is empty; give at least one token")
+    if longest is not None and len(ids) > longest:
+        raise ValueError(f"a prompt has {len(ids)} tokens, but the programs take {longest}; compile for longer ones")
     bad = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
     if bad is not None:
         raise ValueError(f"token id {bad} is outside this model's vocabulary of {params.config.vocab_size}")

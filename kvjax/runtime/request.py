@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import jax
 from jax.sharding import Mesh
 
-from kvjax.arguments import plain, short, shown, whole
+from kvjax.arguments import amount, plain, short, shown, whole
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
@@ -89,7 +89,7 @@ def check_request(
             f"stop={short(stop)}, but this model has no tokenizer; give stop strings to a model with a tokenizer"
         )
     return Request(
-        max_new_tokens=whole("max_new_tokens", max_new_tokens, 1),
+        max_new_tokens=amount("max_new_tokens", max_new_tokens),
         sampler=make_sampler(temperature, top_k, top_p, min_p),
         seed=whole("seed", seed) % 2**32,
         stop=tuple(strings),

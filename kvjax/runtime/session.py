@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.arguments import short, shown, whole
+from kvjax.arguments import amount, short, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of
@@ -18,7 +18,7 @@ from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
 from kvjax.runtime.exclusive import Exclusive, alone
 from kvjax.runtime.generation import Reply, StopReason
-from kvjax.runtime.prompts import Message, Prompt, Question, check_message, question_ids, token_ids
+from kvjax.runtime.prompts import Message, Prompt, Question, check_message, check_messages, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 
 PIECE = 128
@@ -73,7 +73,7 @@ class Session:
         prompt: text, token ids or chat messages, of two tokens or more.
         policy, budget: as for `generate`; fractions are of prompt + `max_new_tokens`.
         max_new_tokens: most tokens that may follow the prompt, read and sampled together. The cache has room for them from the
-            beginning if the policy keeps them all.
+            beginning if the policy keeps them all. With LongRoPE prompt and new tokens together choose the rotation, for the whole session.
         prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
         max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
         mesh: devices to share the model, as for `kvjax.Engine`. There is one row, so devices along "data" all do the same.
@@ -96,9 +96,9 @@ class Session:
         mesh: Mesh | str | None = None,
     ) -> None:
         check_params(params)
-        most = whole("max_new_tokens", max_new_tokens, 1)
-        block = None if prefill_block is None else whole("prefill_block", prefill_block, 1)
-        longest = None if max_prompt_tokens is None else whole("max_prompt_tokens", max_prompt_tokens, 1)
+        most = amount("max_new_tokens", max_new_tokens)
+        block = None if prefill_block is None else amount("prefill_block", prefill_block)
+        longest = None if max_prompt_tokens is None else amount("max_prompt_tokens", max_prompt_tokens)
         if longest is not None and block is None:
             raise ValueError(
                 f"max_prompt_tokens={longest}, but a prompt that grows is read in blocks; give prefill_block, such as 512"
@@ -303,8 +303,7 @@ class Session:
         questions = list(questions)
         self._request(max_new_tokens, options)
         if self._at.messages:
-            for question in questions:
-                check_message({"role": "user", "content": question})
+            check_messages([{"role": "user", "content": question} for question in questions], "question")
             return [self.fork().chat(question, max_new_tokens, **options) for question in questions]
         read = question_ids(self._params, questions, len(questions))
         return [self.fork().generate(question, max_new_tokens, **options) for question in read]

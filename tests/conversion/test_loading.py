@@ -49,6 +49,24 @@ def test_cuts_fused_projections(tmp_path: Path) -> None:
     np.testing.assert_array_equal(layer.mlp.up, tensors["model.layers.1.mlp.gate_up_proj.weight"][64:])
 
 
+def test_devices_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hf(tmp_path)
+    (first, *_), there = jax.devices("cpu"), len(jax.devices("cpu"))
+    for name in ("cpu", "CPU", "cpu:0"):
+        assert {device for leaf in jax.tree.leaves(load(tmp_path, device=name)) for device in leaf.devices()} == {first}
+    monkeypatch.setattr(loading, "open_checkpoint", None)
+    for name, says in (
+        ("tpu", "device='tpu' is not here; JAX has cpu:0"),
+        (f"cpu:{there}", f"device='cpu:{there}' is not here; JAX has cpu:0"),
+        ("abacus", "device='abacus' is not here"),
+        ("cpu:x", "device='cpu:x'; give a device of jax.devices"),
+        ("", "device=''; give"),
+        (0, r"device is 0 \(int\); give a device of jax.devices"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            load(tmp_path, device=name)
+
+
 def test_types(tmp_path: Path) -> None:
     config = from_hf(HF_CONFIG)
     tensors = {name: value.astype(jnp.bfloat16) for name, value in weights(config).items()}

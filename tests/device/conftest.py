@@ -11,11 +11,22 @@ import pytest
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests of this folder."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.device)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark all tests of this folder, and have processes begin with the longest ones, one each."""
+    own = [i for i, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    for i, item in zip(own, begun_with_longest([items[i] for i in own], workers), strict=True):
+        item.add_marker(pytest.mark.device)
+        items[i] = item
+
+
+def begun_with_longest(items: list[Any], workers: int) -> list[Any]:
+    """Tests in an order in which each of so many processes, which divide them evenly, begins with a long one while there are any."""
+    longest = [item for item in items if "test_large_model" in item.nodeid]
+    found = [item for item in items if item not in longest]
+    for i, item in enumerate(longest):
+        found.insert(i * len(items) // workers if i < workers else len(found), item)
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,8 +47,12 @@ def params():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_as_on_a_cpu(name, params, on_cpu):
-    """A ragged batch, read and continued: the device's own kernels give what plain XLA gives on a CPU."""
-    got = generated(POLICIES[name], params)
+    """A ragged batch, read and continued: the device's own kernels give what plain XLA gives on a CPU.
+
+    What is fitted by least squares is compared by the attention that it gives.
+    """
+    policy = POLICIES[name]
+    got = generated(policy, params)
     with on_cpu():
-        want = generated(POLICIES[name], params)
-    same(got, want)
+        want = generated(policy, params)
+    same(got, want, fitted=policy.info.fits)

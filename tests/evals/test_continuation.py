@@ -74,5 +74,5 @@ def test_agreement_is_a_share_of_places():
 def test_what_cannot_be_measured(tiny, texts, prompt, says):
     with pytest.raises(ValueError, match=says):
         continuation(tiny, texts, prompt, "full")
-    with pytest.raises(kvjax.PolicyError, match="gives 9 slots"):
-        continuation(tiny, TEXTS, PROMPT, "chunkkv", budget=0.1)
+    with pytest.raises(kvjax.PolicyError, match="gives 0 slots"):
+        continuation(tiny, TEXTS, PROMPT, "streaming_llm:0.01,sinks=2")

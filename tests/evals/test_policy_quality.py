@@ -93,5 +93,5 @@ def test_bits_instead_of_budgets():
 
 
 def test_what_cannot_work_is_told_first(script):
-    with pytest.raises(kvjax.PolicyError, match="gives 10 slots"):
-        script("--policies", "streaming_llm,chunkkv", "--budgets", "0.125")
+    with pytest.raises(kvjax.PolicyError, match="gives 0 slots"):
+        script("--policies", "streaming_llm,chunkkv", "--budgets", "0.01")

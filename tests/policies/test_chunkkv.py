@@ -374,5 +374,7 @@ def test_bad_hyperparameters(options, says):
 
 
 def test_fraction_too_small_for_the_window():
+    """Of a text that is not short: one within a few windows gets a window."""
     with pytest.raises(PolicyError, match="gives 10 slots"):
-        ChunkKV(budget=0.1).validate(100)
+        ChunkKV(budget=0.01).validate(1000)
+    ChunkKV(budget=0.1).validate(100)

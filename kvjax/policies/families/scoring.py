@@ -17,10 +17,9 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
 from ..base import Carry, Layer, Policy, State, Traits
-from ..budget import budget_rows, budget_tokens
+from ..budget import budget_rows, budget_tokens, check_least
 from ..capabilities import read_as_prompt
 from ..fields import check_fields
-from ..info import PolicyError
 
 P = TypeVar("P", bound="PromptScorer")
 E = TypeVar("E", bound="ScoreEviction")
@@ -64,11 +63,16 @@ class PromptScorer(Policy):
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
         """Budget of each row in this layer, for prompts of these lengths and so many tokens in all."""
-        return budget_rows(self.budget, total)
+        return budget_rows(self.budget, total, self.least_slots)
 
     def max_budget(self, spec: LayerSpec) -> int:
         """The largest budget that a row can have in this layer."""
-        return budget_tokens(self.budget, spec.max_tokens)
+        return budget_tokens(self.budget, spec.max_tokens, self.least_slots)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots that it needs whatever a sequence's length; a fraction of a short one gives as many."""
+        return max(sum(self.always_kept(0)), 1)
 
     def keep_mask(
         self,
@@ -98,13 +102,9 @@ class PromptScorer(Policy):
         return pos >= 0, (pos < first) | (place >= stop - last)
 
     def validate(self, tokens: int) -> None:
-        budget = budget_tokens(self.budget, tokens)
-        first, last = self.always_kept(budget)
-        if budget < max(first + last, 1):
-            raise PolicyError(
-                f"{self.info.name}: a budget of {self.budget} gives {budget} slots, but {first} first and {last} last tokens are "
-                f"always kept, at least one in all; raise budget, or keep fewer of them"
-            )
+        first, last = self.always_kept(0)
+        needs = f"but {first} first and {last} last tokens are always kept, at least one in all; raise budget, or keep fewer of them"
+        check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         return PromptScorerLayer(self, spec)

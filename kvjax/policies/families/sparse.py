@@ -8,15 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Rotated, Token
+from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
 
 from ..base import Carry, Layer, P, State, Traits
 from ..budget import budget_tokens
 
 
-def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int) -> bool:
+def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int, least: int) -> bool:
     """Whether a layer is one of the first `dense_layers`, or its budget covers all that a sequence can come to."""
-    return spec.layer < dense_layers or budget_tokens(budget, spec.max_tokens) >= spec.max_tokens
+    return spec.layer < dense_layers or budget_tokens(budget, spec.max_tokens, least) >= spec.max_tokens
+
+
+def reads_all(spec: LayerSpec, prompt: Prompt, budget: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """`reads_everything` of each row by its own length: in a batch with longer rows it reads what it would alone."""
+    return budget >= cache.row_buckets(prompt.lengths, spec.prompt_len) + spec.new_tokens
 
 
 @dataclasses.dataclass(frozen=True)

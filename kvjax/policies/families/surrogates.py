@@ -162,9 +162,7 @@ class SurrogateScorer(PromptScorer):
         """The policy with the weights themselves."""
         found = load(self.weights, self.read) if isinstance(self.weights, str) else self.weights
         if found is None:
-            raise PolicyError(
-                f"{self.info.name}: no weights are given, and none come with kvjax; give those of {self.source} as weights=PATH"
-            )
+            raise missing_weights(self)
         found.require(self.info.name, config, self.shapes(config, found))
         return dataclasses.replace(self, weights=found)
 
@@ -213,6 +211,13 @@ class SurrogateScorer(PromptScorer):
         own = {name: jax.lax.optimization_barrier(jnp.asarray(array)) for name, array in weights.items()}
         own = {name: array.astype(jnp.float32) for name, array in own.items()}
         return layer.best(prompt, self.predicted(own, x, heads))[0]
+
+
+def missing_weights(policy: Any) -> PolicyError:
+    """The error of a policy that has no weights."""
+    return PolicyError(
+        f"{policy.info.name}: no weights are given, and none come with kvjax; give those of {policy.source} as weights=PATH"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

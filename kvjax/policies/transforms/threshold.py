@@ -11,7 +11,7 @@ from kvjax.cache import LayerSpec, Prompt, Token
 from kvjax.pallas_kernels import top_k
 
 from ..base import Carry, Layer, Policy
-from ..budget import budget_tokens
+from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
@@ -58,23 +58,26 @@ class Thresholded(Wrapper):
         return dataclasses.replace(inner, summary=f"{inner.summary}, of those that score enough")
 
     def validate(self, tokens: int) -> None:
-        super().validate(tokens)
         scorer = cast(ScoreEviction, self.policy)
-        budget = budget_tokens(scorer.budget, tokens)
-        first, _ = scorer.always_kept(budget)
-        if budget < max(first + self.window, 1):
-            raise PolicyError(
-                f"{self.info.name}: a budget of {scorer.budget} gives {budget} slots, but the latest {self.window} tokens are always kept"
-                f"{f', and {first} first ones' if first else ''}; raise budget, or lower window"
-            )
+        first, _ = scorer.always_kept(0)
+        others = f", and {first} first ones" if first else ""
+        needs = f"but the latest {self.window} tokens are always kept{others}; raise budget, or lower window"
+        super().validate(tokens)
+        check_least(self.info.name, scorer.budget, tokens, self.least_slots, needs)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots that it needs whatever a sequence's length."""
+        scorer = cast(ScoreEviction, self.policy)
+        return max(scorer.always_kept(0)[0] + self.window, scorer.least_slots)
 
     def layer(self, spec: LayerSpec) -> Layer[Any]:
         inner = self.policy.layer(spec)
         if inner.traits.dense:
             return inner
-        return ThresholdedLayer(
-            cast(ScoreEviction, self.policy), spec, threshold=float(self.threshold), window=self.window
-        )
+        scorer = cast(ScoreEviction, self.policy)
+        least = self.least_slots if isinstance(scorer.budget, float) else 0
+        return ThresholdedLayer(scorer, spec, threshold=float(self.threshold), window=self.window, least=least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +86,18 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
 
     threshold: float = dataclasses.field(kw_only=True)
     window: int = dataclasses.field(kw_only=True)
+    least: int = dataclasses.field(kw_only=True)
+
+    @property
+    def max_kept(self) -> int:
+        return max(super().max_kept, self.least)
+
+    def init(self, total: Int[Array, " B"] | None = None) -> ScoredCache:
+        state = super().init(total)
+        return dataclasses.replace(state, budget=jnp.maximum(state.budget, self.least))
 
     def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
-        budget = self.policy.row_budgets(self.spec, prompt.seen, prompt.total)
+        budget = jnp.maximum(self.policy.row_budgets(self.spec, prompt.seen, prompt.total), self.least)
         first, _ = self.policy.always_kept(budget)
         live = jnp.broadcast_to(prompt.live, scores.shape)
         old = self._old(prompt.pos, prompt.seen, first)
