@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
@@ -66,6 +67,7 @@ class Decoding:
     seed: UInt32[Array, " B"]
 
 
+@any_rank
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
     """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
     # On one device nothing need be compiled for that.

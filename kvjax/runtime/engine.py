@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
+from kvjax.any_rank import any_rank
 from kvjax.arguments import shown, whole
 from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
@@ -408,6 +409,7 @@ class Engine:
         """
         return decoding.resumed(self.policy, self.specs, state)
 
+    @any_rank
     def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
         """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first."""
         caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
