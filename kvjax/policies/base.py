@@ -34,7 +34,8 @@ from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token
 from kvjax.models.config import ModelConfig
 
-from .info import PolicyInfo
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .replay import Replay
 
 State = Any
@@ -61,6 +62,10 @@ class Policy:
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo("")
+
+    def __post_init__(self) -> None:
+        """Check hyperparameters by what the dataclass declares, and make numbers of NumPy and JAX Python's. See `fields.check_fields`."""
+        check_fields(self)
 
     @property
     def info(self) -> PolicyInfo:
@@ -194,6 +199,11 @@ class Layer(Generic[P]):
     def capacity(self) -> int:
         """Slots to allocate in one head: also for the newest token, which comes before another one goes."""
         newest = 0 if self.traits.compression == "never" else 1
+        if not isinstance(self.max_kept, int):
+            raise PolicyError(
+                f"{self.policy.info.name}: max_kept={self.max_kept}; give a whole number of tokens, which kvjax.policies.budget_tokens and "
+                "budget_rows make of a fractional budget"
+            )
         return cache.round_slots(min(self.max_kept + newest, self.spec.max_tokens))
 
     @property

@@ -105,10 +105,12 @@ def test_random_numbers_of_a_row_are_its_own(implementation):
 def test_rows_sample_as_if_alone_with_other_keys(tiny):
     prompts, options = [[5, 9, 2], [7, 1, 3, 4], [8]], {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
     usual = kvjax.generate(tiny, prompts, **options)
-    decoding.prefill.forget(), decoding.decode.forget()
+    decoding.prefill.forget()
+    decoding.decode.forget()
     with jax.default_prng_impl("unsafe_rbg"):
         together = kvjax.generate(tiny, prompts, **options)
         alone = kvjax.generate(tiny, prompts[1], seed=1, **options)
-    decoding.prefill.forget(), decoding.decode.forget()
+    decoding.prefill.forget()
+    decoding.decode.forget()
     assert [row.tokens for row in together] == [row.tokens for row in usual]
     assert alone.tokens == together[1].tokens
