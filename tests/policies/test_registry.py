@@ -1,7 +1,7 @@
 """Policies by name: as people write them, and with a budget whether they have one or not."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ class Careless(Policy):
 @dataclasses.dataclass(frozen=True)
 class CarelessLayer(Layer[Careless]):
     @property
-    def max_kept(self):
+    def max_kept(self) -> Any:
         return self.policy.budget
 
 
