@@ -22,16 +22,51 @@ if TYPE_CHECKING:
     from .models import Params as Params
     from .planning import Plan as Plan
     from .planning import plan as plan
+    from .policies import H2O as H2O
+    from .policies import KIVI as KIVI
+    from .policies import RKV as RKV
+    from .policies import TOVA as TOVA
+    from .policies import AdaKV as AdaKV
+    from .policies import AttentionMatching as AttentionMatching
+    from .policies import CaM as CaM
     from .policies import CateKV as CateKV
+    from .policies import Chelsea as Chelsea
     from .policies import ChunkKV as ChunkKV
     from .policies import ClusterKV as ClusterKV
+    from .policies import Compactor as Compactor
+    from .policies import DuoAttention as DuoAttention
+    from .policies import ExpectedAttention as ExpectedAttention
+    from .policies import FastKVzip as FastKVzip
     from .policies import Full as Full
+    from .policies import InfiniGen as InfiniGen
+    from .policies import KeyDiff as KeyDiff
+    from .policies import KNorm as KNorm
+    from .policies import KVzap as KVzap
+    from .policies import KVzip as KVzip
+    from .policies import LagKV as LagKV
     from .policies import Policy as Policy
     from .policies import PolicyError as PolicyError
+    from .policies import PyramidKV as PyramidKV
+    from .policies import Quest as Quest
+    from .policies import Random as Random
+    from .policies import ShadowKV as ShadowKV
+    from .policies import SnapKV as SnapKV
     from .policies import StreamingLLM as StreamingLLM
     from .policies import TreeKV as TreeKV
+    from .policies import TriAttention as TriAttention
+    from .policies import TurboQuant as TurboQuant
+    from .policies import by_head as by_head
+    from .policies import by_layer as by_layer
+    from .policies import chunk_token_hybrid as chunk_token_hybrid
+    from .policies import critical as critical
     from .policies import get_policy as get_policy
+    from .policies import offloaded as offloaded
+    from .policies import prompt_only as prompt_only
+    from .policies import pyramid as pyramid
+    from .policies import quantized as quantized
+    from .policies import recompress as recompress
     from .policies import register as register
+    from .policies import thresholded as thresholded
     from .runtime.compiling import CompiledGenerator as CompiledGenerator
     from .runtime.compiling import aot_compile as aot_compile
     from .runtime.engine import Engine as Engine
@@ -53,16 +88,51 @@ _NAMES = {
         "plan",
     ),
     "policies": (
+        "AdaKV",
+        "AttentionMatching",
+        "CaM",
         "CateKV",
+        "Chelsea",
         "ChunkKV",
         "ClusterKV",
+        "Compactor",
+        "DuoAttention",
+        "ExpectedAttention",
+        "FastKVzip",
         "Full",
+        "H2O",
+        "InfiniGen",
+        "KeyDiff",
+        "KIVI",
+        "KNorm",
+        "KVzap",
+        "KVzip",
+        "LagKV",
         "Policy",
         "PolicyError",
+        "PyramidKV",
+        "Quest",
+        "Random",
+        "RKV",
+        "ShadowKV",
+        "SnapKV",
         "StreamingLLM",
+        "TOVA",
         "TreeKV",
+        "TriAttention",
+        "TurboQuant",
+        "by_head",
+        "by_layer",
+        "chunk_token_hybrid",
+        "critical",
         "get_policy",
+        "offloaded",
+        "prompt_only",
+        "pyramid",
+        "quantized",
+        "recompress",
         "register",
+        "thresholded",
     ),
     "runtime.compiling": (
         "CompiledGenerator",

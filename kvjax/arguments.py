@@ -10,9 +10,14 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Python's number for a scalar of NumPy or JAX, or for an array of no dimensions; anything else as it is."""
-    scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
-    return value.item() if scalar else value
+    """Python's number for a scalar of NumPy or JAX, or for an array of no dimensions; anything else as it is.
+
+    A float of fewer than 64 bits becomes the shortest decimal that rounds to it: `np.float32(0.2)` is 0.2, and not 0.20000000298.
+    """
+    if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.ndim:
+        return value
+    found = np.asarray(value)[()]
+    return float(str(found)) if isinstance(found, (np.float16, np.float32)) else found.item()
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:

@@ -34,7 +34,7 @@ def parse_value(text: str, hint: Any) -> Any:
     for kind in _alternatives(hint):
         try:
             return _parse(text, kind)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two from tuples within tuples
             continue
     allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
     raise ValueError(f"give {' or '.join(map(_name, allowed))}")

@@ -9,6 +9,12 @@ def letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
+def same(asked: str, known: Iterable[str]) -> str | None:
+    """The known name that was asked for. Case, hyphens, underscores and spaces do not matter; any other letter does."""
+    names = {letters(name): name for name in known}
+    return names.get(letters(asked)) if all(letter.isalnum() or letter in " -_" for letter in asked) else None
+
+
 def hint(asked: str, known: Iterable[str]) -> str:
     """A question to end a message with, such as " Did you mean 'treekv'?"; nothing where no known name is near."""
     names = {letters(name): name for name in known}

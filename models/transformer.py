@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.pallas_kernels import (
@@ -52,11 +53,13 @@ AttendAt = Callable[[int, Array, Array, Array], Array]
 """Attention of any layer, which comes first."""
 
 
+@any_rank
 def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Logits of every position, float32, attending to all tokens before it. Rows may be padded on the right."""
     return _logits(params, hidden(params, tokens))
 
 
+@any_rank
 def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE) -> Float[Array, "B T-1"]:
     """Log-probability of each token given those before it, from the second on.
 
@@ -77,6 +80,7 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE
     return jnp.moveaxis(scores, 0, 1).reshape(batch, -1)[:, :length]
 
 
+@any_rank
 def hidden(
     params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "B T D"]:
@@ -98,6 +102,7 @@ def hidden(
     return x
 
 
+@any_rank
 def prefill(
     params: Params,
     tokens: Int[Array, "B T"],
@@ -140,6 +145,7 @@ def prefill(
     return _logits(params, last, shard), tuple(states)
 
 
+@any_rank
 def decode_step(
     params: Params,
     states: Sequence[Any],
@@ -166,6 +172,7 @@ def decode_step(
     return _logits(params, x, shard), tuple(updated)
 
 
+@any_rank
 def read_block(
     params: Params,
     states: Sequence[Any],

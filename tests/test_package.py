@@ -9,6 +9,7 @@ import pytest
 from packaging.licenses import canonicalize_license_expression
 
 import kvjax
+from kvjax.policies.text import _WRAPPERS
 
 
 def test_every_name_is_there() -> None:
@@ -36,6 +37,13 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
     assert modules == set(kvjax._MODULES)
     for name, module in homes.items():
         assert getattr(kvjax, name) is getattr(importlib.import_module(f"kvjax.{module}"), name)
+
+
+def test_every_policy_and_transform_is_there() -> None:
+    ours = [policy for policy in kvjax.policies.policies().values() if policy.__module__.startswith("kvjax.")]
+    assert [getattr(kvjax, policy.__name__, None) for policy in ours] == ours
+    for name in (*_WRAPPERS, "by_head", "by_layer", "chunk_token_hybrid"):
+        assert getattr(kvjax, name) is getattr(kvjax.policies, name)
 
 
 def test_every_bundled_licence_is_declared() -> None:

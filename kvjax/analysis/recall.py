@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token
 from kvjax.models.rope import Rope
 from kvjax.policies import ClusterKV, InfiniGen, Quest, SparseLayer
@@ -128,6 +129,7 @@ def _spec(policy: SparsePolicy, layer: Recorded, prompt: int) -> LayerSpec:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
+@any_rank
 def _replay(
     policy: SparsePolicy, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
 ) -> tuple[Bool[Array, "S R T"], Int[Array, " S"]]:

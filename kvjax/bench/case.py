@@ -14,7 +14,7 @@ from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policy_class
 from kvjax.policies.families.trigonometry import MeanQueries
 from kvjax.policies.profile import fingerprint
-from kvjax.policies.text import parse_policy, parse_settings, split
+from kvjax.policies.text import naming, parse_policy, parse_settings, split
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.mesh import policy_shard
 
@@ -139,10 +139,13 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
     """
     if "(" in text.partition(":")[0]:
         return str(parse_policy(text)), {}
-    name, _, settings = text.partition(":")
-    cls = policy_class(name)
-    hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())} | typing.get_type_hints(cls)
-    return name, parse_settings(text, hints, split(settings, ",") if settings else [])
+    with naming(text):
+        name, colon, settings = text.partition(":")
+        cls = policy_class(name)
+        types = typing.get_type_hints(cls)
+        hints = {f"share_{kind}": float for kind in getattr(cls, "labels", ())}
+        hints |= {field.name: types[field.name] for field in dataclasses.fields(cls)}
+        return name, parse_settings(text, cls.about.name, hints, split(settings, ",")) if colon else {}
 
 
 def _statistics(config: ModelConfig, method: str) -> MeanQueries:

@@ -13,6 +13,7 @@ from kvjax.cache import Prompt
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
 from kvjax.policies.capabilities import prefill
+from kvjax.randomness import random_key
 from kvjax.runtime.decoding import Specs
 
 REPEATS = 4
@@ -24,7 +25,7 @@ def seconds(policy: Policy, specs: Specs, context: int) -> float:
 
     With a policy that compresses nothing that is the time it takes to write the cache.
     """
-    inputs = jax.block_until_ready(jax.jit(partial(_random, specs, context))(jax.random.key(3)))
+    inputs = jax.block_until_ready(jax.jit(partial(_random, specs, context))(random_key(3)))
     run, taken = compiled(policy, specs), []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -35,7 +36,7 @@ def seconds(policy: Policy, specs: Specs, context: int) -> float:
 
 def compiled(policy: Policy, specs: Specs) -> Any:
     """The program that is timed."""
-    inputs = jax.eval_shape(partial(_random, specs, 0), jax.eval_shape(lambda: jax.random.key(0)))
+    inputs = jax.eval_shape(partial(_random, specs, 0), jax.eval_shape(lambda: random_key(0)))
     return jax.jit(partial(_every_layer, policy, specs)).lower(*inputs).compile()
 
 

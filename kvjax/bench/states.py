@@ -12,6 +12,7 @@ from kvjax.cache.shard import DATA, HEADS
 from kvjax.policies import Policy
 from kvjax.policies.base import Carry
 from kvjax.policies.capabilities import prefill
+from kvjax.randomness import random_key
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding, Specs
 from kvjax.runtime.mesh import ALL, OWN, state_partitions
@@ -86,7 +87,7 @@ def _started(caches: tuple[object, ...], batch: int, context: int) -> Decoding:
 def _prefill(
     policy: Policy, spec: LayerSpec, seed: UInt32[Array, ""], context: Int[Array, ""], carry: Carry
 ) -> tuple[object, Carry]:
-    key, over_mesh = jax.random.key(seed), spec.shard.mesh is not None
+    key, over_mesh = random_key(seed), spec.shard.mesh is not None
     if over_mesh:  # rows and heads of a device are its own; those that share slots have the same prompt
         key = jax.random.fold_in(key, jax.lax.axis_index((DATA, HEADS)))
         carry = jax.tree.map(lambda x: x[0], carry)

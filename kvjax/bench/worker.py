@@ -45,6 +45,7 @@ def main() -> None:
     from kvjax.evals.report import header
     from kvjax.models import Params
     from kvjax.models.sharding import init_on
+    from kvjax.randomness import random_key
 
     from .case import Case
     from .floor import bandwidth
@@ -63,7 +64,7 @@ def main() -> None:
         key = case.config, case.dtype, case.weights, shard
         if key not in weights:
             weights.clear()
-            made = init_on(shard, case.config, jax.random.key(0), case.dtype, case.weights, case.weights)
+            made = init_on(shard, case.config, random_key(0), case.dtype, case.weights, case.weights)
             weights[key] = jax.block_until_ready(made)
             del made
         return measure(case, weights[key], rate, memory)

@@ -63,7 +63,8 @@ def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Rotated) -
     # One after the other: a device writes slices to the host's memory itself, a scatter the host would have to do, in a copy.
     for row, head in np.ndindex(slot.shape):
         one = to_host(x[row : row + 1, head : head + 1, None])
-        store = jax.lax.dynamic_update_slice(store, one, (row, head, slot[row, head], 0))
+        start = (np.int32(row), np.int32(head), slot[row, head], np.int32(0))
+        store = jax.lax.dynamic_update_slice(store, one, start)
     return store
 
 

@@ -216,9 +216,7 @@ def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[s
             found.append((name, settings))
             continue
         cls = policy_class(name)
-        if not cls.about.takes_budget:
-            settings.pop("budget", None)
-        elif wanted is not None and "budget" not in settings:
+        if cls.about.takes_budget and wanted is not None and "budget" not in settings:
             found += [(cls.about.name, {**read_policy(f"{name}:{budget}")[1], **settings}) for budget in wanted]
             continue
         found.append((cls.about.name, settings))

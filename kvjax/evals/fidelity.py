@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from kvjax.analysis.layers import jaccard
+from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
 from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
@@ -165,6 +166,7 @@ read_text = Program(_read, static=1, partition=_dealt)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
+@any_rank
 def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: Reading) -> tuple[Array, ...]:
     """Attention outputs of every token after the prompt, by layer: [S, rows, N, H].
 
@@ -214,6 +216,7 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
 
 
 @partial(jax.jit, static_argnums=(0, 1))
+@any_rank
 def _attention(spec: LayerSpec, prompt: int, q: Array, k: Array) -> Float[Array, "S N T"]:
     """Full attention's probabilities of every token after the prompt."""
     position = jnp.arange(len(k), dtype=jnp.int32)[:, None]

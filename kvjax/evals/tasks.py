@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import cast, get_args
 
-from kvjax.suggestions import hint, letters
+from kvjax.suggestions import hint, same
 from kvjax.texts import read_text
 
 from . import longbench, ruler
@@ -93,10 +93,10 @@ def task_name(asked: str) -> str:
     Raises:
         ValueError: there is none such; the message names all, and the nearest.
     """
-    known = {letters(name): name for name in task_names()}
-    if letters(asked) not in known:
+    found = same(asked, task_names())
+    if found is None:
         raise ValueError(f"unknown task {asked!r}; there are {', '.join(task_names())}.{hint(asked, task_names())}")
-    return known[letters(asked)]
+    return found
 
 
 def make_task(

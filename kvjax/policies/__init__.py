@@ -5,6 +5,8 @@ from .attention_matching import AttentionMatching as AttentionMatching
 from .base import Layer as Layer
 from .base import Policy as Policy
 from .base import Traits as Traits
+from .budget import budget_rows as budget_rows
+from .budget import budget_tokens as budget_tokens
 from .cam import CaM as CaM
 from .catekv import CateKV as CateKV
 from .chelsea import Chelsea as Chelsea

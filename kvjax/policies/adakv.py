@@ -69,7 +69,7 @@ class AdaKV(SnapKV):
     ) -> Bool[Array, "B K T"]:
         live, ends = (jnp.broadcast_to(x, scores.shape) for x in self.ends(scores.shape[-1], lengths, budget, pos))
         heads = scores.shape[1]
-        whole = (jnp.sum(live, axis=(1, 2)) <= budget * heads)[:, None, None]
+        whole = (jnp.sum(live, axis=(1, 2), dtype=jnp.int32) <= budget * heads)[:, None, None]
         between = live & ~ends & ~whole
         scores, share = jnp.where(between, scores, -jnp.inf), budget - sum(self.always_kept(budget))
         best = top_k(scores.reshape(scores.shape[0], -1), share * heads).reshape(scores.shape) & between

@@ -217,7 +217,7 @@ def matched(
 
     high = math.exp(bound)
     factor, wanted = _factors(masses, len(queries), size, 1, dtype)
-    weight, largest = _least_squares(factor, wanted, queries.size)
+    weight, largest = _least_squares(factor, wanted, there.size)
     weight = jnp.clip(weight[:, 0], 1 / high, high)
     for _ in range(steps):
         slope = factor.T @ (factor @ weight - wanted[:, 0])
@@ -228,7 +228,7 @@ def matched(
         attended = jnp.einsum("mt,th->mh", _shares(every), values, precision="highest")
         return jnp.concatenate([_shares(kept(every) * weight), attended], axis=1)
 
-    fitted, _ = _least_squares(*_factors(outputs, len(queries), size, values.shape[1], dtype), queries.size)
+    fitted, _ = _least_squares(*_factors(outputs, len(queries), size, values.shape[1], dtype), there.size)
     return best, weight, fitted
 
 

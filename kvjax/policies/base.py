@@ -16,7 +16,8 @@ layer tells the next ones. What only some methods can do is in `capabilities`, a
 
 Where XLA computes it, as on a CPU, all of it can be differentiated (`jax.grad`): through the keys and values that are kept, and not
 through the choice of them, which is piecewise constant. So with an ample budget gradients are the full cache's. Of quantised numbers
-only scales and zeros have gradients. Pallas kernels of attention, and a policy that cannot be differentiated (`chelsea`), say so when that is tried.
+only scales and zeros have gradients. Pallas kernels of attention, and policies that cannot be differentiated (`chelsea`, `attention_matching` and
+`offloaded`), raise an error that says so.
 """
 
 import dataclasses
@@ -29,10 +30,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
+from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token
 from kvjax.models.config import ModelConfig
 
-from .info import PolicyInfo
+from .fields import check_fields
+from .info import PolicyError, PolicyInfo
 from .replay import Replay
 
 State = Any
@@ -59,6 +62,10 @@ class Policy:
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo("")
+
+    def __post_init__(self) -> None:
+        """Check hyperparameters by what the dataclass declares, and make numbers of NumPy and JAX Python's. See `fields.check_fields`."""
+        check_fields(self)
 
     @property
     def info(self) -> PolicyInfo:
@@ -192,6 +199,11 @@ class Layer(Generic[P]):
     def capacity(self) -> int:
         """Slots to allocate in one head: also for the newest token, which comes before another one goes."""
         newest = 0 if self.traits.compression == "never" else 1
+        if not isinstance(self.max_kept, int):
+            raise PolicyError(
+                f"{self.policy.info.name}: max_kept={self.max_kept}; give a whole number of tokens, which kvjax.policies.budget_tokens and "
+                "budget_rows make of a fractional budget"
+            )
         return cache.round_slots(min(self.max_kept + newest, self.spec.max_tokens))
 
     @property
@@ -247,7 +259,7 @@ def changed_fields(policy: Policy, fields: Iterable[Any]) -> list[str]:
 @functools.lru_cache(maxsize=1 << 14)
 def held_bytes(layer: Layer[Any]) -> tuple[int, int]:
     """Bytes that one layer's cache holds on the device and on the host."""
-    held = jax.make_jaxpr(layer.init)().out_avals
+    held = jax.make_jaxpr(any_rank(layer.init))().out_avals
     host = _nbytes(leaf for leaf in held if leaf.memory_space == jax.memory.Space.Host)
     return _nbytes(held) - host, host
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.any_rank import any_rank
 from kvjax.cache import LayerCache, Prompt, TokenBlock, attend_prompt, in_rows, kept_and_block
 
 from .base import Carry, Layer, State
@@ -107,6 +108,7 @@ def check_reads_blocks(layer: Layer[Any]) -> None:
         )
 
 
+@any_rank
 def prefill(layer: Layer[Any], prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
     """`Layer.prefill` of a layer alone, also of one that wants parts of its prompt read again (`Traits.replays`).
 
@@ -128,6 +130,7 @@ def needs_compression(layer: Layer[Any], state: State) -> Bool[Array, " B"]:
     return cast(WhenFull, layer).needs_compression(state)
 
 
+@any_rank
 def as_cache(layer: Layer[Any], state: State) -> LayerCache:
     """One layer's slots in all its KV heads, for looking at what is kept."""
     return cast(HasOwnStore, layer).as_cache(state) if layer.traits.has_own_store else state.cache

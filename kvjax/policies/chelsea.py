@@ -352,10 +352,14 @@ def _turned(rope: Rope, tokens: Clusters, pos: Int[Array, "B K S"]) -> Clusters:
 def _usual(policy: Chelsea, places: int, size: int, goal: int, steps: int) -> int:
     """Steps that a row of `size` tokens takes to `goal`, up to `MAX_PLANNED_STEPS`, in a cache of `places` slots, after `steps`."""
     taken = 0
+
+    def row(number: int) -> Int[Array, " 1"]:
+        return jnp.asarray([number], jnp.int32)
+
     with jax.ensure_compile_time_eval():
-        fixed = sum(int(part[0]) for part in policy._regions(jnp.asarray([goal])))
+        fixed = sum(int(part[0]) for part in policy._regions(row(goal)))
         while size > goal and taken < MAX_PLANNED_STEPS:
-            middle, before = jnp.asarray([max(size - fixed, 0)]), jnp.asarray([steps + taken])
-            size -= int(policy._merges(middle, before, policy._chunk(places), jnp.asarray([size - goal]))[0])
+            middle, before = row(max(size - fixed, 0)), row(steps + taken)
+            size -= int(policy._merges(middle, before, policy._chunk(places), row(size - goal))[0])
             taken += 1
     return taken

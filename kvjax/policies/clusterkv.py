@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
+from kvjax.randomness import random_key, uniform
 
 from .base import Carry, Layer, Policy, Traits
 from .budget import budget_rows, budget_tokens, check_least
@@ -355,10 +356,9 @@ def _shuffled(
     inside: Bool[Array, "B T"],
 ) -> Int[Array, "B K T"]:
     """`ClusterKV.shuffled`, traced once for all layers."""
-    key = jax.random.fold_in(jax.random.key(seed), layer)
+    key = jax.random.fold_in(random_key(seed), layer)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, heads)
-    # JAX draws the nth number of a list from n alone, however long the list.
-    draws = jax.vmap(lambda head: jax.random.uniform(head, (tokens,)))(keys)
+    draws = jax.vmap(lambda head: uniform(head, (tokens,)))(keys)
     draws = jnp.moveaxis(jnp.take(draws, pos, axis=1, mode="clip"), 0, 1)
     return jnp.argsort(jnp.where(inside[:, None], draws, 2.0), axis=-1, stable=True)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.ties import SHARE
+from kvjax.randomness import normal, random_key
 
 from .base import Layer, Traits
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
@@ -103,9 +104,9 @@ class Compactor(PromptScorer):
         """Φ of each head of a layer: normal numbers of variance 1/k; the same in all rows."""
         if self.sketch is None:
             return None
-        key = jax.random.fold_in(jax.random.key(self.seed), spec.layer)
+        key = jax.random.fold_in(random_key(self.seed), spec.layer)
         heads = spec.num_kv_heads * spec.shard.heads
-        return (jax.random.normal(key, (heads, spec.head_dim, self.sketch)) * self.sketch**-0.5)[spec.head_ids]
+        return (normal(key, (heads, spec.head_dim, self.sketch)) * self.sketch**-0.5)[spec.head_ids]
 
     def attention(self, spec: LayerSpec, prompt: Prompt, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
         """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
@@ -169,7 +170,7 @@ def leverage(
     gram = jnp.einsum("bktd,bkte->bkde", rows, rows, precision="highest")
     first = ridge if ridge > 0 else 0.001  # a ridge of 0 is followed by 0.01
     ridges = jnp.asarray([ridge, *(first * 10**i for i in range(1, RIDGES))], jnp.float32)
-    factors = jnp.linalg.cholesky(gram + ridges[:, None, None, None, None] * jnp.eye(gram.shape[-1]))
+    factors = jnp.linalg.cholesky(gram + ridges[:, None, None, None, None] * jnp.eye(gram.shape[-1], dtype=jnp.float32))
     definite = jnp.all(jnp.isfinite(factors), axis=(-2, -1))
     factor = jnp.take_along_axis(factors, jnp.argmax(definite, axis=0)[None, :, :, None, None], axis=0)[0]
     half = jax.scipy.linalg.solve_triangular(factor, jnp.swapaxes(rows, 2, 3), lower=True)

@@ -7,12 +7,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvjax.arguments import MOST, plain, short
 
-from .base import Policy
 from .budget import check_budget
 from .info import PolicyError
 
 
-def check_fields(policy: Policy, **least: int | float) -> None:
+def check_fields(policy: Any, **least: int | float) -> None:
     """Raise `PolicyError` if a hyperparameter of `policy` is out of range.
 
     A `budget` is checked as in `check_budget`, a field declared as a `Literal` against its values, and one declared as a number for
@@ -27,7 +26,11 @@ def check_fields(policy: Policy, **least: int | float) -> None:
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     if "budget" in values:
         check_budget(name, values["budget"])
-    for field, hint in get_type_hints(type(policy)).items():
+    try:
+        hints = get_type_hints(type(policy))
+    except NameError:  # a policy of somebody's own, declared by names that only its function knows
+        hints = {}
+    for field, hint in hints.items():
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
         if field not in values or (values[field] is None and type(None) in kinds):

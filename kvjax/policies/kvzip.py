@@ -123,7 +123,7 @@ class KVzip(PromptScorer):
         first, _ = self.always_kept(budget)
         live = jnp.broadcast_to((pos >= 0)[:, None], scores.shape)
         ends = live & (pos < first[:, None, None])[:, None]
-        whole = (jnp.max(jnp.sum(pos >= 0, axis=-1), axis=-1) <= budget)[:, None, None, None]
+        whole = (jnp.max(jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32), axis=-1) <= budget)[:, None, None, None]
         rivals = jnp.where(live & ~ends & ~whole, scores, -jnp.inf)
         if layers > 1:
             cap = jnp.clip(jnp.floor(budget.astype(jnp.float32) * self.slack).astype(jnp.int32), budget, most)

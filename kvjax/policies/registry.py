@@ -4,7 +4,8 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
-from kvjax.suggestions import hint
+from kvjax.arguments import plain, short
+from kvjax.suggestions import hint, letters, same
 
 from .base import Policy
 from .budget import check_budget
@@ -41,17 +42,14 @@ def policy_class(name: str) -> type[Policy]:
     Raises:
         PolicyError: there is no such policy. The message names all, and the nearest.
     """
-    known, asked = {_letters(other): other for other in policies()}, _letters(name)
-    if asked not in known:
+    found = same(name, policies())
+    if found is None:
+        known, asked = {letters(other): other for other in policies()}, letters(name)
         near = [other for other in known if asked and (asked in other or other in asked)]
         near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.5)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
-        raise PolicyError(f"unknown policy {name!r}; known: {', '.join(policies())}.{hint}")
-    return _POLICIES[known[asked]]
-
-
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))
+        raise PolicyError(f"unknown policy {short(name)}; known: {', '.join(policies())}.{hint}")
+    return _POLICIES[found]
 
 
 def make_policy(name: str, hyperparameters: dict[str, Any]) -> Policy:
@@ -78,9 +76,14 @@ def _made(cls: type[Policy], info: PolicyInfo, values: dict[str, Any], given: di
     allowed = [field.name for field in dataclasses.fields(cls)]
     if not info.takes_budget and "budget" in given:
         given = dict(given)
-        check_budget(info.name, given.pop("budget"))
+        check_budget(info.name, plain(given.pop("budget")))
     for name in given:
         if name not in allowed:
-            takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
-            raise PolicyError(f"policy {info.name!r} has no hyperparameter {name!r}; {takes}.{hint(name, allowed)}")
+            raise PolicyError(unknown_hyperparameter(info.name, name, allowed))
     return cls(**values | given)
+
+
+def unknown_hyperparameter(policy: str, name: str, allowed: list[str]) -> str:
+    """What to say of a hyperparameter that a policy does not have."""
+    takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
+    return f"policy {policy!r} has no hyperparameter {short(name)}; {takes}.{hint(name, allowed)}"

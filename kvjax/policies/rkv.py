@@ -125,7 +125,7 @@ def redundancy(
     """
     newest = newest_duplicate(k, live, threshold)
     if spare_first:
-        newest = jnp.where(newest < 0, jnp.argmax(live, axis=-1)[..., None], newest)
+        newest = jnp.where(newest < 0, jnp.argmax(live, axis=-1)[..., None].astype(jnp.int32), newest)
     norm = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
     inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
     unit = k.astype(jnp.float32) * inverse[..., None]

@@ -12,19 +12,22 @@
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
 Commas separate hyperparameters, semicolons what stands in parentheses. A value that is a policy itself stands in parentheses:
-`catekv:adaptive=(quest:1024)`.
+`catekv:adaptive=(quest:1024)`. A number without a name is the budget, and only what has a budget takes one. Nothing is skipped: text that
+does not follow this grammar is refused.
 """
 
 import ast
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
+from kvjax.arguments import short
 from kvjax.settings import parse_value, split_setting
 
 from .base import Policy
 from .info import PolicyError
-from .registry import make_policy, policies, policy_class, replaced
+from .registry import make_policy, policies, policy_class, replaced, unknown_hyperparameter
 from .transforms.by_head import by_head
 from .transforms.by_layer import by_layer
 from .transforms.critical import Critical
@@ -46,20 +49,53 @@ _WRAPPERS: dict[str, type[Any]] = {
 }
 
 
+MOST_DEEP = 32
+"""Brackets within brackets; Python's own stack ends at some hundreds."""
+
+MOST_SHOWN = 200
+"""Characters of a text that an error repeats."""
+
+
 def parse_policy(text: str) -> Policy:
     """The policy that a text names.
 
     Raises:
-        PolicyError: a name is unknown, brackets do not match, or a value is none that its hyperparameter takes.
+        PolicyError: a name is unknown, brackets do not match, a part is empty or given twice, or a value is none that its hyperparameter
+            takes. The message repeats the text.
     """
+    text = text.strip()
+    with naming(text):
+        return _parsed(text)
+
+
+@contextlib.contextmanager
+def naming(text: str) -> Iterator[None]:
+    """Have the errors raised within repeat a text, as far as they do not."""
+    try:
+        yield
+    except PolicyError as error:
+        shown = short(text, MOST_SHOWN)
+        raise PolicyError(str(error) if shown in str(error) else f"{shown}: {error}") from None
+
+
+def _parsed(text: str) -> Policy:
+    parts = split(text, ";")  # brackets match, from here on
     text = text.strip()
     name, bracket, inside = text.partition("(")
     if bracket and ":" not in name:
-        if not inside.endswith(")"):
-            raise PolicyError(f"{text!r}: close the bracket, as in offloaded(clusterkv:1024; steps=2)")
-        return _combined(text, name.strip(), _filled(split(inside[:-1], ";")))
-    name, _, settings = text.partition(":")
-    return make_policy(name, parse_settings(text, get_type_hints(policy_class(name)), _filled(split(settings, ","))))
+        if len(parts) > 1 or not inside.endswith(")"):
+            raise PolicyError(f"{_short(text)}: nothing may follow the bracket that ends a transform")
+        return _combined(text, name.strip(), split(inside[:-1], ";"))
+    name, colon, settings = text.partition(":")
+    cls = policy_class(name)
+    given = parse_settings(text, cls.about.name, _hints(cls), split(settings, ",")) if colon else {}
+    return make_policy(name, given)
+
+
+def _hints(cls: type[Any], without: Sequence[str] = ()) -> dict[str, Any]:
+    """The types of a policy's hyperparameters."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in without}
 
 
 def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
@@ -82,19 +118,43 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
 
 
 def split(text: str, at: str) -> list[str]:
-    """The parts of a text between separators that stand outside of brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        depth += 0 if quote else (letter in "([{") - (letter in ")]}")
-        if letter == at and not depth and not quote:
+    """The parts of a text between separators that are outside of brackets and quotes.
+
+    Raises:
+        PolicyError: brackets or quotes do not match, or are nested too deep.
+    """
+    parts = [""]
+    for letter, depth in _depths(text):
+        if letter == at and not depth:
             parts.append("")
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
+
+
+def _depths(text: str) -> Iterator[tuple[str, int]]:
+    """Each letter, and how many brackets and quotes are open after it. An apostrophe within a word is a letter."""
+    closing, before = "", ""
+    for letter in text:
+        if closing[-1:] in ("'", '"'):
+            closing = closing[:-1] if letter == closing[-1] else closing
+        elif letter in "([{":
+            closing += ")]}"["([{".index(letter)]
+        elif letter in "\"'" and not before.isalnum():
+            closing += letter
+        elif letter in ")]}":
+            if not closing.endswith(letter):
+                raise PolicyError(f"{_short(text)}: {letter!r} closes no bracket; take it out, or open one before it")
+            closing = closing[:-1]
+        if len(closing) > MOST_DEEP:
+            raise PolicyError(f"{_short(text)}: more than {MOST_DEEP} brackets are open at a time; nest fewer policies")
+        yield letter, len(closing)
+        before = letter
+    if closing:
+        what = "quote" if closing[-1] in "\"'" else "bracket"
+        raise PolicyError(
+            f"{_short(text)}: close the {what} with {closing[-1]}, as in offloaded(clusterkv:1024; steps=2)"
+        )
 
 
 def split_policies(text: str) -> list[str]:
@@ -103,12 +163,12 @@ def split_policies(text: str) -> list[str]:
     A part that begins with a setting belongs to the policy before it.
 
     Raises:
-        PolicyError: there is nothing between two commas, or nothing at all.
+        PolicyError: there is nothing between two commas, or nothing at all; or brackets do not match.
     """
     found: list[str] = []
     for part in split(text, ","):
         if not part:
-            raise PolicyError(f"{text!r}: give policies separated by commas, none of them empty")
+            raise PolicyError(f"{_short(text)}: give policies separated by commas, none of them empty")
         setting = part.partition("=")[0]
         if found and "=" in part and setting.replace("_", "").replace("-", "").isalnum():
             found[-1] += f",{part}"
@@ -117,57 +177,98 @@ def split_policies(text: str) -> list[str]:
     return found
 
 
-def parse_settings(text: str, hints: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+def parse_settings(text: str, name: str, hints: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Hyperparameters from `name=value`, and a budget from a value alone that comes first.
 
     Args:
         text: what they are written in, for messages.
-        hints: the types that they are declared with; one that is not among them goes through as a number or text.
+        name: whose they are.
+        hints: the types that they are declared with.
 
     Raises:
-        PolicyError: a setting is not written so, or does not take that value.
+        PolicyError: a setting is empty or not written so, is given twice, does not exist, or does not take that value.
     """
     values: dict[str, Any] = {}
     for i, setting in enumerate(settings):
+        if not setting:
+            raise PolicyError(f"{_short(text)}: a setting is empty; write NAME=VALUE, or take the separator out")
+        if not i and "=" not in setting:
+            if "budget" not in hints:
+                takes = f"write NAME=VALUE, with {', '.join(hints)}" if hints else "it takes no hyperparameters"
+                raise PolicyError(f"{_short(text)}: {name} has no budget that {setting!r} could set; {takes}")
+            setting = f"budget={setting}"
         try:
-            key, value = split_setting(setting if i or "=" in setting else f"budget={setting}")
+            key, value = split_setting(setting)
         except ValueError as error:
-            raise PolicyError(f"{text!r}: {error}") from None
-        if value.startswith("(") and _is_policy(hints.get(key)):
-            values[key] = parse_policy(value[1:-1])
+            raise PolicyError(f"{_short(text)}: {error}") from None
+        if key not in hints:
+            raise PolicyError(f"{_short(text)}: {unknown_hyperparameter(name, key, list(hints))}")
+        if key in values:
+            raise PolicyError(f"{_short(text)}: {key} is given twice; give it once")
+        if value.startswith("(") and value.endswith(")") and _is_policy(hints[key]):
+            values[key] = _parsed(value[1:-1])
             continue
         try:
-            values[key] = parse_value(value, hints.get(key, int | float | str))
+            values[key] = parse_value(value, hints[key])
         except ValueError as error:
-            raise PolicyError(f"{text!r}: {key}={value!r}; {error}") from None
+            raise PolicyError(f"{_short(text)}: {key}={_short(value)}; {error}") from None
     return values
 
 
-def _filled(parts: list[str]) -> list[str]:
-    return [part for part in parts if part]
+def _short(text: str) -> str:
+    return short(text, MOST_SHOWN)
 
 
 def _combined(text: str, name: str, parts: list[str]) -> Policy:
-    if name == "by_layer":
-        return by_layer([parse_policy(part) for part in parts])
-    if name == "by_head":
-        given = dict(split_setting(part) for part in parts)
-        if "profile" not in given:
-            raise PolicyError(f"{text!r}: by_head needs profile=, the label of every KV head as ((...), (...))")
-        profile = ast.literal_eval(given.pop("profile"))
-        return by_head({label: parse_policy(part) for label, part in given.items()}, profile)
-    if name not in _WRAPPERS:
+    if name not in (*_WRAPPERS, "by_layer", "by_head"):
         raise PolicyError(
-            f"unknown transform {name!r} in {text!r}; known: {', '.join([*_WRAPPERS, 'by_layer', 'by_head'])}"
+            f"unknown transform {name!r} in {_short(text)}; known: {', '.join([*_WRAPPERS, 'by_layer', 'by_head'])}"
         )
-    if not parts:
-        raise PolicyError(f"{text!r} has no policy; write one, as in {name}(full)")
+    if parts == [""]:
+        raise PolicyError(f"{_short(text)} has no policy; write one, as in {name}(full)")
+    if "" in parts:
+        raise PolicyError(f"{_short(text)}: there is nothing on one side of a semicolon; take the semicolon out")
+    if name == "by_layer":
+        return by_layer([_parsed(part) for part in parts])
+    if name == "by_head":
+        return _by_head(text, parts)
     cls = _WRAPPERS[name]
-    policy, settings = parse_policy(parts[0]), parse_settings(text, get_type_hints(cls), parts[1:])
+    policy = _parsed(parts[0])
+    settings = parse_settings(text, name, _hints(cls, without=("policy",)), parts[1:])
     for field in dataclasses.fields(cls)[1:]:
         if field.default is dataclasses.MISSING and field.name not in settings:
-            raise PolicyError(f"{text!r}: give {field.name}=, for which {name} has no default")
+            raise PolicyError(f"{_short(text)}: give {field.name}=, for which {name} has no default")
     return cls(policy, **settings)
+
+
+def _by_head(text: str, parts: list[str]) -> Policy:
+    given: dict[str, str] = {}
+    for part in parts:
+        label, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not label or label in given:
+            raise PolicyError(f"{_short(text)}: {part!r}; write LABEL=POLICY once for each label, and profile=")
+        given[label] = value
+    if "profile" not in given:
+        raise PolicyError(f"{_short(text)}: by_head needs profile=, the label of every KV head as ((...), (...))")
+    profile = _labels(given.pop("profile"))
+    if not profile or not given:
+        raise PolicyError(
+            f"{_short(text)}: write by_head as by_head(a=full; b=treekv:256; profile=(('a', 'b'), ('b', 'b'))): a policy for each "
+            "label, and the label of every KV head, layer by layer"
+        )
+    return by_head({label: _parsed(part) for label, part in given.items()}, profile)
+
+
+def _labels(text: str) -> tuple[tuple[str, ...], ...] | None:
+    """Labels [layer][head] as Python writes tuples or lists of texts; None if it is anything else."""
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if not isinstance(found, tuple | list) or not all(isinstance(layer, tuple | list) and layer for layer in found):
+        return None
+    labels = tuple(tuple(layer) for layer in found)
+    return labels if all(isinstance(label, str) for layer in labels for label in layer) else None
 
 
 def _is_policy(hint: Any) -> bool:

@@ -295,8 +295,8 @@ class TreeKVLayer(Layer[TreeKV]):
         kept = state.cache
         evicted = tree_eviction(
             Ranked(state.rank, kept.pos, kept.weight, state.count, kept.next, state.scope),
-            state.score,
-            state.steps,
+            jax.lax.stop_gradient(state.score),
+            jax.lax.stop_gradient(state.steps),
             state.tree,
             state.budget,
             sinks=self.policy.sinks,

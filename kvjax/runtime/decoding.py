@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.any_rank import any_rank
 from kvjax.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
@@ -70,6 +71,7 @@ class Decoding:
     origin: Origin | None = flax.struct.field(pytree_node=False, default=None)
 
 
+@any_rank
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
     """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
     # On one device nothing need be compiled for that.

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 from rich.filesize import decimal
 
+from kvjax.any_rank import any_rank
 from kvjax.arguments import MOST, amount, shown, whole, wholes
 from kvjax.cache import LayerCache, bucket, layer_specs
 from kvjax.models import ModelConfig, Params, abstract
@@ -491,6 +492,7 @@ class Engine:
         )
         return self._own(resumed)
 
+    @any_rank
     def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
         """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first.
 

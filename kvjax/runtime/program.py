@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from kvjax.any_rank import any_rank
 from kvjax.cache import Shard
 from kvjax.pallas_kernels.device import target
 from kvjax.runtime.compilation_cache import keep_unless_refused
@@ -162,7 +163,7 @@ class Program:
 
     def _whole(self, *args: Any) -> Callable[..., Any]:
         """The function of all arrays, on all devices."""
-        function = functools.partial(self._function, *args[: self._static])
+        function = functools.partial(any_rank(self._function), *args[: self._static])
         dealt = None if self._partition is None else self._partition(*args)
         return function if dealt is None else over_mesh(function, *dealt)
 

@@ -90,12 +90,12 @@ def _again(
 
     def read(i: Int[Array, ""]) -> tuple[Any, ...]:
         kind, start = jnp.minimum(i, 1), replay.skipped + i * replay.chunk
-        words = jnp.asarray(counts)[kind]
+        words = jnp.asarray(counts, jnp.int32)[kind]
         count = jnp.clip(lengths - start, 0, size)
         # Places of the block: words, among them the end of the part before, and the part.
         source = jnp.where(place < words, start - replay.overlap + place - shown, start + place - words)
         given = jnp.take(tokens, jnp.clip(source, 0, length - 1), axis=1)
-        said = jnp.take(jnp.asarray(asking), kind, axis=0)
+        said = jnp.take(jnp.asarray(asking, jnp.int32), kind, axis=0)
         said = jnp.pad(said, (0, size))
         block = jnp.where((place < words) & (said >= 0), said, given)
         traits, at = Traits(reading="blocks", surroundings=replay.surroundings), (start, count, words)

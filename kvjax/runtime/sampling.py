@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.arguments import number, whole
+from kvjax.randomness import categorical, random_key
 
 _GREEDY_BELOW = 1e-6
 """A temperature that is as good as 0: logits of ordinary sizes divided by less do not fit float32."""
@@ -62,7 +63,7 @@ class Sampling:
                 logits = jnp.where(keep(logits, limit), logits, -jnp.inf)
 
         def sample(logits: Float[Array, " V"], seed: Array, pos: Array) -> Int[Array, ""]:
-            return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), pos), logits)
+            return categorical(jax.random.fold_in(random_key(seed), pos), logits)
 
         return jax.vmap(sample)(logits, seed, pos).astype(jnp.int32)
 

@@ -68,6 +68,20 @@ def test_what_is_fitted_is_nearer_than_what_is_kept():
     assert errors[1] < errors[0] / 3
 
 
+def test_many_queries_are_fitted_as_exactly_as_float32_allows():
+    """Singular values are cut by the number of queries, whatever the size of a head."""
+    random = np.random.default_rng(4)
+    queries, keys, values = random.normal(size=(2000, 64)), random.normal(size=(80, 64)), random.normal(size=(80, 64))
+
+    def error(matched):
+        best, weight, fitted = matched
+        shares, whole = np.exp(queries @ keys[best].T / 8) * weight, np.exp(queries @ keys.T / 8)
+        shares, whole = (x / x.sum(axis=1, keepdims=True) for x in (shares, whole))
+        return np.linalg.norm(shares @ fitted - whole @ values) / np.linalg.norm(whole @ values)
+
+    assert error(match(queries, keys, values, 40)) < 1.01 * error(oracle.matched(queries, keys, values, 40))
+
+
 def test_queries_that_nobody_asked_and_useless_keys_do_no_harm():
     """Queries that are not there, equal keys, keys that nobody looks at, and fewer queries than keys: numbers all the same."""
     random = np.random.default_rng(3)

@@ -1,16 +1,20 @@
 """Gradients through a cache: of what is kept, and not of the choice of it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import Case, compositions, every_policy, make_case
+from policies.driver import Case, compositions, every_policy, make_case, offloads
 
-from kvjax.cache import Prompt, Token
+from kvjax.cache import Prompt, Token, layer_specs
+from kvjax.models import transformer
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.policies import Full, Policy, PolicyError
+from kvjax.policies import Full, Policy, PolicyError, SnapKV, offloaded
 from kvjax.policies.capabilities import prefill
+from kvjax.runtime import decoding, replay
 
 STEPS = 2
 FAST = {"treekv", "snapkv", "adakv", "h2o"}
@@ -100,3 +104,35 @@ def test_a_kernel_without_one_says_so():
         Unsupported, match=r"decode_attention: its Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
     ):
         jax.grad(out)(q)
+
+
+def model_gradient(policy: Policy, params: Any) -> Any:
+    """Of all logits after a prompt and two steps, by the weights; traced, which is where it would fail."""
+    policy = policy.bind(params.config)
+    specs = layer_specs(params.config, 2, 30, STEPS, params.dtype)
+    layers, lengths = decoding.layers_of(policy, specs), jnp.asarray([30, 21], jnp.int32)
+    tokens = jnp.zeros((2, specs[0].prompt_len), jnp.int32)
+
+    def loss(params: Any) -> jax.Array:
+        read = replay.prefill if replay.replays(layers) else transformer.prefill
+        logits, caches = read(params, tokens, lengths, lengths + STEPS, layers)
+        total = jnp.sum(logits)
+        for i in range(STEPS):
+            logits, caches = decoding.step(policy, specs, params, caches, tokens[:, 0], lengths + i)
+            total += jnp.sum(logits)
+        return total
+
+    return jax.eval_shape(jax.grad(loss), params)
+
+
+@pytest.mark.parametrize("policy", policies_with(16))
+def test_through_a_models_prompt_and_steps(policy, tiny):
+    assert jax.tree.structure(model_gradient(policy, tiny)) == jax.tree.structure(tiny)
+
+
+@pytest.mark.parametrize("policy", [offloaded(SnapKV(budget=16, window=4)), *offloads(16)], ids=str)
+def test_what_is_on_the_host_has_none(policy, tiny):
+    with pytest.raises(
+        PolicyError, match=r"in the host's memory, through which there is no gradient; take it of the policy"
+    ):
+        model_gradient(policy, tiny)

@@ -1,19 +1,35 @@
 """Policies by name: as people write them, and with a budget whether they have one or not."""
 
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import layer_specs
 from kvjax.policies import (
+    TOVA,
     ChunkKV,
     Full,
+    KNorm,
+    Layer,
+    Policy,
     PolicyError,
+    PolicyInfo,
+    SnapKV,
     StreamingLLM,
     TreeKV,
     by_layer,
     get_policy,
     offloaded,
     policies,
+    prompt_only,
     quantized,
+    recompress,
+    thresholded,
 )
 
 PROMPT, OPTIONS = [[5, 9, 2, 7, 7, 1] * 9], {"max_new_tokens": 3, "ignore_eos": True}
@@ -77,3 +93,92 @@ def test_stats_say_whether_the_budget_applies(tiny, policy, applies):
     got, plain = (kvjax.generate(tiny, PROMPT, policy=policy, budget=budget, **OPTIONS)[0] for budget in (24, None))
     assert got.stats.budget_applies == plain.stats.budget_applies == applies
     assert applies or got.tokens == plain.tokens
+
+
+NUMBERS = [
+    (np.int64(300), 300),
+    (np.uint8(200), 200),
+    (np.asarray(300), 300),
+    (jnp.int32(300), 300),
+    (np.float64(0.2), 0.2),
+    (np.float32(0.2), 0.2),
+    (np.float16(0.2), 0.2),
+    (jnp.float32(0.2), 0.2),
+]
+
+
+@pytest.mark.parametrize("name", policies())
+def test_a_budget_may_be_any_librarys_number(name):
+    """Of fewer bits, too, in which 0.2 is another number."""
+    for given, plain in NUMBERS:
+        assert get_policy(name, budget=given) == get_policy(name, budget=plain)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        recompress(SnapKV()),
+        thresholded(KNorm(), -1),
+        prompt_only(TOVA()),
+    ],
+    ids=str,
+)
+def test_so_may_that_of_a_transform(transform):
+    for given, plain in NUMBERS:
+        assert get_policy(transform, budget=given) == get_policy(transform, budget=plain)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Policy):
+    """A policy of somebody's own, for numbers of tokens."""
+
+    about: ClassVar[PolicyInfo] = PolicyInfo("whole")
+
+    budget: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless(Policy):
+    """Another one, which takes fractions and does not compute with them."""
+
+    about: ClassVar[PolicyInfo] = PolicyInfo("careless")
+
+    budget: int | float = 512
+
+    def layer(self, spec):
+        return CarelessLayer(self, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class CarelessLayer(Layer[Careless]):
+    @property
+    def max_kept(self) -> Any:
+        return self.policy.budget
+
+
+def test_ones_own_policy_is_checked_as_it_is_declared():
+    assert Whole(budget=np.int64(64)) == Whole(budget=64)
+    assert isinstance(Whole(budget=np.int64(64)).budget, int)
+    with pytest.raises(PolicyError, match=r"whole: budget=0\.5; give a whole number"):
+        get_policy(Whole(), budget=0.5)
+    with pytest.raises(PolicyError, match="whole: budget=-1; give a positive whole number"):
+        Whole(budget=-1)
+
+
+def test_a_fraction_of_slots_is_refused_with_what_to_do(tiny):
+    spec = layer_specs(tiny.config, 1, 64, 8, tiny.dtype)[0]
+    with pytest.raises(PolicyError, match=r"careless: max_kept=0\.5; give a whole number.*budget_tokens"):
+        jax.eval_shape(Careless(budget=0.5).layer(spec).init)
+
+
+def test_one_may_declare_a_policy_by_names_of_a_function():
+    class Kind:
+        pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Local(Policy):
+        about: ClassVar[PolicyInfo] = PolicyInfo("local")
+
+        kind: "Kind | None" = None
+
+    assert Local().kind is None

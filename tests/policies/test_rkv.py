@@ -1,5 +1,6 @@
 """R-KV against the literal algorithm."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -45,7 +46,12 @@ def test_who_has_no_duplicate_spares_the_first():
 
 @pytest.mark.parametrize(
     ("weight", "expected", "best"),
-    [(0.1, [-0.1850, -0.1724, -0.1375, -0.1475], {2, 3}), (0.5, [0.1194, -0.0069, 0.0125, -0.0375], {0, 2})],
+    [
+        (0.1, [-0.1850, -0.1724, -0.1375, -0.1475], {2, 3}),
+        (0.5, [0.1194, -0.0069, 0.0125, -0.0375], {0, 2}),
+        (0.0, [-0.2611, -0.2138, -0.1750, -0.1750], {2, 3}),
+        (1, [0.5, 0.2, 0.2, 0.1], {0, 1}),
+    ],
 )
 def test_attention_against_redundancy(weight, expected, best, monkeypatch):
     """With attention as given, and of five tokens the last kept anyway."""
@@ -86,6 +92,23 @@ def test_the_group_takes_its_largest_logits():
         attention(queries[None], keys[None], np.asarray([4], np.int32), np.asarray([[[True] * 3 + [False]]]))
     )
     np.testing.assert_allclose(got[0, 0], [0.4683, 0.4683, 0.0634, 0], atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("sliding", "expected"), [(None, [1 / 3] * 3), (3, [0, 1 / 2, 1 / 2]), (2, [0, 0, 1]), (1, [0, 0, 0])]
+)
+def test_a_sliding_window_of_so_many_tokens_has_the_querys_own_in_it(sliding, expected):
+    """The last of four tokens, which looks at all alike, gives nothing to what is as far from it as the window is long."""
+    spec = dataclasses.replace(make_case(0, [1], 1, 1, 1, 4).spec, window=sliding)
+    still, policy, keys = RopeConfig(theta=100.0, dim=0).resolve(1), RKV(window=1), np.zeros((1, 4, 1, 4), np.float32)
+
+    @jax.jit
+    def attention(keys, length, scored):
+        prompt = Prompt.of(still, keys, keys, keys, length, length)
+        return policy.attention(spec, prompt, jnp.swapaxes(prompt.k_rotated, 1, 2), scored)
+
+    got = attention(keys, np.asarray([4], np.int32), np.asarray([[[True] * 3 + [False]]]))
+    np.testing.assert_allclose(got[0, 0], [*expected, 0], atol=1e-6)
 
 
 def test_what_others_are_spared_is_added_up(monkeypatch):

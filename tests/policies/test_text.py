@@ -1,17 +1,25 @@
 """Policies written as text."""
 
+import re
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from policies.random_cases import draw_policy
 
 from kvjax.policies import (
     H2O,
+    KIVI,
     TOVA,
     CateKV,
     ChunkKV,
     ClusterKV,
     Full,
     KNorm,
+    Policy,
     PolicyError,
+    PromptOnly,
+    Quantized,
     Quest,
     SnapKV,
     TreeKV,
@@ -21,6 +29,7 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    policy_class,
     prompt_only,
     quantized,
     recompress,
@@ -100,8 +109,150 @@ def test_a_list_of_policies():
         ),
         ("by_head(a=full)", r"by_head needs profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),
+        ("kivi:4", r"'kivi:4': kivi has no budget that '4' could set; write NAME=VALUE, with bits, group, residual"),
+        ("full:64", r"'full:64': full has no budget that '64' could set; it takes no hyperparameters"),
+        ("turboquant:budget=64", r"policy 'turboquant' has no hyperparameter 'budget'"),
+        ("quantized(snapkv:64; 4)", r"quantized has no budget that '4' could set; write NAME=VALUE, with bits, group"),
+        ("critical(snapkv:64; 0.5)", r"critical has no budget that '0.5' could set"),
+        ("offloaded(treekv; policy=full)", r"policy 'offloaded' has no hyperparameter 'policy'"),
+        ("quantized(full; bit=4)", r"policy 'quantized' has no hyperparameter 'bit'.*Did you mean 'bits'"),
+        ("treekv)", r"'\)' closes no bracket"),
+        ("treekv]", r"'\]' closes no bracket"),
+        ("full;", r"unknown policy 'full;'"),
+        ("by_layer(full))", r"'\)' closes no bracket"),
+        ("by_layer(full;)", r"nothing on one side of a semicolon"),
+        ("by_layer()", r"has no policy; write one, as in by_layer\(full\)"),
+        ("by_layer(full) treekv", r"nothing may follow the bracket"),
+        ("by_layer(full);treekv", r"nothing may follow the bracket"),
+        ("treekv:", r"a setting is empty"),
+        ("treekv:64,", r"a setting is empty"),
+        ("treekv:64,budget=32", r"budget is given twice"),
+        ("catekv:adaptive=(quest:64)(full)", r"closes no bracket"),
+        ("catekv:profile='x", r"close the quote with '"),
+        ("by_head(a=full; a=treekv; profile=(('a',),))", r"LABEL=POLICY once for each label"),
+        ("by_head(a=full; treekv; profile=(('a',),))", r"'treekv'; write LABEL=POLICY"),
+        ("by_head(a=full; profile=a)", r"write by_head as by_head\(a=full"),
+        ("by_head(a=full; profile=(1, 2))", r"write by_head as by_head\(a=full"),
+        ("by_head(profile=())", r"write by_head as by_head\(a=full"),
+        ("offloaded(" * 2000 + "full" + ")" * 2000, r"more than 32 brackets are open"),
+        ("clusterkv:seed=" + "(" * 2000, r"more than 32 brackets are open"),
     ],
 )
 def test_what_is_no_policy(text, says):
     with pytest.raises(PolicyError, match=says):
         parse_policy(text)
+
+
+NUMBER = r"[+-]?[0-9]+"
+SHARE = r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)"
+POLICIES = {
+    "full": (Full, {}),
+    "treekv": (TreeKV, {"budget": f"{NUMBER}|{SHARE}", "sinks": NUMBER}),
+    "kivi": (KIVI, {"bits": "[248]"}),
+}
+TRANSFORMS = {
+    "quantized": (Quantized, {"bits": "[248]"}),
+    "prompt_only": (PromptOnly, {"budget": f"{NUMBER}|{SHARE}"}),
+}
+
+
+def read(text: str) -> Policy | None:
+    """The grammar once more, for a few names: the policy that a text says, or None if it says none."""
+    text = text.strip(" ")
+    transform = re.fullmatch(r"(quantized|prompt_only|by_layer) *\((.*)\)", text)
+    if transform:
+        name, parts = transform[1], outside(transform[2], ";")
+        if name == "by_layer":
+            layers = [read(part) for part in parts]
+            return None if None in layers else by_layer(layers)
+        cls, fields = TRANSFORMS[name]
+        inner, options = read(parts[0]), settings(fields, parts[1:])
+        return None if inner is None or options is None else made(cls, policy=inner, **options)
+    name, colon, rest = text.partition(":")
+    plain = re.sub("[ -]", "", name)
+    if not re.fullmatch("[a-z]+", plain) or plain not in POLICIES:
+        return None
+    cls, fields = POLICIES[plain]
+    options = settings(fields, rest.split(",")) if colon else {}
+    return None if options is None else made(cls, **options)
+
+
+def settings(fields: dict[str, str], parts: list[str]) -> dict[str, int | float] | None:
+    """The settings that are written in parts, or None if one is wrong, or there twice."""
+    found = {}
+    for i, part in enumerate(parts):
+        name, value = re.fullmatch(
+            r"(?: *([a-z]+) *= *)?(.*?) *", "budget=" + part.lstrip() if not i and "=" not in part else part
+        ).groups()
+        if name not in fields or name in found or not re.fullmatch(fields[name], value):
+            return None
+        found[name] = float(value) if "." in value else int(value)
+    return found
+
+
+def outside(text: str, at: str) -> list[str]:
+    """The parts of a text between separators outside of round brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        parts = [*parts, ""] if letter == at and not depth else [*parts[:-1], parts[-1] + letter]
+    return parts
+
+
+def made(cls: type[Policy], **options: object) -> Policy | None:
+    try:
+        return cls(**options)
+    except PolicyError:
+        return None
+
+
+setting = st.sampled_from(["64", "0.5", "4", "budget=32", "sinks=2", "bits=4", "bits = 8", "budget=.25"])
+single = st.builds(
+    lambda name, rest: name + (":" + ",".join(rest) if rest else ""),
+    st.sampled_from([*POLICIES, "tree-kv", "full "]),
+    st.lists(setting, max_size=2),
+)
+written = st.recursive(
+    single,
+    lambda inner: st.builds(
+        lambda name, parts, more: f"{name}({'; '.join([*parts, *more])})",
+        st.sampled_from([*TRANSFORMS, "by_layer"]),
+        st.lists(inner, min_size=1, max_size=2),
+        st.lists(setting, max_size=1),
+    ),
+    max_leaves=3,
+)
+
+
+@st.composite
+def damaged(draw):
+    """A text in which up to three letters are taken out, put in or doubled."""
+    text = draw(written)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(text)))
+        end = draw(st.sampled_from([at, at + 1]))
+        text = text[:at] + draw(st.sampled_from([*";:,()[]{}='\". 04-", "", text[at : at + 1] * 2])) + text[end:]
+    return text
+
+
+@given(damaged())
+@example("by_layer(full);by_layer(full)")
+@example("by_layer(full);(full)")
+@example("prompt_only(treekv:8; 16)")
+@example("quantized(full; )")
+@example("treekv: 64 , sinks = 2 ")
+def test_a_text_is_read_as_the_grammar_says_or_refused(text):
+    meant = read(text)
+    if meant is None:
+        with pytest.raises(PolicyError) as refusal:
+            parse_policy(text)
+        assert repr(text.strip()) in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+    else:
+        assert parse_policy(text) == meant
+
+
+@pytest.mark.parametrize("text", ["treekv)", "full;", "tree:kv", "", " "])
+def test_names_are_letters_and_digits(text):
+    with pytest.raises(PolicyError, match="unknown policy"):
+        policy_class(text)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
@@ -87,7 +88,7 @@ class PromptScorer(Policy):
             pos: of what stands in each place, if it is no whole prompt, see `Prompt`.
         """
         live, ends = self.ends(scores.shape[-1], lengths, budget, pos)
-        whole = jnp.sum(live, axis=-1, keepdims=True) <= budget[:, None, None]
+        whole = jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.int32) <= budget[:, None, None]
         between = live & ~ends & ~whole
         best = top_k(jnp.where(between, scores, -jnp.inf), (budget - sum(self.always_kept(budget)))[:, None])
         return best & between | live & (ends | whole)
@@ -253,10 +254,10 @@ def lowest(state: ScoredCache, candidates: Bool[Array, "B K C"]) -> Int[Array, "
 
 def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"]) -> Float[Array, "B K T"]:
     """Average or maximum over `width` neighbouring tokens; beyond the ends there are zeros, which count in the average."""
-    window = (1, 1, width), (1, 1, 1), "SAME"
+    window, zero = ((1, 1, width), (1, 1, 1), "SAME"), np.zeros((), scores.dtype)
     if kind == "avg":
-        return jax.lax.reduce_window(scores, 0.0, jax.lax.add, *window) / width
-    return jax.lax.reduce_window(scores, 0.0, jax.lax.max, *window)
+        return jax.lax.reduce_window(scores, zero, jax.lax.add, *window) / width
+    return jax.lax.reduce_window(scores, zero, jax.lax.max, *window)
 
 
 def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:

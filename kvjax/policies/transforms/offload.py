@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, host_memory
 from kvjax.models.config import ModelConfig
+from kvjax.pallas_kernels.gradients import without_gradient
 
 from .. import capabilities
 from ..base import Carry, Layer, Policy, State
@@ -121,7 +122,12 @@ class OffloadedLayer(Layer[Offloaded]):
 
     def _placed(self, state: State) -> State:
         """A state that the policy has made, with its keys and values on the host."""
-        return cache.map_kv(host_memory.to_host, state)
+        return cache.map_kv(self._on_host, state)
+
+    def _on_host(self, kv: KV) -> KV:
+        none = "keys and values are in the host's memory, through which there is no gradient"
+        error = PolicyError(f"{self.policy.info.name}: {none}; take it of the policy without offloading")
+        return host_memory.to_host(without_gradient(kv, error))
 
 
 @flax.struct.dataclass
@@ -210,7 +216,7 @@ class OffloadedSparseLayer(OffloadedLayer):
         recent = tuple(jnp.zeros((*slot.shape, self.spec.head_dim), self.spec.dtype) for _ in store)
         zeros = jnp.zeros((batch, heads), jnp.int32)
         queries = jnp.zeros((batch,), jnp.int32)
-        inner = self.inner.with_store(state, host_memory.to_host(store))
+        inner = self.inner.with_store(state, self._on_host(store))
         return OffloadedSparseCache(inner, kept, recent, slot, queries, zeros, zeros)
 
     def _place(self, pos: Int[Array, "*B"]) -> Int[Array, "*B"]:
