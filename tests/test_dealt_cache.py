@@ -107,13 +107,23 @@ def test_slots_come_back_in_order(devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_new_tokens(devices: int) -> None:
-    """Each goes into the device whose slot it is, past runs' ends, into a cache that was empty or not, and into none when there is no slot."""
+    """Each goes into the device whose slot it is, past runs' ends, into a cache that was empty or not, and into none when there is no slot.
+
+    What else is known of slots is whole on every device.
+    """
     whole, parts = held([14, 95]), on(devices, lambda x: cache.deal(x, devices), held([14, 95]))
-    step = jax.jit(lambda kept, new: cache.insert(kept, new)[0])
-    steps = jax.jit(jax.vmap(lambda kept, new: cache.insert(kept, new)[0], (0, None), axis_name=SLOTS))
+    known, knowns = whole.pos, jnp.broadcast_to(whole.pos, (devices, *whole.pos.shape))
+
+    def insert(kept: LayerCache, known: Any, new: Token) -> Any:
+        kept, (known,) = cache.insert(kept, new, [(known, 2 * new.position[:, None])])
+        return kept, known
+
+    step, steps = jax.jit(insert), jax.jit(jax.vmap(insert, (0, 0, None), axis_name=SLOTS))
     for i in range(20):
         new = token([14 + i, 95 + i], seed=i)
-        whole, parts = step(whole, new), steps(parts, new)
+        (whole, known), (parts, knowns) = step(whole, known, new), steps(parts, knowns, new)
+    same(knowns, known)
+    assert np.asarray(known)[0, :, 14:34].tolist() == [list(range(28, 68, 2))] * 2
     back = jax.jit(jax.vmap(cache.gathered, axis_name=SLOTS))(parts)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(whole), strict=True):
         same(got, want)

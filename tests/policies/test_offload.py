@@ -298,6 +298,16 @@ def test_stores_of_another_kind_are_refused(policy):
         offloaded(policy).nbytes(TINY, 1, 100, 10)
 
 
+def test_only_pinned_memory_counts(monkeypatch):
+    def has(*kinds: str) -> bool:
+        memories = [SimpleNamespace(kind=kind) for kind in kinds]
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(addressable_memories=lambda: memories)])
+        return host_memory.available()
+
+    assert has("device", "pinned_host")
+    assert not has("device", "unpinned_host")
+
+
 def test_what_cannot_be_done(monkeypatch):
     with pytest.raises(PolicyError, match=r"offloaded\(full\): steps=-1"):
         offloaded(Full(), steps=-1)
