@@ -345,6 +345,15 @@ def test_weights_of_another_model_are_refused(tmp_path):
             KVzap(weights=str(tmp_path / f"{name}.safetensors")).bind(TINY)
 
 
+def test_weights_without_norms_are_told_the_published_rank():
+    """Its 16 numbers are what is asked for where the weights do not tell."""
+    layers = [
+        {name: x for name, x in layer.items() if name != "q_norm.weight"} for layer in surrogates.gates(TINY).layers
+    ]
+    with pytest.raises(PolicyError, match=r"but for this model they are .*'q_norm\.weight': \(16,\)"):
+        FastKVzip(weights=Surrogate.of(layers)).bind(TINY)
+
+
 def test_weights_are_compared_by_their_numbers():
     one, same, other = surrogates.kvzap(TINY), surrogates.kvzap(TINY), surrogates.kvzap(TINY, seed=9)
     assert one == same
