@@ -378,5 +378,7 @@ def test_bad_hyperparameters():
     ):
         with pytest.raises(PolicyError, match=says):
             FastKVzip(**options)
+    with pytest.raises(PolicyError, match="window=-1; give 0 or more"):
+        KVzap(window=-1)
     with pytest.raises(PolicyError, match="budget of 3 gives 3 slots"):
         FastKVzip(budget=3)
