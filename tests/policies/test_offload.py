@@ -3,7 +3,9 @@
 import dataclasses
 import re
 from types import SimpleNamespace
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -243,6 +245,14 @@ def test_generation_tells_what_it_held_and_hit(tiny):
     ) == 0
     assert plain[0].stats.fetched_bytes == 0
     assert (plain[0].stats.host_cache_bytes, plain[0].stats.hit_rate) == (0, None)
+
+
+@pytest.mark.parametrize("name", ["chosen", "found"])
+def test_only_offloaded_states_count_hits(name):
+    """A policy's own state may have a field of one of these names."""
+    state = flax.struct.dataclass(type("Own", (), {"__annotations__": {name: Any}}))(jnp.ones(3, jnp.int32))
+    assert offload.hits((state,)) == (0, 0)
+    assert offload.fetched_bytes((state,), 2) == 0
 
 
 def test_compositions_are_offloaded_part_by_part(tiny):

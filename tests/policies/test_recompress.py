@@ -130,10 +130,11 @@ def test_the_budget_is_the_policys():
     assert get_policy("recompress(snapkv:64; 32; every=8)").policy == SnapKV(budget=32)
     assert str(recompress(SnapKV(budget=64), 8)) == "recompress(snapkv:budget=64; every=8)"
     assert get_policy("recompress(snapkv; every=8)", budget=48) == recompress(SnapKV(budget=48), 8)
-    layers = pyramid(recompress(SnapKV(budget=64, window=8), 8), beta=4).bind(TINY).layers
-    assert [layer.policy.budget for layer in layers] == [
-        p.budget for p in pyramid(SnapKV(budget=64, window=8), 4).bind(TINY).layers
-    ]
+    for policy in (SnapKV(budget=64, window=8), KNorm(budget=64)):  # which has no window
+        layers = pyramid(recompress(policy, 8), beta=4).bind(TINY).layers
+        assert [layer.policy.budget for layer in layers] == [
+            layer.budget for layer in pyramid(policy, 4).bind(TINY).layers
+        ]
 
 
 @pytest.mark.slow
