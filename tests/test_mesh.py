@@ -14,9 +14,9 @@ import kvjax
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.cache.shard import COPIES, DATA, HEADS, SAME_HEADS, SLOTS, Shard
 from kvjax.models import ModelConfig, abstract
-from kvjax.models.params import tree_map_named
+from kvjax.models.params import quantized_shape, tree_map_named
 from kvjax.models.rope import RopeConfig
-from kvjax.models.sharding import get_mesh, get_shard, partition
+from kvjax.models.sharding import get_mesh, get_shard, partition, place, place_from
 from kvjax.models.transformer import _prompt_attention
 from kvjax.policies import KIVI, Full
 from kvjax.runtime.mesh import first_row, over_mesh, policy_shard, repeated_row, resumed, saved, state_partitions
@@ -195,3 +195,29 @@ def test_devices_with_the_same_heads_divide_the_prompts_queries(heads, kv_heads,
     for device, part in enumerate(np.asarray(parts)):
         first = device * own if own < heads else 0
         np.testing.assert_allclose(part, whole[:, :, first : first + own], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharing"),
+    [({"heads": 2}, "model=2 devices"), ({"heads": 2, "slots": 2}, "4 devices along model and sequence")],
+)
+def test_groups_of_one_scale_stay_together(sizes, sharing):
+    matrix = quantized_shape(jax.ShapeDtypeStruct((48, 96), jnp.float32), "int4")
+    with pytest.raises(
+        ValueError, match=rf"o\.levels: inputs are in 3 groups of one scale, which {sharing} do not divide"
+    ):
+        place(shard_of(**sizes), "layers.0.attn.o", matrix)
+
+
+def test_a_device_reads_its_rows_and_columns_once(tiny):
+    """All of a matrix of other widths than heights, where there is one device."""
+    numbers, read = np.arange(12.0, dtype=np.float32).reshape(4, 3), []
+
+    def part(rows, columns):
+        read.append((rows, columns))
+        return numbers[rows, columns]
+
+    shard = get_shard(get_mesh("model=1"), tiny.config)
+    found = place_from(shard, "layers.0.mlp.up", jax.ShapeDtypeStruct((4, 3), jnp.float32), part)
+    np.testing.assert_array_equal(found, numbers)
+    assert read == [(slice(0, 4), slice(0, 3))]
