@@ -68,8 +68,9 @@ DEALT = "tests/test_dealt_cache.py | tests/test_mesh.py"
 FORWARD = "tests/test_generation.py tests/test_decoding.py"
 SLOTS = f"tests/test_cache.py {POLICIES}/test_compose.py | {POLICIES}/test_streaming_llm.py {POLICIES}/test_chunkkv.py"
 OWN = {
-    **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens", "update")},
+    **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens")},
     **dict.fromkeys(("kvjax/cache/dealt.py", "kvjax/cache/shard.py", "kvjax/policies/dealt.py"), DEALT),
+    "kvjax/cache/update.py": f"{SLOTS} tests/test_dealt_cache.py",
     "kvjax/cache/blocks.py": f"{POLICIES}/test_blocks.py tests/test_cache.py | tests/test_prefill_blocks.py",
     "kvjax/cache/codebook.py": f"{POLICIES}/test_turboquant.py",
     "kvjax/cache/packing.py": f"{POLICIES}/test_quantized.py",
@@ -84,7 +85,7 @@ OWN = {
     "models/presets.py": "tests/test_planning.py tests/models/test_params.py",
     "models/rope.py": "tests/models/test_rope.py",
     "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_dealt_cache.py",
-    "models/transformer.py": f"{FORWARD} | tests/models tests/test_prefill_blocks.py tests/evals/test_perplexity.py",
+    "models/transformer.py": f"{FORWARD} | tests/models tests/test_mesh.py tests/test_prefill_blocks.py tests/evals/test_perplexity.py",
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",
     "conversion/config_json.py": "tests/conversion/test_hf_config.py",
@@ -94,7 +95,7 @@ OWN = {
     "conversion/huggingface.py": "tests/conversion/test_loading.py | tests/conversion/test_writing.py",
     "conversion/layout.py": "tests/conversion/test_loading.py | tests/conversion/test_writing.py",
     "conversion/mapped.py": "tests/conversion/test_parts.py",
-    "conversion/orbax_streaming.py": "tests/conversion/test_streaming_text.py",
+    "conversion/orbax_streaming.py": "tests/conversion/test_writing.py",
     "conversion/schema.py": "tests/conversion/test_damage.py tests/conversion/test_hf_config.py",
     "conversion/shapes.py": "tests/conversion/test_damage.py tests/conversion/test_parts.py | tests/test_planning.py",
     "conversion/text_files.py": "tests/conversion/test_damage.py tests/conversion/test_streaming_text.py",
@@ -106,7 +107,7 @@ OWN = {
     "kvjax/policies/expected_attention.py": SCORED,
     **{f"kvjax/policies/{name}.py": f"{POLICIES}/test_surrogates.py" for name in ("fast_kvzip", "kvzap")},
     **{f"kvjax/policies/{name}.py": f"{POLICIES}/test_kvzip.py" for name in ("replay", "surroundings")},
-    "kvjax/policies/families/dense.py": f"{POLICIES}/test_quest.py {POLICIES}/test_clusterkv.py",
+    "kvjax/policies/families/dense.py": f"{POLICIES}/test_traits.py {POLICIES}/test_quest.py {POLICIES}/test_clusterkv.py",
     "kvjax/policies/families/ragged.py": f"{POLICIES}/test_adakv.py {POLICIES}/test_kvzip.py",
     "kvjax/policies/families/rounds.py": f"{POLICIES}/test_rkv.py {POLICIES}/test_triattention.py | {POLICIES}/test_recompress.py",
     "kvjax/policies/families/surrogates.py": f"{POLICIES}/test_surrogates.py",
@@ -117,14 +118,15 @@ OWN = {
     "kvjax/policies/h2o.py": SCORED,
     "kvjax/policies/keydiff.py": SCORED,
     "kvjax/policies/knorm.py": SCORED,
+    "kvjax/policies/kvzip.py": f"{POLICIES}/test_kvzip.py {POLICIES}/test_traits.py",
     "kvjax/policies/families/scoring.py": SCORED,
-    "kvjax/policies/kivi.py": f"{POLICIES}/test_quantized.py",
+    "kvjax/policies/kivi.py": f"{POLICIES}/test_quantized.py | {POLICIES}/test_registry.py",
     "kvjax/policies/text.py": f"{POLICIES}/test_text.py",
     **{
         f"kvjax/policies/{name}.py": f"{POLICIES}/test_defaults.py {POLICIES}/test_registry.py | {SCORED} tests/test_arguments.py"
         for name in ("budget", "fields", "info")
     },
-    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py",
+    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py | {POLICIES}/test_blocks.py",
     **{f"kvjax/policies/transforms/by_{kind}.py": f"{POLICIES}/test_compose.py" for kind in ("layer", "head")},
     "kvjax/policies/transforms/offload.py": f"{POLICIES}/test_offload.py",
     "kvjax/policies/transforms/pyramid.py": f"{POLICIES}/test_pyramidkv.py",
