@@ -8,6 +8,9 @@ operators, or a function for its opposite) is made at each, in copies of the rep
 wider ones, until one fails. A mutant that was found stays found while its line is the same; one that survived is tried again, unless its row
 in the results has `equivalent`, written by hand: why no test can tell it from the code.
 
+Tests outside the default run find some of the survivors. Their rows then have two fields written by hand: `tier`, the mark of such a test ("slow",
+"mesh", "device"), and `by`, its name. Add them only once the test was seen to fail with the mutant. The summary counts these mutants separately.
+
 Before that, all these tests run on the code as it is. Those that fail are named in the results, and left out.
 
 To compare other tests with these, on the same mutants:
@@ -37,7 +40,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from multiprocessing import connection
@@ -65,8 +68,9 @@ DEALT = "tests/test_dealt_cache.py | tests/test_mesh.py"
 FORWARD = "tests/test_generation.py tests/test_decoding.py"
 SLOTS = f"tests/test_cache.py {POLICIES}/test_compose.py | {POLICIES}/test_streaming_llm.py {POLICIES}/test_chunkkv.py"
 OWN = {
-    **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens", "update")},
+    **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens")},
     **dict.fromkeys(("kvjax/cache/dealt.py", "kvjax/cache/shard.py", "kvjax/policies/dealt.py"), DEALT),
+    "kvjax/cache/update.py": f"{SLOTS} tests/test_dealt_cache.py",
     "kvjax/cache/blocks.py": f"{POLICIES}/test_blocks.py tests/test_cache.py | tests/test_prefill_blocks.py",
     "kvjax/cache/codebook.py": f"{POLICIES}/test_turboquant.py",
     "kvjax/cache/packing.py": f"{POLICIES}/test_quantized.py",
@@ -81,7 +85,7 @@ OWN = {
     "models/presets.py": "tests/test_planning.py tests/models/test_params.py",
     "models/rope.py": "tests/models/test_rope.py",
     "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_dealt_cache.py",
-    "models/transformer.py": f"{FORWARD} | tests/models tests/test_prefill_blocks.py",
+    "models/transformer.py": f"{FORWARD} | tests/models tests/test_mesh.py tests/test_prefill_blocks.py tests/evals/test_perplexity.py",
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",
     "conversion/config_json.py": "tests/conversion/test_hf_config.py",
@@ -91,9 +95,9 @@ OWN = {
     "conversion/huggingface.py": "tests/conversion/test_loading.py | tests/conversion/test_writing.py",
     "conversion/layout.py": "tests/conversion/test_loading.py | tests/conversion/test_writing.py",
     "conversion/mapped.py": "tests/conversion/test_parts.py",
-    "conversion/orbax_streaming.py": "tests/conversion/test_streaming_text.py",
+    "conversion/orbax_streaming.py": "tests/conversion/test_writing.py",
     "conversion/schema.py": "tests/conversion/test_damage.py tests/conversion/test_hf_config.py",
-    "conversion/shapes.py": "tests/conversion/test_damage.py tests/conversion/test_parts.py",
+    "conversion/shapes.py": "tests/conversion/test_damage.py tests/conversion/test_parts.py | tests/test_planning.py",
     "conversion/text_files.py": "tests/conversion/test_damage.py tests/conversion/test_streaming_text.py",
     "conversion/orbax_directory.py": "tests/conversion/test_writing.py tests/conversion/test_loading.py",
     "conversion/state_dict.py": "tests/conversion/test_loading.py",
@@ -103,7 +107,7 @@ OWN = {
     "kvjax/policies/expected_attention.py": SCORED,
     **{f"kvjax/policies/{name}.py": f"{POLICIES}/test_surrogates.py" for name in ("fast_kvzip", "kvzap")},
     **{f"kvjax/policies/{name}.py": f"{POLICIES}/test_kvzip.py" for name in ("replay", "surroundings")},
-    "kvjax/policies/families/dense.py": f"{POLICIES}/test_quest.py {POLICIES}/test_clusterkv.py",
+    "kvjax/policies/families/dense.py": f"{POLICIES}/test_traits.py {POLICIES}/test_quest.py {POLICIES}/test_clusterkv.py",
     "kvjax/policies/families/ragged.py": f"{POLICIES}/test_adakv.py {POLICIES}/test_kvzip.py",
     "kvjax/policies/families/rounds.py": f"{POLICIES}/test_rkv.py {POLICIES}/test_triattention.py | {POLICIES}/test_recompress.py",
     "kvjax/policies/families/surrogates.py": f"{POLICIES}/test_surrogates.py",
@@ -114,11 +118,15 @@ OWN = {
     "kvjax/policies/h2o.py": SCORED,
     "kvjax/policies/keydiff.py": SCORED,
     "kvjax/policies/knorm.py": SCORED,
+    "kvjax/policies/kvzip.py": f"{POLICIES}/test_kvzip.py {POLICIES}/test_traits.py",
     "kvjax/policies/families/scoring.py": SCORED,
-    "kvjax/policies/kivi.py": f"{POLICIES}/test_quantized.py",
+    "kvjax/policies/kivi.py": f"{POLICIES}/test_quantized.py | {POLICIES}/test_registry.py",
     "kvjax/policies/text.py": f"{POLICIES}/test_text.py",
-    **{f"kvjax/policies/{name}.py": f"{POLICIES}/test_defaults.py | {SCORED}" for name in ("budget", "fields", "info")},
-    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py",
+    **{
+        f"kvjax/policies/{name}.py": f"{POLICIES}/test_defaults.py {POLICIES}/test_registry.py | {SCORED} tests/test_arguments.py"
+        for name in ("budget", "fields", "info")
+    },
+    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py | {POLICIES}/test_blocks.py",
     **{f"kvjax/policies/transforms/by_{kind}.py": f"{POLICIES}/test_compose.py" for kind in ("layer", "head")},
     "kvjax/policies/transforms/offload.py": f"{POLICIES}/test_offload.py",
     "kvjax/policies/transforms/pyramid.py": f"{POLICIES}/test_pyramidkv.py",
@@ -126,9 +134,9 @@ OWN = {
     "kvjax/policies/families/noise.py": f"{POLICIES}/test_cam.py {SCORED}",
     "kvjax/policies/families/pages.py": f"{POLICIES}/test_quest.py",
     "kvjax/policies/profile.py": f"{POLICIES}/test_duoattention.py | {POLICIES}/test_catekv.py tests/calibration/test_head_types.py",
-    "kvjax/policies/random_eviction.py": SCORED,
+    "kvjax/policies/random_eviction.py": f"{SCORED} | {POLICIES}/test_recompress.py",
     "kvjax/policies/families/sparse.py": f"{POLICIES}/test_quest.py | {POLICIES}/test_clusterkv.py {POLICIES}/test_offload.py",
-    "kvjax/policies/registry.py": f"{POLICIES}/test_compose.py tests/test_generation.py",
+    "kvjax/policies/registry.py": f"{POLICIES}/test_registry.py {POLICIES}/test_compose.py | tests/test_generation.py",
     "kvjax/policies/families/skewing.py": f"{POLICIES}/test_infinigen.py tests/calibration/test_skewing.py",
     "kvjax/policies/snapkv.py": SCORED,
     "kvjax/policies/families/soft_matching.py": f"{POLICIES}/test_chelsea.py",
@@ -141,7 +149,8 @@ WIDER = {
     "models": "tests/models tests/conversion/test_hf_config.py tests/conversion/test_gguf.py",
     "conversion": "tests/conversion tests/cli/test_convert.py tests/cli/test_process.py",
     "policies": f"{POLICIES}/test_invariants.py -k {{name}}",
-    "all": f"{POLICIES}/test_traps.py {POLICIES}/test_compose.py {POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
+    "all": f"{POLICIES}/test_traits.py {POLICIES}/test_registry.py {POLICIES}/test_traps.py {POLICIES}/test_compose.py "
+    f"{POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
     "tests/test_session.py tests/test_question.py tests/test_prefill_blocks.py tests/test_costs.py tests/test_settings.py "
     f"tests/test_engine.py tests/test_mesh.py tests/test_dealt_cache.py {POLICIES}/test_blocks.py",
 }
@@ -271,11 +280,15 @@ def key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """How many were found, and those that were not."""
+    """How many were found by which tests, and those that were not."""
     real = [row for row in rows if "equivalent" not in row and "outcome" in row]
-    found = sum(row["outcome"] == "found" for row in real)
-    left = [f"{r['file']}:{r['line']}\n-{r['before']}\n+{r['after']}" for r in real if r["outcome"] != "found"]
-    return "\n".join([*left, f"{found} of {len(real)} found, besides {len(rows) - len(real)} equivalent or not tried"])
+    survived = [row for row in real if row["outcome"] != "found"]
+    tiers = Counter(row["tier"] for row in survived if "tier" in row)
+    left = [f"{r['file']}:{r['line']}\n-{r['before']}\n+{r['after']}" for r in survived if "tier" not in r]
+    found = [f"{len(real) - len(survived)} found by the default tests"]
+    found += [f"{number} by {tier} tests" for tier, number in tiers.items()]
+    counts = f"{len(real)} mutants: {', '.join(found)}, {len(left)} survive"
+    return "\n".join([*left, f"{counts}; besides {len(rows) - len(real)} equivalent or not tried"])
 
 
 def comparison(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> str:

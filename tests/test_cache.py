@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -124,8 +125,8 @@ def test_sliding_window_counts_original_positions(window):
     assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]
 
 
-@pytest.mark.parametrize("numbers", [blocks.MOVED, 0], ids=["two parts", "eight parts"])
-def test_places_that_are_kept_move_to_the_front_in_order(numbers, monkeypatch):
+@pytest.mark.parametrize(("numbers", "parts"), [(blocks.MOVED, 2), (0, 8)], ids=["two parts", "eight parts"])
+def test_places_that_are_kept_move_to_the_front_in_order(numbers, parts, monkeypatch):
     """Within the cache, whatever the size of the parts; rows and heads have as many tokens as they have, up against the end."""
     monkeypatch.setattr(blocks, "MOVED", numbers)
     random, slots, capacity = np.random.default_rng(0), 320, 256
@@ -136,9 +137,22 @@ def test_places_that_are_kept_move_to_the_front_in_order(numbers, monkeypatch):
     arrays = k, v, pos, there.astype(np.float32), count.astype(np.int32) % slots, np.asarray([960, 960], np.int32)
     kept = cache.LayerCache(*map(to_jax, arrays))
     keep = random.random((2, 2, slots)) < 0.6
-    got = jax.device_get(jax.jit(lambda kept, keep: cache.keep_places(kept, capacity, keep))(kept, keep))
+    q, total = (to_jax(x) for x in (np.zeros((2, 1, 2, 4), np.float32), np.asarray([960, 960], np.int32)))
+
+    def keep_places(kept, keep):
+        return cache.keep_places(kept, capacity, keep)
+
+    got, prompt = jax.device_get(
+        jax.jit(lambda kept, keep: (keep_places(kept, keep), cache.kept_as_prompt(kept, q, total)))(kept, keep)
+    )
+    moved = re.findall(r"f32\[2,2,(\d+),4\] = gather", str(jax.make_jaxpr(keep_places)(kept, keep)))
+    assert set(moved) == {str(capacity // parts)}
     for row, head in np.ndindex(2, 2):
         chosen = np.flatnonzero(keep[row, head, slots - count[row, head] :])[:capacity]
+        for x, old in ((prompt.k, k), (prompt.v, v)):
+            free = slots - count[row, head]
+            assert not x[row, :free, head].any(), "whatever is in free slots"
+            np.testing.assert_array_equal(x[row, free:, head], old[row, head, : slots - free])
         for x, old in ((got.k, k), (got.v, v), (got.pos, pos)):
             np.testing.assert_array_equal(x[row, head, : len(chosen)], old[row, head, chosen])
         assert (got.pos[row, head, len(chosen) :] == -1).all()

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import to_jax
+from jax.sharding import AbstractMesh
 from policies.oracle_arrays import rotate
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, attention, dealt
-from kvjax.cache.shard import SLOTS
+from kvjax.cache.shard import COPIES, DATA, HEADS, SLOTS, Shard
 from kvjax.models.rope import RopeConfig
 from kvjax.pallas_kernels import partial_block_attention
-from kvjax.policies import KIVI, AdaKV, Policy, TurboQuant
+from kvjax.policies import KIVI, AdaKV, Policy, ShadowKV, TurboQuant
+from kvjax.policies.dealt import DealtStoreLayer
+from kvjax.policies.dealt import dealt as dealt_layer
 from kvjax.policies.families.ragged import Ragged
 
 SPEC = LayerSpec(
@@ -107,13 +110,23 @@ def test_slots_come_back_in_order(devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_new_tokens(devices: int) -> None:
-    """Each goes into the device whose slot it is, past runs' ends, into a cache that was empty or not, and into none when there is no slot."""
+    """Each goes into the device whose slot it is, past runs' ends, into a cache that was empty or not, and into none when there is no slot.
+
+    What else is known of slots is whole on every device.
+    """
     whole, parts = held([14, 95]), on(devices, lambda x: cache.deal(x, devices), held([14, 95]))
-    step = jax.jit(lambda kept, new: cache.insert(kept, new)[0])
-    steps = jax.jit(jax.vmap(lambda kept, new: cache.insert(kept, new)[0], (0, None), axis_name=SLOTS))
+    known, knowns = whole.pos, jnp.broadcast_to(whole.pos, (devices, *whole.pos.shape))
+
+    def insert(kept: LayerCache, known: Any, new: Token) -> Any:
+        kept, (known,) = cache.insert(kept, new, [(known, 2 * new.position[:, None])])
+        return kept, known
+
+    step, steps = jax.jit(insert), jax.jit(jax.vmap(insert, (0, 0, None), axis_name=SLOTS))
     for i in range(20):
         new = token([14 + i, 95 + i], seed=i)
-        whole, parts = step(whole, new), steps(parts, new)
+        (whole, known), (parts, knowns) = step(whole, known, new), steps(parts, knowns, new)
+    same(knowns, known)
+    assert np.asarray(known)[0, :, 14:34].tolist() == [list(range(28, 68, 2))] * 2
     back = jax.jit(jax.vmap(cache.gathered, axis_name=SLOTS))(parts)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(whole), strict=True):
         same(got, want)
@@ -272,6 +285,32 @@ def test_few_bits(policy: Policy) -> None:
     same(got, want, atol=1e-5)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
         same(a, b, atol=1e-6)
+
+
+def test_a_store_of_its_own() -> None:
+    """ShadowKV's values: each device holds some, and all are sent what a query selects."""
+    policy = ShadowKV(budget=12, rank=10, chunk=4, outlier_chunks=2, local_chunks=1)
+    shard = Shard(AbstractMesh((1, 1, 1, 2), (DATA, HEADS, COPIES, SLOTS)))
+    layer = dealt_layer(policy.layer(dataclasses.replace(SPEC, shard=shard)))
+    whole = policy.layer(SPEC)
+    random, new = np.random.default_rng(4), token([64, 64])
+    state = jax.tree.map(
+        lambda x: to_jax(random.normal(size=x.shape).astype(x.dtype)),
+        jax.eval_shape(whole.init),
+    )
+    state = dataclasses.replace(
+        state,
+        cache=held([9, 14], size=whole.capacity),
+        selectable=to_jax(np.ones((2, 2, 16), bool)),
+        budget=to_jax([3, 1], jnp.int32),
+    )
+
+    def attended(state: Any) -> Any:
+        parts = dataclasses.replace(state, v=cache.own(state.v, 2))
+        return layer.attend(parts, new, {})[0]
+
+    assert isinstance(layer, DealtStoreLayer)
+    same(on(2, attended, state), jax.jit(lambda state: whole.attend(state, new, {})[0])(state), atol=1e-5)
 
 
 def test_groups_that_would_straddle_devices_are_not_dealt() -> None:

@@ -1,16 +1,40 @@
 """What can be said of a mesh on one device: its text, its errors, and how parameters are dealt."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from arrays import to_jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import kvjax
+from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax.cache.shard import COPIES, DATA, HEADS, SAME_HEADS, SLOTS, Shard
 from kvjax.models import ModelConfig, abstract
-from kvjax.models.params import tree_map_named
-from kvjax.models.sharding import get_mesh, get_shard, partition
-from kvjax.runtime.mesh import policy_shard
+from kvjax.models.params import quantized_shape, tree_map_named
+from kvjax.models.rope import RopeConfig
+from kvjax.models.sharding import get_mesh, get_shard, partition, place, place_from
+from kvjax.models.transformer import _prompt_attention
+from kvjax.policies import KIVI, Full
+from kvjax.runtime.mesh import first_row, over_mesh, policy_shard, repeated_row, resumed, saved, state_partitions
+
+
+def shard_of(data: int = 1, heads: int = 1, copies: int = 1, slots: int = 1) -> Shard:
+    return Shard(AbstractMesh((data, heads, copies, slots), (DATA, HEADS, COPIES, SLOTS)))
+
+
+def each_device(function: Callable[..., Any], copies: int = 1, slots: int = 1) -> Callable[..., Any]:
+    """What every device with the same KV heads computes; mapped axes of JAX stand for the devices."""
+    among_slots = jax.vmap(function, None, axis_name=SLOTS, axis_size=slots)
+    return jax.vmap(among_slots, None, axis_name=COPIES, axis_size=copies)
+
+
+def spec_on(shard: Shard, config: ModelConfig) -> LayerSpec:
+    """The first layer, 2 rows and 128 slots on all devices together."""
+    return layer_specs(config, 2, 64, 64, jnp.float32)[0].on(shard)
 
 
 @pytest.mark.parametrize("text", ["", "model", "model=0", "model=x", "rows=2", "model=1,model=1", "model=1;data=1"])
@@ -99,3 +123,101 @@ def test_no_mesh_is_one_device(tiny):
         shard.gather_over_data,
     ):
         assert function(x) is x
+
+
+def test_devices_with_the_same_heads_divide_columns():
+    """In the order of the mesh; gathered they are as many again."""
+    shard, x = shard_of(copies=2, slots=2), np.arange(24.0, dtype=np.float32).reshape(3, 8)
+    own = jax.jit(each_device(shard.own_columns, 2, 2))(x)
+    np.testing.assert_array_equal(np.reshape(own, (4, 3, 2)), np.split(x, 4, axis=1))
+    gathered = over_mesh(shard.gather_over_same_heads, shard, PartitionSpec(None, SAME_HEADS), PartitionSpec())
+    assert jax.eval_shape(gathered, x).shape == (3, 8)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"heads": 2}, {"slots": 2}, {"data": 2, "heads": 2, "slots": 2}])
+def test_axes_of_a_cache(sizes, tiny):
+    """Rows are partitioned along `data` even of one device, KV heads and slots only among several."""
+    (found,) = state_partitions(Full(), [spec_on(shard_of(**sizes), tiny.config)])
+    heads, slots = (axis if axis in sizes else None for axis in (HEADS, SLOTS))
+    assert found.k == PartitionSpec(DATA, heads, slots, None)
+    assert found.pos == PartitionSpec(DATA, heads, None)
+    assert found.seen == PartitionSpec(DATA)
+
+
+def test_saved_states_have_the_slots_of_one_device_in_order(tiny):
+    """Of 2 devices that share slots, the first has every other run of 32, counted in whatever entries an array has of a run."""
+    policy, spec = KIVI(group=16, residual=16), spec_on(shard_of(data=2, heads=2, slots=2), tiny.config)
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(policy.layer(spec.whole).init)
+    whole = jax.tree.map(lambda x: random.integers(0, 100, x.shape).astype(x.dtype), shapes)
+    (moved,) = resumed(policy, [spec], [whole])
+
+    def by_runs(x, axis):
+        runs = np.split(x, 4, axis)
+        return np.concatenate([runs[i] for i in (0, 2, 1, 3)], axis)
+
+    np.testing.assert_array_equal(moved.k.codes, by_runs(whole.k.codes, 2))
+    np.testing.assert_array_equal(moved.k.scale, by_runs(whole.k.scale, 2))
+    np.testing.assert_array_equal(moved.v.scale, by_runs(whole.v.scale, 3))
+    np.testing.assert_array_equal(moved.pos, whole.pos)
+    (back,) = saved(policy, [spec], [jax.tree.map(jnp.asarray, moved)])
+    jax.tree.map(np.testing.assert_array_equal, back, whole)
+
+
+def test_the_first_row_is_repeated_for_all(tiny):
+    """In a model of a single layer, too."""
+    spec = spec_on(shard_of(data=2), tiny.config)
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(Full().layer(spec.whole).init)
+    whole = jax.tree.map(lambda x: random.integers(0, 100, x.shape).astype(x.dtype), shapes)
+    first = first_row(Full(), [spec], [whole])
+    for one, array in zip(jax.tree.leaves(first), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one, array[:1])
+    for rows, array in zip(jax.tree.leaves(repeated_row(Full(), [spec], first)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(rows, np.concatenate([array[:1]] * 2))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "copies", "own"), [(4, 1, 2, 2), (6, 2, 3, 6)])
+def test_devices_with_the_same_heads_divide_the_prompts_queries(heads, kv_heads, copies, own):
+    """Each attends with the query heads of its columns; with all, where those of a device are parts of two groups."""
+    config = ModelConfig("llama", 64, 48, 96, 1, heads, kv_heads, 4, 256, RopeConfig(theta=1e4, dim=4))
+    spec = spec_on(shard_of(copies=copies), config)
+    random, lengths = np.random.default_rng(0), to_jax([8, 8], jnp.int32)
+    q, k, v = (to_jax(random.normal(size=(2, 8, n, 4)), jnp.float32) for n in (heads, kv_heads, kv_heads))
+
+    @jax.jit
+    def attended(q, k, v):
+        prompt = Prompt(q, k, v, q, k, None, lengths, lengths, lengths)
+        own = each_device(lambda prompt: _prompt_attention(spec, prompt), copies)(prompt)
+        return own[:, 0], _prompt_attention(spec.whole, prompt)
+
+    parts, whole = attended(q, k, v)
+    for device, part in enumerate(np.asarray(parts)):
+        first = device * own if own < heads else 0
+        np.testing.assert_allclose(part, whole[:, :, first : first + own], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharing"),
+    [({"heads": 2}, "model=2 devices"), ({"heads": 2, "slots": 2}, "4 devices along model and sequence")],
+)
+def test_groups_of_one_scale_stay_together(sizes, sharing):
+    matrix = quantized_shape(jax.ShapeDtypeStruct((48, 96), jnp.float32), "int4")
+    with pytest.raises(
+        ValueError, match=rf"o\.levels: inputs are in 3 groups of one scale, which {sharing} do not divide"
+    ):
+        place(shard_of(**sizes), "layers.0.attn.o", matrix)
+
+
+def test_a_device_reads_its_rows_and_columns_once(tiny):
+    """All of a matrix of other widths than heights, where there is one device."""
+    numbers, read = np.arange(12.0, dtype=np.float32).reshape(4, 3), []
+
+    def part(rows, columns):
+        read.append((rows, columns))
+        return numbers[rows, columns]
+
+    shard = get_shard(get_mesh("model=1"), tiny.config)
+    found = place_from(shard, "layers.0.mlp.up", jax.ShapeDtypeStruct((4, 3), jnp.float32), part)
+    np.testing.assert_array_equal(found, numbers)
+    assert read == [(slice(0, 4), slice(0, 3))]

@@ -24,7 +24,7 @@ from kvjax.models.sharding import bytes_per_device
 from kvjax.planning.plan import bound_for
 from kvjax.planning.sums import step_sums, sums_seconds
 from kvjax.planning.workspace import workspace
-from kvjax.runtime.engine import Engine
+from kvjax.runtime.engine import Engine, Memory
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
@@ -96,6 +96,8 @@ def test_a_large_model_on_four_devices() -> None:
         assert way.fits == (way.peak_bytes <= 105_750_000_000)
         assert bool(way.largest_batch) == way.fits
     assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
+    assert len(times := [way.ms for way in ways if way.fits]) > 1
+    assert times == sorted(times)
     held = {way.mesh: way.cache_bytes for way in ways if way.weights == "int8"}
     # Slots of unequal heads are dealt, but for what each device knows of them.
     assert 0.25 < held["data=1,model=4"] / held["data=4,model=1"] < 0.27
@@ -108,6 +110,8 @@ def test_slots_are_dealt_where_heads_cannot_be() -> None:
     assert "data=1,model=4,sequence=2" in full
     assert "data=1,model=2,sequence=4" not in full
     few, many = full["data=1,model=8"], full["data=1,model=4,sequence=2"]
+    assert any(note.endswith("2 devices hold the same KV heads") for note in few.notes)
+    assert not any("hold the same KV heads" in note for note in many.notes)
     assert few.weight_bytes == many.weight_bytes
     assert 0.5 < many.cache_bytes / few.cache_bytes < 0.51
     assert many.sums == few.sums + 2
@@ -235,6 +239,23 @@ def test_sums_are_as_measured() -> None:
     assert sums_seconds(DEVICES["v5e"], 0, 8192) == 0
 
 
+def test_the_compiler_is_asked_for_the_mesh(tiny, monkeypatch) -> None:
+    """One device has none; for more than there are there is no compiler."""
+    asked = []
+
+    def compile(engine: Engine) -> Memory:
+        asked.append(engine.shard.mesh)
+        return Memory(weights=1000, cache=100, host_cache=0, prefill=1234, decode=1200)
+
+    monkeypatch.setattr(Engine, "compile", compile)
+    options = {"device": "cpu", "memory": 10**9, "context": 60, "weights": "int8", "compile": True}
+    (way,) = kvjax.plan(tiny.config, **options)
+    assert asked == [None]
+    assert (way.memory_by, way.weight_bytes, way.cache_bytes, way.workspace_bytes) == ("compiler", 1000, 100, 134)
+    (way,) = kvjax.plan(tiny.config, **options, mesh="data=64")
+    assert any(note.startswith("not compiled: 64 CPU devices are asked for") for note in way.notes)
+
+
 @pytest.mark.slow
 def test_the_cpus_compiler_is_asked(tiny) -> None:
     (way,) = kvjax.plan(tiny.config, device="cpu", memory=10**9, context=60, weights="int8", compile=True)
@@ -293,7 +314,9 @@ def test_what_is_proposed_in_place_of_another_policy_is_said() -> None:
     assert any("quest:1024 does not fit" in note for note in way.notes)
 
 
-def test_memory_is_checked() -> None:
+def test_memory_is_checked(tiny) -> None:
+    (way,) = kvjax.plan(tiny.config, device="t4", memory=1, context=60, weights="float")
+    assert (way.memory, way.fits) == (1, False)
     with pytest.raises(ValueError, match="memory"):
         kvjax.plan("llama-3.1-8b", device="t4", memory=-5)
     with pytest.raises(ValueError, match="prefill_block"):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt, Token
 
-from .families.noise import uniform
+from .families.noise import uniform, uniform_by_head
 from .families.scoring import ScoreEviction
 from .info import PolicyInfo
 from .registry import register
@@ -40,8 +40,7 @@ class Random(ScoreEviction):
         return 0
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        drawn = uniform(spec, self.seed, jnp.maximum(prompt.pos[:, 0], 0))
-        return jnp.swapaxes(drawn, 0, 1)
+        return uniform_by_head(spec, self.seed, jnp.maximum(prompt.pos, 0))
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
         return uniform(spec, self.seed, token.position).T

@@ -168,16 +168,17 @@ def test_scaling_from_metadata(tmp_path: Path, family: str, metadata: dict[str, 
     assert describe(tmp_path / "m.gguf").config.rope.scaling == expected
 
 
-def test_longrope_from_factor_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("original", "factor"), [(32, 4.0), (80, 1.6)])
+def test_longrope_from_factor_tensors(tmp_path: Path, original: int, factor: float) -> None:
     config = without_tokens(from_hf(HF_CONFIG | {"model_type": "phi3"}))
     short, long = np.asarray([1, 1.5, 2, 2.5], np.float32), np.asarray([1, 3, 5, 7], np.float32)
     write_gguf(
         tmp_path / "m.gguf",
         config,
-        metadata={"phi3.rope.scaling.original_context_length": 32, "phi3.rope.scaling.attn_factor": 1.25},
+        metadata={"phi3.rope.scaling.original_context_length": original, "phi3.rope.scaling.attn_factor": 1.25},
         extra={"rope_factors_short.weight": short, "rope_factors_long.weight": long},
     )
-    expected = LongRope(tuple(short.tolist()), tuple(long.tolist()), 32, factor=4.0, attention_factor=1.25)
+    expected = LongRope(tuple(short.tolist()), tuple(long.tolist()), original, factor=factor, attention_factor=1.25)
     assert describe(tmp_path / "m.gguf").config.rope.scaling == expected
 
 

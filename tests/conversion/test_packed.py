@@ -256,6 +256,12 @@ def test_what_is_not_read_is_said(tmp_path: Path, layout: str, change: dict[str,
         load(tmp_path)
 
 
+def test_odd_groups_of_4_bits_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, gptq(4, sym=False, group=1))
+    with pytest.raises(CheckpointError, match=r"proj\.weight has groups of 1 inputs; in 4 bits two are in a byte"):
+        load(tmp_path)
+
+
 def test_biases_of_zeros_are_none(tmp_path: Path) -> None:
     """AutoGPTQ wrote them for every matrix; what is not zero is not dropped."""
     quantization, pack = LAYOUTS["gptq-4"]
@@ -282,6 +288,10 @@ def test_biases_of_zeros_are_none(tmp_path: Path) -> None:
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]]] = {
     "fewer scales": (r"does not fit its codes|should have", lambda arrays: _ended(arrays, "scale", lambda x: x[:-1])),
     "no scales": (r"does not fit its codes|should have", lambda arrays: _ended(arrays, "scale", lambda x: x[..., :0])),
+    "scales of no groups": (
+        r"does not fit its codes|should have",
+        lambda arrays: _ended(arrays, "scale", lambda x: x[:0]),
+    ),
     "scales that are whole numbers": (
         r"is int32; it should have float32 or",
         lambda arrays: _ended(arrays, "scale", lambda x: x.astype(np.int32)),
@@ -316,7 +326,7 @@ def _ended(
         *(
             (layout, damage)
             for layout in ("gptq-4", "awq", "compressed-4-asym", "compressed-int8")
-            for damage in list(DAMAGE)[:4]
+            for damage in list(DAMAGE)[:5]
         ),
         ("gptq-4", "an order in floats"),
         ("gptq-4", "an order that is not spoken of"),

@@ -93,6 +93,15 @@ def test_parts_are_of_the_whole(tmp_path: Path, name: str, kind: str) -> None:
                 np.testing.assert_array_equal(one, part(other, rows, columns, first[-1]))
 
 
+def test_an_array_of_one_axis_has_no_columns(tmp_path: Path) -> None:
+    numbers = np.arange(6, dtype=np.int16)
+    (tmp_path / "numbers").write_bytes(b"head" + numbers.tobytes())
+    found = mapped.mapped(tmp_path / "numbers", np.int16, 4, (6,), slice(2, 5), slice(0, 1))
+    np.testing.assert_array_equal(found, [2, 3, 4])
+    found = mapped.mapped(tmp_path / "numbers", np.int16, 4, (3, 2), slice(1, 3), slice(0, 1))
+    np.testing.assert_array_equal(found, [[2], [4]])
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "share"),
     [

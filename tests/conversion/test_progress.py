@@ -40,6 +40,13 @@ def test_a_line_every_few_seconds_elsewhere(
     assert captured.out == "", "what is piped on stays clean"
 
 
+def test_a_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(file := io.BytesIO()))
+    progress.Lines("Loading something").tell("half")
+    assert file.getvalue() == b"Loading something: half\n", "before the buffer is full"
+
+
 @pytest.mark.parametrize("show", [False, None])
 def test_quiet_otherwise(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, show: bool | None

@@ -15,7 +15,7 @@ from oracles import logits, numbers
 
 from kvjax.conversion import CheckpointError, convert, describe, from_hf, load, quantize_weights, save
 from kvjax.conversion.checkpoint import nbytes_of
-from kvjax.conversion.quantised import BLOCKS, FROM_FLOATS, blocks_shape, dequantised, from_blocks
+from kvjax.conversion.quantised import BLOCKS, FROM_FLOATS, assembled, blocks_shape, dequantised, from_blocks
 from kvjax.models import Params, abstract
 from kvjax.models.params import count
 
@@ -205,3 +205,16 @@ def test_a_matrix_without_its_minima_is_told(tmp_path: Path) -> None:
     del fields["quantized_matrices"]  # as older versions wrote it
     (there / "config.json").write_text(json.dumps(fields))
     load(there)
+
+
+@pytest.mark.parametrize("unit", [[4], [3, 2], [4, 3], [4, 0]])
+def test_units_of_scales_fit_the_matrix(unit: list[int]) -> None:
+    """Units are [rows, U], where U divides the groups of a row."""
+    arrays = {
+        "levels": np.zeros((4, 2, 8), np.uint8),
+        "scale": np.zeros((4, 8), np.uint8),
+        "scale_unit": np.zeros((4, 2), np.float16),
+    }
+    assembled(arrays)
+    with pytest.raises(ValueError, match="scale_unit float16"):
+        assembled(arrays | {"scale_unit": np.zeros(unit, np.float16)})

@@ -260,8 +260,12 @@ def test_chat_equals_transformers(tmp_path: Path, prompt: bool) -> None:
     assert small(chat_template=FIELDS).render(strange) == theirs.apply_chat_template(strange, tokenize=False)
 
 
-def sentencepiece(prefix: bool = True) -> Tokenizer:
-    """A SentencePiece vocabulary as GGUF describes it: specials, all bytes, some letters and words with scores."""
+def sentencepiece(prefix: bool | None = True) -> Tokenizer:
+    """A SentencePiece vocabulary as GGUF describes it: specials, all bytes, some letters and words with scores.
+
+    Args:
+        prefix: the field `add_space_prefix`; None omits it.
+    """
     pieces = [
         "▁",
         "h",
@@ -293,8 +297,7 @@ def sentencepiece(prefix: bool = True) -> Tokenizer:
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.add_space_prefix": prefix,
-    }
+    } | ({} if prefix is None else {"tokenizer.ggml.add_space_prefix": prefix})
     found = read_tokenizer(metadata, eos=(2,), bos=1, source=Path("m.gguf"))
     assert found is not None
     return found
@@ -309,6 +312,7 @@ def test_sentencepiece_from_gguf() -> None:
     assert tokenizer.special == {"bos_token": "<s>", "eos_token": "</s>"}
     bare = sentencepiece(prefix=False)
     assert bare.backend.id_to_token(bare.encode("hell")[1]) == "hell"
+    assert sentencepiece(prefix=None) == tokenizer, "a space is added unless the file says otherwise"
 
 
 PHI3 = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>"]

@@ -1,6 +1,7 @@
 """`convert`: what is written loads again, here and in transformers; failures leave nothing behind."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from checkpoints import HF_CONFIG, byte_tokenizer, write_gguf, write_hf
 from oracles import logits
 from safetensors import safe_open
@@ -83,6 +85,14 @@ def test_types(tmp_path: Path, format: Any, dtype: str) -> None:
     found = describe(written)
     assert (found.format, [name for name, _ in found.dtypes]) == (format, [dtype])
     np.testing.assert_array_equal(load(written, dtype=dtype).embed, load(tmp_path / "hf", dtype=dtype).embed)
+
+
+def test_orbax_chunks_are_at_most_1_mib(tmp_path: Path) -> None:
+    """Loading holds a few chunks in memory, so their size limits what it needs."""
+    orbax_streaming.save(tmp_path / "params", {"x": lambda: np.zeros((768, 512), np.float32)})
+    store = {"driver": "ocdbt", "base": f"file://{tmp_path}/params", "path": "x/"}
+    written = tensorstore.open({"driver": "zarr", "kvstore": store}, open=True).result()
+    assert 4 * math.prod(written.chunk_layout.read_chunk.shape) <= 2**20
 
 
 def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax.models import ModelConfig, Params, abstract, init
-from kvjax.models.params import count, tree_map_named
+from kvjax.models.params import count, initial, quantized_shape, tree_map_named
+from kvjax.models.presets import PRESETS
 from kvjax.models.rope import RopeConfig
 
 FULL = ModelConfig(
@@ -57,6 +59,30 @@ def test_initial_scale() -> None:
     assert not layer.attn.q_bias.any()
 
 
+@pytest.mark.parametrize(("kind", "codes", "accuracy"), [("int8", 256, 1e-6), ("int4", 16, 5e-4)])
+def test_initial_scale_in_fewer_bits(kind: str, codes: int, accuracy: float) -> None:
+    """Codes are uniform, so their standard deviation is that of all there are."""
+    shape = quantized_shape(jax.ShapeDtypeStruct((4, 512), jnp.float32), kind)
+    made = initial("layers.0.mlp.up", shape, jax.random.key(2))
+    np.testing.assert_allclose(made.scale, 512**-0.5 / np.std(np.arange(codes)), rtol=accuracy)
+    if kind == "int4":
+        np.testing.assert_allclose(made.minimum / made.scale, -np.mean(np.arange(codes)), rtol=2 * accuracy)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-2-7b", 6_738_415_616),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert count(abstract(PRESETS[name])) == parameters
+
+
 def test_layers_differ(tiny: Params) -> None:
     first, second = tiny.layers[0], tiny.layers[1]
     assert not jnp.allclose(first.attn.q, second.attn.q)
@@ -97,6 +123,7 @@ def test_params_are_a_pytree_with_static_configuration(tiny: Params) -> None:
     [
         ({"num_kv_heads": 4}, r"num_heads=6 .* num_kv_heads=4"),
         ({"windows": (16, None)}, r"2 entries for 3 layers"),
+        ({"windows": (1, None, 0)}, r"windows=\(1, None, 0\) must be at least one token"),
         ({"rope": RopeConfig(theta=1e4, dim=7)}, r"rope\.dim=7 .* even"),
         ({"rope": RopeConfig(theta=1e4, dim=10)}, r"rope\.dim=10 .* at most head_dim=8"),
     ],
@@ -110,6 +137,7 @@ def test_configurations_compare_and_hash_by_value() -> None:
     assert dataclasses.replace(FULL) == FULL
     assert hash(FULL) == hash(dataclasses.replace(FULL))
     assert FULL.windows == (None, None, None)
+    assert dataclasses.replace(FULL, windows=(1, None, 1)).windows == (1, None, 1)
 
 
 def test_cache_bytes_per_token() -> None:

@@ -15,11 +15,12 @@ from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.analysis.recording import record
-from kvjax.cache import Prompt
+from kvjax.cache import Prompt, TokenBlock, empty
 from kvjax.policies import AttentionMatching, Full, PolicyError, SnapKV, by_head, by_layer, get_policy, quantized
 from kvjax.policies.attention_matching import matched
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.capabilities import as_cache, prefill
+from kvjax.policies.replay import Part
 
 
 def match(queries, keys, values, count, size=None, padding=0, dtype=np.float32):
@@ -107,6 +108,25 @@ def test_factorisations_come_one_at_a_time():
     made = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd)\[", program)
     assert len(made) > 2
     assert all(shape.count(",") < 2 for shape in made)
+
+
+def test_reference_queries_are_few_and_zeros_where_none_are():
+    """Of 4 parts of 16 tokens a KV head has 128 queries of a group of 2: every fourth of at most 40."""
+    case = make_case(0, [16, 5], 0)
+    reading, spec = AttentionMatching(budget=14, chunk=16, queries=40).replay, case.spec
+    counts, nothing = to_jax(case.lengths), jnp.zeros((), jnp.int32)
+
+    @jax.jit
+    def observed(q, k, v):
+        block = TokenBlock(q, k, v, jnp.zeros_like(counts), counts, counts, ROPE)
+        return reading.observe(spec, Part(empty(spec, 64), block, nothing, counts, nothing))
+
+    found, asked = observed(case.q, case.k, case.v)
+    assert reading.parts(spec.prompt_len) == 4
+    assert np.asarray(asked).tolist() == [[True] * 4, [True] * 2 + [False] * 2]
+    every = np.arange(0, 16, 4)
+    queries = [rotate(ROPE, row[every], every[:, None]) for row in case.q]
+    np.testing.assert_allclose(found, np.where(asked[..., None, None], queries, 0), atol=1e-5)
 
 
 CONFIGURATIONS = {
@@ -225,6 +245,7 @@ def test_layers_that_do_not_read_again_are_as_without_it(tiny):
     ("make", "says"),
     [
         (lambda: AttentionMatching(chunk=0), "chunk=0; give 1"),
+        (lambda: AttentionMatching(queries=0), "queries=0; give 1"),
         (lambda: AttentionMatching(bound=-1.0), "bound=-1.0; give 0"),
         (lambda: AttentionMatching(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
         (

@@ -504,7 +504,7 @@ def said(layer: Any, state: Any) -> Any:
     "policy",
     quick(
         [p for p in reading(16) if p.info.stage in ("both", "none") and not isinstance(p, ClusterKV)],
-        {"tova", "by_head"},
+        {"tova", "by_head", "cam"},
     ),
 )
 def test_blocks_of_one_token_are_decoding(policy):

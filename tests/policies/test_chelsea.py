@@ -77,6 +77,27 @@ def test_tokens_beyond_the_middle_stay():
     assert merge(clusters(keys), 2, 1, 4)[1:] == ([2, 1, 1], [1, 2, 3])
 
 
+def test_edges_by_positions_lead_to_the_nearest():
+    """Two heads, 7 places in chunks of 4, from the second place on: of each even place the nearest odd one, and how far it is."""
+    pos = np.asarray([[[0, 3, 9, 4, 8, 20, 21], [5, 50, 51, 57, 60, 61, 70]]], np.int32)
+    nearness, target = jax.jit(soft_matching.near, static_argnums=3)(
+        pos, *(np.asarray([n], np.int32) for n in (1, 5)), 4
+    )
+    assert np.asarray(nearness).tolist() == [[[[-5, -4], [-np.inf] * 2], [[-1, -3], [-np.inf] * 2]]]
+    assert np.asarray(target)[0, :, 0].tolist() == [[1, 1], [0, 1]]
+
+
+def test_clusters_are_put_into_the_order_of_the_text():
+    pos = np.asarray([[[4, 2, 9, 0, 1], [7, 8, 3, 0, 1]]], np.int32)
+    weight = np.arange(10, dtype=np.float32).reshape(1, 2, 5)
+    tokens = Clusters(weight[..., None], -weight[..., None], pos, weight)
+    k, v, pos, weight = map(np.asarray, jax.jit(soft_matching.in_text_order)(tokens, np.asarray([3], np.int32)))
+    assert pos[0, :, :3].tolist() == [[2, 4, 9], [3, 7, 8]], "the first three, in both heads"
+    assert weight[0, :, :3].tolist() == [[1, 0, 2], [7, 5, 6]]
+    np.testing.assert_array_equal(k[..., 0], weight)
+    np.testing.assert_array_equal(v[..., 0], -weight)
+
+
 def test_number_of_edges():
     sizes = jnp.arange(70, dtype=jnp.int32)
     for chunk in (2, 3, 4, 5, 8, 70):
@@ -171,8 +192,9 @@ def oracle_of(policy: Chelsea, tokens: int) -> ChelseaHead:
 def compare(state, row: int, head: int, oracle: ChelseaHead, atol: float = 2e-5) -> None:
     """The slots of one head are the oracle's entries, in order."""
     slots, count = state.cache, len(oracle.entries)
-    assert slots.pos[row, head, :count].tolist() == [e["pos"] for e in oracle.entries]
-    assert slots.weight[row, head].tolist() == [e["n"] for e in oracle.entries] + [0] * (slots.pos.shape[-1] - count)
+    free = slots.pos.shape[-1] - count
+    assert slots.pos[row, head].tolist() == [e["pos"] for e in oracle.entries] + [-1] * free
+    assert slots.weight[row, head].tolist() == [e["n"] for e in oracle.entries] + [0] * free
     for name in "kv":
         expected = np.stack([e[name] for e in oracle.entries])
         np.testing.assert_allclose(getattr(slots, name)[row, head, :count], expected, atol=atol)
@@ -371,7 +393,7 @@ def test_a_fraction_of_nothing_is_one_slot():
         ({"chunk": 1}, "chunk=1"),
         ({"every": 0}, "every=0"),
         ({"schedule": "llama"}, "'llama-2', 'llama-3', 'qwen', 'constant'"),
-        ({"r_init": 0.6}, "at most 0.5"),
+        ({"r_init": 0.6}, r"ratios from 0\.6 to 0\.\d+; a step removes more than 0 and at most 0\.5"),
         ({"r_min": 0.0, "r_init": 0.2, "alpha": 0.1, "steps": 2}, "more than 0"),
     ],
 )

@@ -189,3 +189,8 @@ def test_policies_that_keep_others_than_the_highest_are_refused(policy):
 def test_bad_hyperparameters(options, says):
     with pytest.raises(PolicyError, match=says):
         critical(SnapKV(), **options)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_all_of_the_budget_may_be_of_one_stage(share):
+    assert critical(SnapKV(), share=share).share == share

@@ -3,7 +3,9 @@
 import dataclasses
 import re
 from types import SimpleNamespace
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,6 +247,14 @@ def test_generation_tells_what_it_held_and_hit(tiny):
     assert (plain[0].stats.host_cache_bytes, plain[0].stats.hit_rate) == (0, None)
 
 
+@pytest.mark.parametrize("name", ["chosen", "found"])
+def test_only_offloaded_states_count_hits(name):
+    """A policy's own state may have a field of one of these names."""
+    state = flax.struct.dataclass(type("Own", (), {"__annotations__": {name: Any}}))(jnp.ones(3, jnp.int32))
+    assert offload.hits((state,)) == (0, 0)
+    assert offload.fetched_bytes((state,), 2) == 0
+
+
 def test_compositions_are_offloaded_part_by_part(tiny):
     tree, clusters = TreeKV(budget=16, sinks=2), ClusterKV(budget=24)
     heads = by_head({"a": tree, "b": clusters}, [["a", "b"], ["b", "a"]])
@@ -296,6 +306,16 @@ def test_device_bytes_fall(tiny):
 def test_stores_of_another_kind_are_refused(policy):
     with pytest.raises(PolicyError, match="has its keys and values in a store of its own"):
         offloaded(policy).nbytes(TINY, 1, 100, 10)
+
+
+def test_only_pinned_memory_counts(monkeypatch):
+    def has(*kinds: str) -> bool:
+        memories = [SimpleNamespace(kind=kind) for kind in kinds]
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(addressable_memories=lambda: memories)])
+        return host_memory.available()
+
+    assert has("device", "pinned_host")
+    assert not has("device", "unpinned_host")
 
 
 def test_what_cannot_be_done(monkeypatch):

@@ -62,6 +62,13 @@ def test_budgets_are_the_published_ones(budget, window, beta, num_layers):
         assert policy.max_budget(dataclasses.replace(spec, batch=1, prompt_len=768)) == of_bucket.max()
 
 
+def test_a_budget_of_all_tokens_is_that_in_every_layer():
+    """In rows shorter than the window, too."""
+    policy, lengths = PyramidKV(budget=1.0, window=8), np.arange(1, 65)
+    specs = tuple(layer(SPEC, i, 3) for i in range(3))
+    np.testing.assert_array_equal(budgets_of(policy, specs, to_jax(lengths, jnp.int32)), [lengths] * 3)
+
+
 @dataclasses.dataclass(frozen=True)
 class Upper(Case):
     """A layer that is not the first."""

@@ -13,7 +13,7 @@ from policies.oracle_quest import QuestHead, bound
 
 import kvjax
 from kvjax import cache
-from kvjax.cache import Prompt, Token, layer_specs
+from kvjax.cache import Prompt, Token, TokenBlock, layer_specs
 from kvjax.policies import CateKV, Full, Offloaded, PolicyError, Quest, by_head, offloaded
 
 SMALL = {"budget": 16, "page": 4, "dense_layers": 0}
@@ -67,6 +67,29 @@ def test_equals_the_literal_algorithm(name):
             for page in range(-(-len(literal.keys) // policy.page)):
                 keys = literal.keys[page * policy.page : (page + 1) * policy.page]
                 np.testing.assert_allclose(bounds[row, head, page], of(keys, axis=0), atol=1e-5)
+
+
+def test_bounds_grow_block_by_block():
+    """Blocks begin and end within pages; rows read 0 to 7 tokens of each."""
+    policy, case = Quest(**SMALL), inputs()
+    layer = policy.layer(dataclasses.replace(case.spec, block=7))
+    state, position = jax.jit(layer.init)(), np.zeros(32, np.int32)
+
+    @jax.jit
+    def read(state, q, k, v, position, count):
+        block = TokenBlock(q, k, v, position, count, position, case.spec.rope)
+        return layer.read_block(state, block, {})[1]
+
+    for count in np.random.default_rng(2).integers(0, 8, (6, 32)).astype(np.int32):
+        at = np.arange(32)[:, None], position[:, None] + np.arange(7)
+        state, position = read(state, *(x[at] for x in (case.q, case.k, case.v)), position, count), position + count
+        bounds = np.asarray(state.bounds)
+        for row in range(32):
+            keys = rotate(case.spec.rope, case.k[row], np.arange(len(case.k[row]))[:, None])[: position[row]]
+            for page, start in enumerate(range(0, position[row], 4)):
+                low, high = np.split(bounds[row, :, page], 2, axis=-1)
+                np.testing.assert_allclose(low, keys[start : start + 4].min(axis=0), atol=1e-5)
+                np.testing.assert_allclose(high, keys[start : start + 4].max(axis=0), atol=1e-5)
 
 
 def test_the_bound_by_hand():

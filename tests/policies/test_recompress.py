@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from policies import oracle_recompress as oracle
@@ -20,6 +21,7 @@ from kvjax.policies import (
     Policy,
     PolicyError,
     PyramidKV,
+    Random,
     SnapKV,
     TreeKV,
     get_policy,
@@ -28,6 +30,7 @@ from kvjax.policies import (
     quantized,
     recompress,
 )
+from kvjax.policies.families.noise import uniform
 
 
 def equals(
@@ -81,6 +84,18 @@ def test_a_prompt_that_is_kept_equals_the_literal_algorithm():
     equals(policy, oracle.SnapKV, options | {"every": 5, "keeps_prompt": True}, 4, 2, rows=40, steps=16)
 
 
+def test_random_numbers_stay_with_their_tokens():
+    """So after any number of rounds each head holds the tokens that drew its highest numbers, whatever other heads hold."""
+    case = make_case(0, [30, 12], 18)
+    policy = recompress(Random(budget=8, seed=3), every=4)
+    drawn = np.asarray(jax.jit(lambda pos: uniform(case.spec, 3, pos))(np.arange(48, dtype=np.int32)))
+    held = kept(policy, case, run(policy, case)[0])
+    for row, length in enumerate(case.lengths.tolist()):
+        rounded = length + 16  # the last round, 2 tokens before the end
+        best = [set(np.argsort(-numbers[:rounded])[:8].tolist()) for numbers in drawn]
+        assert held[row] == [head | {rounded, rounded + 1} for head in best]
+
+
 def test_lengths_by_hand():
     """A prompt of 3000 tokens that is kept, a budget of 2048, rounds of 512: 3512 tokens are held before the first, then 2560."""
     steps, scale = 1536, 16  # in sixteenths, so that it is quick
@@ -115,10 +130,11 @@ def test_the_budget_is_the_policys():
     assert get_policy("recompress(snapkv:64; 32; every=8)").policy == SnapKV(budget=32)
     assert str(recompress(SnapKV(budget=64), 8)) == "recompress(snapkv:budget=64; every=8)"
     assert get_policy("recompress(snapkv; every=8)", budget=48) == recompress(SnapKV(budget=48), 8)
-    layers = pyramid(recompress(SnapKV(budget=64, window=8), 8), beta=4).bind(TINY).layers
-    assert [layer.policy.budget for layer in layers] == [
-        p.budget for p in pyramid(SnapKV(budget=64, window=8), 4).bind(TINY).layers
-    ]
+    for policy in (SnapKV(budget=64, window=8), KNorm(budget=64)):  # which has no window
+        layers = pyramid(recompress(policy, 8), beta=4).bind(TINY).layers
+        assert [layer.policy.budget for layer in layers] == [
+            layer.budget for layer in pyramid(policy, 4).bind(TINY).layers
+        ]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from kvjax.policies import (
     prompt_only,
     quantized,
     recompress,
+    register,
     thresholded,
 )
 
@@ -65,6 +66,20 @@ def test_near_misses_are_told(written, meant):
 def test_what_is_like_nothing_is_told_without_a_guess(written):
     with pytest.raises(PolicyError, match=r"unknown policy .*triattention, turboquant\.$"):
         get_policy(written)
+
+
+@pytest.mark.parametrize("name", ["AAA", "zzz"])
+def test_a_name_is_of_one_class(name):
+    other = type(name, (Full,), {})
+    with pytest.raises(PolicyError, match=rf"{name}.about.name = 'full' is empty or taken"):
+        register(other)
+    assert register(Full) is policies()["full"] is Full
+
+
+def test_what_is_said_of_a_policy_does_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Full.about.name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+    assert len({cls.about for cls in policies().values()}) == len(policies())
 
 
 @pytest.mark.parametrize("policy", ["full", "kivi", Full(), quantized(Full()), offloaded(Full())], ids=str)

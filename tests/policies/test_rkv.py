@@ -1,6 +1,7 @@
 """R-KV against the literal algorithm."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -124,6 +125,9 @@ def test_what_others_are_spared_is_added_up(monkeypatch):
             monkeypatch.setattr(rkv, "AT_A_TIME", numbers)
             got = jax.jit(lambda *args: rkv._added_up(*args))(target.astype(np.int32), share)
             np.testing.assert_allclose(got, expected, atol=1e-6)
+        program = str(jax.make_jaxpr(rkv._added_up)(target.astype(np.int32), share))
+        side = math.ceil(math.sqrt(count))
+        assert f"f32[2,3,{side},{side}]" in program, "the smallest square that has a place for every token"
 
 
 def test_a_long_prompt_takes_no_room_for_all_pairs():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kvjax.cache import Prompt
 from kvjax.pallas_kernels import attention_mass
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.budget import budget_tokens
+from kvjax.policies.expected_attention import Queries
 from kvjax.policies.families.noise import uniform
 from kvjax.policies.families.scoring import pool
 
@@ -121,6 +123,25 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
             expected = probs[:, :length].sum(axis=1).mean(axis=0)
             np.testing.assert_allclose(got[row, head, :150], expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(np.asarray(got)[row].sum(axis=-1), length, rtol=1e-5)
+
+
+def test_statistics_of_two_blocks_are_those_of_the_whole():
+    """Rows with tokens in both, in one of them and in none."""
+    q = np.random.default_rng(3).normal(size=(4, 12, 2, 3)).astype(np.float32)
+    first, last = np.asarray([7, 5, 0, 0]), np.asarray([5, 0, 4, 0])
+
+    def inside(counts, size):
+        return np.arange(size) < counts[:, None]
+
+    @jax.jit
+    def found(q, one, other):
+        both = jnp.concatenate([one, other], axis=1)
+        return Queries.of(q[:, :7], one).joined(Queries.of(q[:, 7:], other)), Queries.of(q, both)
+
+    joined, whole = found(q, inside(first, 7), inside(last, 5))
+    for name in ("count", "mean", "scatter"):
+        np.testing.assert_allclose(getattr(joined, name), getattr(whole, name), atol=1e-5)
+    np.testing.assert_allclose(whole.scatter[0, 1] / 12, np.cov(q[0, :, 1].T, bias=True), atol=1e-5)
 
 
 # By hand, and errors.

@@ -421,6 +421,15 @@ def test_weights_of_another_model_are_refused(tmp_path):
             KVzap(weights=str(tmp_path / f"{name}.safetensors")).bind(TINY)
 
 
+def test_weights_without_norms_are_told_the_published_rank():
+    """Its 16 numbers are what is asked for where the weights do not tell."""
+    layers = [
+        {name: x for name, x in layer.items() if name != "q_norm.weight"} for layer in surrogates.gates(TINY).layers
+    ]
+    with pytest.raises(PolicyError, match=r"but for this model they are .*'q_norm\.weight': \(16,\)"):
+        FastKVzip(weights=Surrogate.of(layers)).bind(TINY)
+
+
 def test_weights_are_compared_by_their_numbers():
     one, same, other = surrogates.kvzap(TINY), surrogates.kvzap(TINY), surrogates.kvzap(TINY, seed=9)
     assert one == same
@@ -445,5 +454,7 @@ def test_bad_hyperparameters():
     ):
         with pytest.raises(PolicyError, match=says):
             FastKVzip(**options)
+    with pytest.raises(PolicyError, match="window=-1; give 0 or more"):
+        KVzap(window=-1)
     with pytest.raises(PolicyError, match="budget of 3 gives 3 slots"):
         FastKVzip(budget=3)

@@ -10,8 +10,9 @@ import pytest
 from policies.driver import TINY, Case, compiled, compositions, each, every_policy, make_case, offloads
 
 from kvjax.cache import LayerCache
-from kvjax.policies import TOVA, Full, Layer, StreamingLLM, by_layer, offloaded, prompt_only, quantized
+from kvjax.policies import TOVA, Full, KVzip, Layer, StreamingLLM, by_layer, offloaded, prompt_only, quantized
 from kvjax.policies.capabilities import needs_compression
+from kvjax.policies.families.dense import DenseLayer
 
 POLICIES = [
     *every_policy(budget=16),
@@ -21,6 +22,7 @@ POLICIES = [
     prompt_only(TOVA(budget=16)),
     prompt_only(StreamingLLM(budget=16, sinks=2)),
     offloaded(by_layer([Full(), Full()])).bind(TINY),
+    KVzip(budget=16, scope="head"),
 ]
 
 METHODS = {
@@ -46,7 +48,7 @@ def is_cache(x: Any) -> bool:
     return isinstance(x, LayerCache)
 
 
-@each(POLICIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)
 def test_capabilities_are_declared(policy):
     for layer in layers(policy):
         for trait, method in METHODS.items():
@@ -55,6 +57,7 @@ def test_capabilities_are_declared(policy):
         assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
         assert (layer.traits.reading == "blocks") <= hasattr(layer, "read_block")
         assert not layer.traits.dense or layer.max_kept == layer.spec.max_tokens
+        assert isinstance(layer, DenseLayer) <= layer.traits.dense
         own = type(layer).append, type(layer).attend
         assert layer.traits.plain == (own == (Layer.append, Layer.attend)), layer
 
