@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax import strict_json
+from kvjax import strict_json, user_files
 
 from . import checks, console
 from .hyperparameters import read_policies
@@ -110,7 +110,7 @@ def compare(
     if plot is not None and is_first(mesh_of(params)):
         from kvjax.plots import save, tradeoff
 
-        save(tradeoff(strict_json.loads((out / "table.json").read_bytes())["rows"]), plot)
+        save(tradeoff(strict_json.loads(user_files.read_bytes(out / "table.json"))["rows"]), plot)
     if as_json:
         console.print_json([cell.row() for cell in cells])
         return

@@ -17,10 +17,11 @@ Commas separate hyperparameters, semicolons what stands in parentheses. A value 
 
 import ast
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
-from kvjax.settings import parse_value, split_setting
+from kvjax.settings import LITERAL_ERRORS, parse_value, split_setting
 
 from .base import Policy
 from .info import PolicyError
@@ -34,6 +35,9 @@ from .transforms.pyramid import Pyramid
 from .transforms.quantize import Quantized
 from .transforms.recompress import Recompress
 from .transforms.threshold import Thresholded
+
+_MOST_DEPTH = 32
+"""Brackets within brackets: several times what any policy needs."""
 
 _WRAPPERS: dict[str, type[Any]] = {
     "critical": Critical,
@@ -53,6 +57,7 @@ def parse_policy(text: str) -> Policy:
         PolicyError: a name is unknown, brackets do not match, or a value is none that its hyperparameter takes.
     """
     text = text.strip()
+    _check_depth(text)
     name, bracket, inside = text.partition("(")
     if bracket and ":" not in name:
         if not inside.endswith(")"):
@@ -154,7 +159,7 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
         given = dict(split_setting(part) for part in parts)
         if "profile" not in given:
             raise PolicyError(f"{text!r}: by_head needs profile=, the label of every KV head as ((...), (...))")
-        profile = ast.literal_eval(given.pop("profile"))
+        profile = _profile(text, given.pop("profile"))
         return by_head({label: parse_policy(part) for label, part in given.items()}, profile)
     if name not in _WRAPPERS:
         raise PolicyError(
@@ -168,6 +173,19 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
         if field.default is dataclasses.MISSING and field.name not in settings:
             raise PolicyError(f"{text!r}: give {field.name}=, for which {name} has no default")
     return cls(policy, **settings)
+
+
+def _profile(text: str, written: str) -> Any:
+    try:
+        return ast.literal_eval(written)
+    except LITERAL_ERRORS:
+        raise PolicyError(f"{text!r}: profile={written!r}; give labels as ((...), (...))") from None
+
+
+def _check_depth(text: str) -> None:
+    depths = itertools.accumulate((letter in "([{") - (letter in ")]}") for letter in text)
+    if (deepest := max(depths, default=0)) > _MOST_DEPTH:
+        raise PolicyError(f"{text[:40]!r}…: brackets are nested {deepest} deep; nest at most {_MOST_DEPTH}")
 
 
 def _is_policy(hint: Any) -> bool:
