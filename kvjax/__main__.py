@@ -9,13 +9,33 @@ from typing import Any
 
 def main() -> None:
     """Run the command line; the entry point of the `kvjax` script."""
-    sys.unraisablehook = unraisable
+    try:
+        from kvjax import standard_streams
+
+        standard_streams.in_utf8()
+        sys.unraisablehook = unraisable
+        output = standard_streams.guard()
+        code = standard_streams.close(output, run())
+    except KeyboardInterrupt:
+        code = 130
+    # What is left is Python's own end, which takes an exception badly.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    sys.exit(code)
+
+
+def run() -> int:
+    """The exit code of the command line."""
     try:
         from kvjax.cli import app
 
         app()
-    except KeyboardInterrupt:  # so early that no command has begun
-        sys.exit(130)
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except OSError as error:
+        if error.filename != "standard output":
+            raise
+        return 0  # a failed output is said by `standard_streams.close`
+    return 0
 
 
 def unraisable(told: Any) -> None:
