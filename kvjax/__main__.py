@@ -1,10 +1,9 @@
 """`python -m kvjax` is the `kvjax` command."""
 
 import os
-import signal
 import sys
-import threading
-from typing import Any
+
+# All other imports are within `main`: a Ctrl-C ends them without a traceback.
 
 
 def main() -> None:
@@ -19,6 +18,8 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     # What is left is Python's own end, which takes an exception badly.
+    import signal
+
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     sys.exit(code)
 
@@ -38,9 +39,12 @@ def run() -> int:
     return 0
 
 
-def unraisable(told: Any) -> None:
+def unraisable(told: "sys.UnraisableHookArgs") -> None:
     """Let a Ctrl-C that came in a callback, such as one of garbage collection, come again: Python drops what is raised there."""
     if issubclass(told.exc_type, KeyboardInterrupt):
+        import signal
+        import threading
+
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(told)

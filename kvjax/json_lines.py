@@ -17,7 +17,8 @@ T = TypeVar("T")
 class _FailFast(FailFast):
     """Pydantic's, which unions cannot hash."""
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(self.fail_fast)
 
 
 Listed = Annotated[list[T], _FailFast()]

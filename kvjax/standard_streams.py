@@ -25,7 +25,7 @@ def in_utf8() -> None:
 
 def reason(error: OSError) -> str:
     """Why a standard stream failed."""
-    return "it is closed" if error.errno == errno.EBADF else error.strerror
+    return "it is closed" if error.errno == errno.EBADF else error.strerror or str(error)
 
 
 class Output(io.FileIO):
