@@ -122,7 +122,7 @@ def compare(
             "" if cell.target is None else f"{100 * cell.target:g} %",
             str(cell.row()["budget"]) if cell.outcome.budget_applies else "does not apply",
             console.size(cell.row()["bytes"]),
-            f"{100 * cell.row()['share']:.1f} %",
+            f"{100 * cell.share:.1f} %" + ("" if cell.on_target else " *"),
             cell.outcome.metric,
             f"{cell.outcome.value:.4f}",
             "" if cell.outcome.tokens_per_second is None else f"{cell.outcome.tokens_per_second:.1f}",
