@@ -105,11 +105,8 @@ def write_orbax(
 
 @contextlib.contextmanager
 def _logging_as_it_was() -> Iterator[None]:
-    """Undo what Orbax does to the program's logging: its messages, of absl, give the root logger a handler when it has none."""
-    loggers = [
-        logging.root,
-        *(logging.getLogger(name) for name in ("absl",) if name in logging.root.manager.loggerDict),
-    ]
+    """Undo what writing with Orbax does to the program's logging: its messages, of absl, give the root logger a handler when it has none."""
+    loggers = [logging.root, logging.getLogger("absl")]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     try:
         yield

@@ -4,6 +4,9 @@ Importing Orbax takes seconds and configures logging, so this module is imported
 """
 
 import asyncio
+import logging
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+_SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+"""Where TensorStore's text of an error has the system's number of it."""
 
 _CHUNK_BYTES = 1 << 20
 """Size of the pieces in which tensors are stored, and which reading holds a few of."""
@@ -29,6 +35,9 @@ def save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None
     Args:
         path: the folder to make.
         parameters: by name, what makes the array. Each is called once those before it are on disk, but for the last few megabytes of them.
+
+    Raises:
+        OSError: the disk is full, for example.
     """
     tree = {name: _Later(read) for name, read in parameters.items()}
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
@@ -37,8 +46,15 @@ def save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None
         (_Later, _Batches()), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, type_handler_registry=registry)
-    with ocp.Checkpointer(handler) as orbax:
-        orbax.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=chunks))
+    logging.getLogger("absl").setLevel(logging.CRITICAL + 1)  # it logs the traceback of whatever is raised
+    try:
+        with ocp.Checkpointer(handler) as orbax:
+            orbax.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=chunks))
+    except Exception as error:  # TensorStore has the system's errors in its texts
+        if (found := _SYSTEM_ERROR.search(str(error))) is None:
+            raise
+        code = int(found[1])
+        raise OSError(code, os.strerror(code)) from error
 
 
 class _Later:

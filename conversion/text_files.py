@@ -1,9 +1,11 @@
 """The small files of a checkpoint: opened only where that cannot block, read only where that cannot fill memory."""
 
+import collections
 import json
-import stat
 from pathlib import Path
 from typing import Any
+
+from kvjax import user_files
 
 from .errors import CheckpointError, listed, told
 
@@ -18,13 +20,13 @@ def present(path: Path) -> bool:
         CheckpointError: what is there is no regular file (to open a pipe may wait for ever), or cannot be asked.
     """
     try:
-        mode = path.stat().st_mode
+        user_files.size(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except user_files.NotRegularError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.parent}: {path.name!r} cannot be read ({error})") from error
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path}: a regular file was expected, not a directory, pipe, socket or device")
     return True
 
 
@@ -37,13 +39,11 @@ def read_text(path: Path) -> str:
     if not present(path):
         raise CheckpointError(f"{path.parent}: no {path.name} there")
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes, at most {_MOST_BYTES} were expected of such a file")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not valid UTF-8 ({told(error)})") from error
+        return user_files.read_text(path, _MOST_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # its message names the path
+        raise CheckpointError(str(error)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,6 +70,6 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of some pairs, for `json.loads`; ValueError if it has a key twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {listed({key for key in keys if keys.count(key) > 1})}")
+        counts = collections.Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate key {listed(key for key, count in counts.items() if count > 1)}")
     return entries

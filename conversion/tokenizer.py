@@ -144,7 +144,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
-        self.backend.save(str(path / "tokenizer.json"))
+        (path / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special
         if self.chat_template is not None:

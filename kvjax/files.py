@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,12 @@ import filelock
 
 _ENDING, _RANDOM = ".kvjax", "?" * 8
 """How names of scratch folders end, and the part of them that `tempfile` makes up."""
+
+_PATIENCE = 5.0
+"""Seconds that a pipe's reader has to open it."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Errors of a disk that is full or fails, of a quota, and of a limit on files' sizes."""
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"
 """In a scratch folder: the lock, what is being written, and what was in its place."""
@@ -41,16 +48,16 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
     """
     mode = _mode(path)
     if mode is not None and (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
-        with tempfile.TemporaryFile() as spool:
+        with _naming(path), tempfile.TemporaryFile() as spool:
             yield spool
             spool.seek(0)
-            with open(path, "wb") as stream:
+            with os.fdopen(_open_device(path), "wb") as stream:
                 shutil.copyfileobj(spool, stream)
         return
     if mode is not None and not stat.S_ISREG(mode):
         raise OSError(errno.EEXIST, "something is there that is not a file, so it is not replaced", str(path))
     place = Path(os.path.realpath(path))
-    with _scratch(place) as folder:
+    with _naming(path), _scratch(place) as folder:
         with (folder / _NEW).open("xb") as stream:
             yield stream
             stream.flush()
@@ -73,7 +80,7 @@ def directory(path: str | Path, check: Callable[[Path], None] | None = None) -> 
         FileExistsError: something is at `path` that may not be replaced, perhaps since a moment ago. It is left as it is.
     """
     place = Path(os.path.realpath(path))
-    with _scratch(place) as folder:
+    with _naming(path), _scratch(place) as folder:
         new, old = folder / _NEW, folder / _OLD
         new.mkdir()
         yield new
@@ -87,6 +94,44 @@ def directory(path: str | Path, check: Callable[[Path], None] | None = None) -> 
             raise FileExistsError(
                 errno.EEXIST, f"there is something now, which is left as it is{kept}", str(path)
             ) from error
+
+
+def _open_device(path: str | Path) -> int:
+    """A descriptor to write to a device or pipe. A pipe that nobody reads is waited for only so long."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            if time.monotonic() > end:
+                raise OSError(errno.ENXIO, "a pipe that nobody reads; start its reader first", str(path)) from None
+            time.sleep(0.05)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def append(path: str | Path, content: str) -> None:
+    """Add text to a file, as UTF-8.
+
+    Raises:
+        OSError: it cannot be written, or not all of it.
+    """
+    with _naming(path), open(path, "a", encoding="utf-8") as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Errors of writing say of which file: those of a full disk do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _FULL:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def recover(path: str | Path) -> None:

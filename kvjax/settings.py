@@ -9,6 +9,10 @@ MAX_INT = 2**31 - 1
 """No count of tokens or examples is larger: positions are 32-bit numbers."""
 
 
+LITERAL_ERRORS = ValueError, SyntaxError, MemoryError, RecursionError
+"""What Python raises of a text that is no value: the last two where it is nested too deeply."""
+
+
 def split_setting(setting: str) -> tuple[str, str]:
     """Name and value in ``name=value``; hyphens of the name count as underscores.
 
@@ -34,7 +38,7 @@ def parse_value(text: str, hint: Any) -> Any:
     for kind in _alternatives(hint):
         try:
             return _parse(text, kind)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two from tuples within tuples
+        except LITERAL_ERRORS:
             continue
     allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
     raise ValueError(f"give {' or '.join(map(_name, allowed))}")

@@ -2,18 +2,17 @@
 
 from pathlib import Path
 
+from . import user_files
+
 
 def read_text(path: Path) -> str:
     """A file of plain text in UTF-8.
 
     Raises:
-        ValueError: it is not UTF-8, has zero bytes, as no text has, or has nothing but white space.
-        OSError: it is not there, is a folder, or cannot be read.
+        ValueError: it is not UTF-8, has zero bytes, as no text has, or has nothing but white space, or it is too large.
+        OSError: it is not there, is no regular file, or cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    text = user_files.read_text(path)
     if "\0" in text:
         raise ValueError(f"{path}: not text (a zero byte at character {text.index(chr(0))})")
     if not text.strip():

@@ -1,5 +1,6 @@
 """Files and folders appear whole or not at all, and take the place of nothing that has to stay."""
 
+import errno
 import os
 import signal
 import socket
@@ -95,6 +96,23 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     assert read == [b"through"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert names(tmp_path) == ["pipe"]
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a pipe that nobody reads"):
+        files.write(tmp_path / "pipe", "x")
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        files.append("/dev/full", "x")
+    assert raised.value.filename == "/dev/full"
+    with pytest.raises(OSError, match="No space left on device") as raised, files.writing(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a stream has it, without a name
+    assert raised.value.filename == str(tmp_path / "file")
+    assert names(tmp_path) == []
 
 
 def draw_and_save(path: Path) -> None:

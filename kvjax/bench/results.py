@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from kvjax import strict_json
-from kvjax.json_lines import complaint
+from kvjax import strict_json, user_files
+from kvjax.json_lines import Listed, complaint
 
 from .case import Case
 
@@ -103,14 +103,15 @@ class _Row(BaseModel):
 
 class _File(BaseModel):
     header: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: Listed[dict[str, Any]]
 
 
 def _read(path: Path) -> tuple[Row | None, list[Row]]:
     if not path.exists():
         return None, []
+    content = user_files.read_bytes(path)
     try:
-        found = _File.model_validate(strict_json.loads(path.read_bytes()))
+        found = _File.model_validate(strict_json.loads(content))
     except ValueError:
         raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path") from None
     places: dict[str, int] = {}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax import user_files
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies.base import Carry, Layer, Policy
@@ -62,7 +63,7 @@ def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple
     pieces: list[np.ndarray] = []
     for i, file in enumerate(files):
         wanted = count * (i + 1) // len(files) - count * i // len(files)
-        ids = np.asarray(params.tokenizer.encode(file.read_text(encoding="utf-8")), np.int32)
+        ids = np.asarray(params.tokenizer.encode(user_files.read_text(file)), np.int32)
         if len(ids) < wanted * length:
             raise ValueError(
                 f"{file} has {len(ids)} tokens, but {wanted} samples of {length} need {wanted * length}; give more text, or "

@@ -1,7 +1,6 @@
 """What every command does when something goes wrong: one clear line, and an exit code."""
 
 import contextlib
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,10 +9,12 @@ from typing import Any, NoReturn
 import typer
 import typer.core
 
+from kvjax.standard_streams import EPIPE_EXIT
+
 from . import console
 from .interruption import INTERRUPTED, start_jax
 
-FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
+FAILED, USAGE, PIPE_CLOSED = 1, 2, EPIPE_EXIT
 
 _UsageError = typer.BadParameter.__bases__[0]
 """Click's, by way of typer: which click that is depends on typer's version."""
@@ -44,8 +45,6 @@ class Command(typer.core.TyperCommand):
             with console.only_json() if ctx.params.get("as_json") else contextlib.nullcontext(), _warnings_as_lines():
                 return self._told(ctx)
         except BrokenPipeError:
-            # Python flushes standard output once more on exit, which must not fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(PIPE_CLOSED) from None
 
     def _told(self, ctx: Any) -> Any:

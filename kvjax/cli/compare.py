@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax import strict_json
+from kvjax import strict_json, user_files
 
 from . import checks, console
 from .hyperparameters import read_policies
@@ -115,7 +115,7 @@ def compare(
     if plot is not None and is_first(mesh_of(params)):
         from kvjax.plots import save, tradeoff
 
-        save(tradeoff(strict_json.loads((out / "table.json").read_bytes())["rows"]), plot)
+        save(tradeoff(strict_json.loads(user_files.read_bytes(out / "table.json"))["rows"]), plot)
     if as_json:
         console.print_json([cell.row() for cell in cells])
         return
@@ -127,7 +127,7 @@ def compare(
             "" if cell.target is None else f"{100 * cell.target:g} %",
             str(cell.row()["budget"]) if cell.outcome.budget_applies else "does not apply",
             console.size(cell.row()["bytes"]),
-            f"{100 * cell.row()['share']:.1f} %",
+            f"{100 * cell.share:.1f} %" + ("" if cell.on_target else " *"),
             cell.outcome.metric,
             f"{cell.outcome.value:.4f}",
             "" if cell.outcome.tokens_per_second is None else f"{cell.outcome.tokens_per_second:.1f}",

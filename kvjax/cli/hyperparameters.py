@@ -3,14 +3,12 @@
 import dataclasses
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
 from kvjax.settings import parse_value, split_setting
 from kvjax.suggestions import hint
-from kvjax.texts import read_text
 
 from . import checks
 
@@ -49,13 +47,23 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
     policy = replaced(policy, values)
     policy.validate(_LONG)
     check_unbound(policy)
-    _check_profile(policy)
-    _check_weights(policy)
+    _check_files(policy)
     return policy
 
 
 _LONG = 1 << 30
 """Tokens of a text so long that a budget which is too small for it is too small for any."""
+
+
+def _check_files(policy: Any) -> None:
+    """Read the files that a policy names, and those that the policies within it name."""
+    _check_profile(policy)
+    _check_weights(policy)
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(inner):
+                _check_files(inner)
 
 
 def _check_profile(policy: "Policy") -> None:
@@ -64,7 +72,6 @@ def _check_profile(policy: "Policy") -> None:
 
     profile = getattr(policy, "profile", None)
     if isinstance(profile, str) and profile not in METHODS:
-        read_text(Path(profile))
         load(profile, METHODS[policy.info.name].profile)
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvjax.standard_streams import reason
 from kvjax.texts import read_text
+from kvjax.user_files import TEXT_BYTES
 
 from . import checks
 from .interruption import start_jax
@@ -188,6 +190,11 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a text to continue, --prompt-file, or standard input", param_hint="PROMPT")
     try:
-        return sys.stdin.read().removesuffix("\n")
+        text = sys.stdin.read(TEXT_BYTES + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input: not {error.encoding} text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise OSError(error.errno, f"{reason(error)}; give the prompt as an argument", "standard input") from None
+    if len(text) > TEXT_BYTES:
+        raise ValueError(f"standard input: more than {TEXT_BYTES} characters; give a shorter prompt")
+    return text.removesuffix("\n")

@@ -7,6 +7,9 @@ from kvjax.models.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.runtime.engine import Engine
 
+_STEP, _TRIES = 32, 64
+"""Tokens between the larger budgets that are tried, at least; and how many are tried, at most."""
+
 
 def bytes_held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any) -> int:
     """Bytes that one row holds, on device and host together."""
@@ -59,6 +62,9 @@ def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: 
             high = middle
         else:
             low = middle
+    # Some policies hold less at a larger budget, where sizes of layers are rounded: a larger one may fit as well.
+    step = max(_STEP, low // _TRIES)
+    low = next((larger for larger in range(min(2 * low, prompt + new), low, -step) if fits(larger)), low)
     if low and fits(low):
         return get_policy(policy, budget=low)
     working = next((budget for budget in range(high, prompt + new + 1) if fits(budget) is not None), None)

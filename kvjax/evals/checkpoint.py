@@ -2,6 +2,7 @@
 
 import json
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files
+from kvjax import files, user_files
+
+_REST_BYTES = 1 << 28
+"""Of a file, besides the caches: scores of 64 million tokens."""
 
 
 class Checkpoint:
@@ -30,20 +34,26 @@ class Checkpoint:
 
         Raises:
             ValueError: the file is of another run, or no checkpoint.
+            OSError: it is not a regular file, or cannot be read.
         """
         if not self._path.exists():
             return None
         leaves, tree = jax.tree.flatten(like)
-        try:
-            with self._path.open("rb") as stream, np.load(stream) as file:
-                run, reached, scores = str(file["run"]), int(file["position"]), file["scores"]
-                stored = [file[f"leaf{i}"] for i in range(len(leaves))]
-            if scores.shape != (1, reached) or scores.dtype != np.float32:
-                raise ValueError(f"scores of shape {scores.shape} for {reached} tokens")
-        except Exception as error:  # whatever NumPy makes of damaged bytes
-            raise ValueError(
-                f"{self._path} is no checkpoint that can be read ({error or type(error).__name__}); remove it to start anew"
-            ) from None
+        room = sum(leaf.nbytes for leaf in leaves) + _REST_BYTES
+        with user_files.opened(self._path, room) as stream:
+            try:
+                with np.load(stream) as file:
+                    # Stored arrays are as large as the file; compressed ones could be a thousand times larger.
+                    if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.zip.infolist()):
+                        raise ValueError("it is compressed")
+                    run, reached, scores = str(file["run"]), int(file["position"]), file["scores"]
+                    stored = [file[f"leaf{i}"] for i in range(len(leaves))]
+                if scores.shape != (1, reached) or scores.dtype != np.float32:
+                    raise ValueError(f"scores of shape {scores.shape} for {reached} tokens")
+            except Exception as error:  # whatever NumPy makes of damaged bytes
+                raise ValueError(
+                    f"{self._path} is no checkpoint that can be read ({error or type(error).__name__}); remove it to start anew"
+                ) from None
         if run != self._run:
             raise ValueError(
                 f"{self._path} is of another run: {run} there, {self._run} now; remove it, or give another path"

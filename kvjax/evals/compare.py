@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from .measure import Outcome, measure, sizes
 from .report import header, model_fingerprint, write
 from .tasks import Inputs
 
+_TOLERANCE = 0.1
+"""How far bytes may be off their target, as a share of it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -33,6 +37,16 @@ class Cell:
     target: float | None
     outcome: Outcome
 
+    @property
+    def share(self) -> float:
+        """What the policy held of the full cache's bytes."""
+        return self.outcome.cache_bytes / self.outcome.full_cache_bytes
+
+    @property
+    def on_target(self) -> bool:
+        """Whether that is the target, to a tenth of it; without a target, it is."""
+        return _on_target(self.share, self.target)
+
     def row(self) -> dict[str, Any]:
         """Its entry in tables."""
         found = self.outcome
@@ -43,7 +57,8 @@ class Cell:
             "budget": found.settings.get("budget"),
             "budget_applies": found.budget_applies,
             "bytes": round(found.cache_bytes),
-            "share": found.cache_bytes / found.full_cache_bytes,
+            "share": self.share,
+            "on_target": self.on_target,
             found.metric: found.value,
             "tokens_per_second": found.tokens_per_second,
             "query_aware": found.query_aware,
@@ -67,8 +82,11 @@ def compare(
     """Measure every policy on every task, at budgets for which all hold the same bytes.
 
     For each task and target the policy's budget is the largest at which it holds no more than that share of the full cache's
-    bytes, for the longest prompt. Policies without a budget run once; one that holds more whatever its budget says so in its row.
+    bytes, for the longest prompt. Policies without a budget run once. Targets for which a policy has the same budget are measured once.
     The full cache is the reference: it comes first where `policies` does not have it.
+
+    Warns of a policy that holds a tenth more or less than its target, because it holds more whatever its budget, or its slots come in large
+    steps, or prompts differ in length. Its rows are marked.
 
     Args:
         targets: shares of the full cache's bytes, above 0 and up to 1.
@@ -94,6 +112,7 @@ def compare(
         given = inputs[task] if isinstance(inputs, Mapping) else inputs
         shape = sizes(params, task, given, query_aware, chat)
         full_bytes = bytes_held(Full(), params.config, *shape, params.dtype)
+        measured: dict[Policy, Outcome] = {}
         for policy in policies:
             for target in targets if hasattr(policy, "budget") else [None]:
                 fitted = policy
@@ -101,19 +120,24 @@ def compare(
                     fitted = matched(policy, round(target * full_bytes), params.config, *shape, params.dtype)
                 name = f"{task}-{policy.info.name}" + ("" if target is None else f"-{target:g}")
                 progress = None if report is None else report(f"{task} · {policy.info.name}" + _percent(target))
-                outcome = measure(
-                    params,
-                    task,
-                    given,
-                    fitted,
-                    query_aware=query_aware,
-                    chat=chat,
-                    batch=batch,
-                    out=out / f"{name}.jsonl",
-                    progress=progress,
-                    mesh=over,
-                )
-                cells.append(Cell(target, outcome))
+                planned = bytes_held(fitted.bind(params.config), params.config, *shape, params.dtype) / full_bytes
+                warned = _warn(f"{task} · {policy.info.name}", planned, target)
+                if fitted not in measured:
+                    measured[fitted] = measure(
+                        params,
+                        task,
+                        given,
+                        fitted,
+                        query_aware=query_aware,
+                        chat=chat,
+                        batch=batch,
+                        out=out / f"{name}.jsonl",
+                        progress=progress,
+                        mesh=over,
+                    )
+                cells.append(Cell(target, measured[fitted]))
+                if not warned:  # on average prompts may be shorter than the longest, for which it was planned
+                    _warn(f"{task} · {policy.info.name}", cells[-1].share, target)
                 _write(out, params, cells, over)
     return cells
 
@@ -137,14 +161,15 @@ def markdown(cells: Sequence[Cell]) -> str:
             applies = any(cell.outcome.budget_applies for cell in found if cell is not None)
             named = f"`{policy}`" + ("" if applies else " (no budget)")
             lines += [f"| {named} | " + " | ".join("" if cell is None else entry(cell) for cell in found) + " |"]
+        if not all(cell.on_target for cell in mine):
+            lines += ["", f"\\* more than {100 * _TOLERANCE:g} % off the asked share of bytes"]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
 def entry(cell: Cell) -> str:
-    """Value and share of bytes, as tables show them."""
-    row = cell.row()
-    return f"{cell.outcome.value:.3f} ({100 * row['share']:.0f} %)"
+    """Value and share of bytes, as tables show them; a star for bytes that are off the target."""
+    return f"{cell.outcome.value:.3f} ({100 * cell.share:.0f} %{'' if cell.on_target else ' *'})"
 
 
 def comma_separated(cells: Sequence[Cell]) -> str:
@@ -156,6 +181,22 @@ def comma_separated(cells: Sequence[Cell]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _on_target(share: float, target: float | None) -> bool:
+    return target is None or abs(share / target - 1) <= _TOLERANCE
+
+
+def _warn(cell: str, share: float, target: float | None) -> bool:
+    """Warn of bytes that are off a target; whether they are."""
+    if _on_target(share, target):
+        return False
+    warnings.warn(
+        f"{cell}: holds {100 * share:.1f} % of the full cache's bytes, not {100 * (target or 0):g} % as asked; compare it with policies "
+        "that hold as much",
+        stacklevel=3,
+    )
+    return True
 
 
 def _write(out: Path, params: Params, cells: Sequence[Cell], mesh: Mesh | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AliasChoices, BaseModel, Field
 
 from kvjax import json_lines
+from kvjax.json_lines import Listed
 
 from .longbench import metrics
 from .ruler.scoring import match_all, match_part
@@ -101,7 +102,7 @@ _Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would be found
 
 class _Turn(BaseModel):
     input: str = Field(min_length=1)
-    answer: _Answer | Annotated[list[_Answer], Field(min_length=1)]
+    answer: _Answer | Annotated[Listed[_Answer], Field(min_length=1)]
 
     def answers(self) -> tuple[str, ...]:
         """All of them, as text."""
@@ -110,4 +111,4 @@ class _Turn(BaseModel):
 
 class _Row(BaseModel):
     context: str = Field(validation_alias=AliasChoices("context", "input"), min_length=1)
-    multi_turns: list[_Turn] = Field(min_length=1)
+    multi_turns: Listed[_Turn] = Field(min_length=1)

@@ -1,6 +1,7 @@
 """What every result file begins with, and result files that a later run can go on with."""
 
 import datetime
+import errno
 import hashlib
 import os
 import platform
@@ -13,14 +14,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kvjax import json_lines, strict_json
+from kvjax import json_lines, strict_json, user_files
 from kvjax._version import __version__
+from kvjax.files import append
 from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.models.sharding import unpadded
 from kvjax.policies.profile import fingerprint
 from kvjax.runtime.mesh import on_host
 from kvjax.runtime.processes import from_first, is_first
+
+_MOST_BYTES = 1 << 29
+"""Of a result file; the rows take up to three times as much memory."""
 
 _SAMPLED = 1024
 """Values of each weight that a model's fingerprint is made of."""
@@ -55,8 +60,8 @@ def model_fingerprint(params: Params) -> str:
 class ResultFile:
     """JSON lines: a header, then one row for every finished part of a run. What is there already is not run again.
 
-    A line that was cut short while it was written, which can only be the last, is left out with a warning. Anything else that is
-    wrong with a file is an error, and leaves the file as it is.
+    A last line without its newline that is not JSON was cut short while it was written. It is left out with a warning, and its part runs
+    again. Anything else that is wrong with a file is an error, and leaves the file as it is.
 
     Args:
         path: the file; None keeps rows in memory alone.
@@ -93,13 +98,16 @@ class ResultFile:
         """Add rows, and have them on disk."""
         self.rows += rows
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(strict_json.dumps(row) + "\n" for row in rows)
+            append(self.path, "".join(strict_json.dumps(row) + "\n" for row in rows))
 
     def _begin(
         self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Header and rows of the file; of a new one, which is made, ours and none."""
+        if path.is_fifo():
+            raise user_files.NotRegularError(
+                errno.EINVAL, "a pipe cannot be gone on with; give a regular file", str(path)
+            )
         if path.exists() and path.stat().st_size:
             return self._resume(path, kind, check)
         write(path, strict_json.dumps({"header": self.header}) + "\n")
@@ -108,9 +116,15 @@ class ResultFile:
     def _resume(
         self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        content = path.read_bytes()
+        content = whole = user_files.read_bytes(path, _MOST_BYTES)
+        complete, _, last = content.rpartition(b"\n")
+        if cut := bool(complete and last.strip()) and not _is_json(last):
+            content = complete + b"\n"
+        elif last:
+            content += b"\n"
         lines = json_lines.numbered(content)
-        begun = _begun(path, lines[0][1] if lines else b"")
+        _, first = next(lines, (1, b""))
+        begun = _begun(path, first)
         different = [
             f"{group} {name}: {begun[group].get(name)!r} there, {self.header[group].get(name)!r} now"
             for group in ("settings", "versions")
@@ -119,22 +133,22 @@ class ResultFile:
         ]
         if different:
             raise ValueError(f"{path} holds results of another run ({'; '.join(different)}); give another path")
-        if cut := len(lines) > 1 and not _is_json(lines[-1][1]):
-            number, _ = lines.pop()
+        if cut:
+            number = content.count(b"\n") + 1
             warnings.warn(
                 f"{path}, line {number}: cut short as it was written; it is left out, and its part run again",
                 stacklevel=7,
             )
         rows = []
-        for number, line in lines[1:]:
+        for number, line in lines:
             json_lines.parsed(path, number, line, kind)
             rows.append(strict_json.loads(line))
             if (wrong := check(rows[-1])) is not None:
                 raise ValueError(
                     f"{path}, line {number}: {wrong}; remove the line to have it run again, or give another path"
                 )
-        if cut or not content.endswith(b"\n"):
-            write(path, b"".join(line + b"\n" for _, line in lines))
+        if content != whole:
+            write(path, content)
         return begun, rows
 
 
@@ -144,9 +158,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is no result file, or a line is not JSON.
     """
-    (_, first), *rest = json_lines.numbered(path.read_bytes()) or [(1, b"")]
+    lines = json_lines.numbered(user_files.read_bytes(path, _MOST_BYTES))
+    _, first = next(lines, (1, b""))
     _begun(path, first)
-    return [json_lines.parsed(path, number, line, dict[str, Any]) for number, line in rest]
+    return [json_lines.parsed(path, number, line, dict[str, Any]) for number, line in lines]
 
 
 def _begun(path: Path, line: bytes) -> dict[str, Any]:

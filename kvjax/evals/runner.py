@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
 from kvjax import strict_json
 from kvjax.cache import bucket
+from kvjax.json_lines import Listed
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy, get_policy
@@ -30,7 +31,7 @@ class Row(BaseModel):
     example: NonNegativeInt
     score: float = Field(ge=0, le=1)
     answer: str
-    answers: list[str]
+    answers: Listed[str]
     labels: dict[str, Any]
     context_tokens: NonNegativeInt
     question_tokens: NonNegativeInt

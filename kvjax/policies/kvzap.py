@@ -1,6 +1,7 @@
 """KVzap: what KVzip+ would say of a token, predicted from the token's hidden state."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +18,9 @@ from .families.surrogates import Surrogate, SurrogateScorer, Weights
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
+
+_MOST_NUMBERS = 1 << 26
+"""Of one matrix."""
 
 
 @register
@@ -63,11 +67,14 @@ class KVzap(SurrogateScorer):
 
     @staticmethod
     def read(path: Path) -> Sequence[Weights]:
-        file = path / "model.safetensors" if path.is_dir() else path
+        arrays: dict[str, np.ndarray] = {}
         try:
-            with safe_open(str(file), framework="flax") as opened:
-                arrays: dict[str, np.ndarray] = {name: np.asarray(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+            with safe_open(str(path), framework="flax") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if math.prod(shape := opened.get_slice(name).get_shape()) > _MOST_NUMBERS:
+                        raise ValueError(f"no weights of KVzap: {name} has shape {shape}, more than any model's")
+                    arrays[name] = np.asarray(opened.get_tensor(name))
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"not a safetensors file ({error})") from None
         layers: dict[int, dict[str, np.ndarray]] = {}
         for name, array in arrays.items():

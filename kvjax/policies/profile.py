@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files
+from kvjax import files, user_files
 from kvjax.models.config import ModelConfig
 
 from .info import PolicyError
@@ -21,8 +21,11 @@ from .info import PolicyError
 VERSION = 1
 """Of the file's layout; files of another version are refused."""
 
-MOST_BYTES = 1 << 26
-"""Of one layer's numbers, as `unpack` reads them: more than any model's, and no more than a damaged file may claim."""
+MOST_BYTES = 1 << 25
+"""Of a profile's file: several times those of the largest models."""
+
+MOST_UNPACKED = 1 << 28
+"""Bytes of all layers' packed numbers together, as `unpack` reads them."""
 
 Labels = tuple[tuple[str, ...], ...]
 """The label of every KV head: [layer][head]."""
@@ -137,10 +140,14 @@ def load(path: str | Path, kind: type[P] = HeadProfile) -> P:
     """Read a profile.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is not a regular one.
         PolicyError: it is not a profile of this kind, or one of another version.
     """
-    return _parse(Path(path).read_text(encoding="utf-8"), str(path), kind)
+    try:
+        text = user_files.read_text(path, MOST_BYTES)
+    except ValueError as error:
+        raise PolicyError(f"{error}; give a {kind.noun}") from None
+    return _parse(text, str(path), kind)
 
 
 def shipped(method: str, config: ModelConfig, kind: type[P] = HeadProfile) -> P | None:
@@ -193,17 +200,34 @@ def pack(numbers: bytes) -> str:
     return base64.b85encode(zlib.compress(numbers, 9)).decode()
 
 
-def unpack(text: Any) -> bytes:
+def check_packed(texts: Any) -> tuple[str, ...]:
+    """The texts that `pack` made, of each layer one, as a file has them.
+
+    Raises:
+        ValueError: these are none, or hold more than `MOST_UNPACKED` bytes.
+    """
+    if not isinstance(texts, list):
+        raise ValueError(f"{type(texts).__name__} is no list")
+    left = MOST_UNPACKED
+    for text in texts:
+        numbers = unpack(text, left)
+        if not numbers:
+            raise ValueError("no numbers")
+        left -= len(numbers)
+    return tuple(texts)
+
+
+def unpack(text: Any, most_bytes: int = MOST_UNPACKED) -> bytes:
     """What `pack` made a text of.
 
     Raises:
-        ValueError: it made no such text.
+        ValueError: it made no such text, or of more bytes.
     """
     if not isinstance(text, str):
         raise ValueError(f"{type(text).__name__} is no text")
     reader = zlib.decompressobj()
     try:
-        numbers = reader.decompress(base64.b85decode(text), MOST_BYTES)
+        numbers = reader.decompress(base64.b85decode(text), max(most_bytes, 1))  # 0 would be no limit
     except zlib.error as error:
         raise ValueError(f"not compressed numbers ({error})") from None
     if not reader.eof:
@@ -221,6 +245,8 @@ def _parse(text: str, name: str, kind: type[P]) -> P:
         found: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise PolicyError(f"{name} is not a {kind.noun}: not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and nesting without end
+        raise PolicyError(f"{name} is not a {kind.noun}: not JSON that can be read ({error})") from None
     fields = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(found, dict) or set(found) != fields:
         got = sorted(found) if isinstance(found, dict) else type(found).__name__

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import json
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -19,6 +21,12 @@ BAD = ["nan", "inf", "-1", "0", HUGE, "", "x", "1,1", "1,", ","]
 def files(tmp_path: Path) -> dict[str, Path]:
     """Files of all kinds that cannot be read as text, by name; and one that can."""
     found = {name: tmp_path / name for name in ("folder", "binary", "zeros", "empty", "blank", "missing", "text")}
+    found |= {name: tmp_path / name for name in ("pipe", "device", "sparse", "nested")}
+    os.mkfifo(found["pipe"])
+    found["device"].symlink_to("/dev/zero")
+    with found["sparse"].open("wb") as stream:
+        stream.truncate(1 << 36)
+    found["nested"].write_text("[" * 100_000)
     found["folder"].mkdir()
     found["binary"].write_bytes(bytes(range(256)))
     found["zeros"].write_bytes(bytes(100))
@@ -187,34 +195,81 @@ def test_which_command_was_meant(kvjax_command, monkeypatch: pytest.MonkeyPatch)
     assert "Did you mean 'eval'" in result.stderr
 
 
-@pytest.mark.parametrize("kind", ["folder", "binary", "zeros", "empty", "blank", "missing"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "--prompt-file", "FILE"],
-        ["draw", "--prompt-file", "FILE"],
-        ["eval", "perplexity", "--text", "FILE"],
-        ["eval", "fidelity", "--text", "FILE"],
-        ["eval", "needle-number", "--text", "FILE"],
-        ["eval", "niah_single_2", "--text", "FILE"],
-        ["eval", "gsm8k", "--data", "FILE", "--examples", "data.jsonl", "--shots", "1"],
-        ["eval", "gsm8k", "--data", "data.jsonl", "--examples", "FILE", "--shots", "1"],
-        ["eval", "math500", "--data", "FILE"],
-        ["eval", "multi-query", "--data", "FILE"],
-        ["eval", "longbench-qasper", "--data", "FILE"],
-        ["eval", "qa_1", "--data", "FILE"],
-        ["eval", "vt", "--policy", "catekv", "--set", "profile=FILE"],
-        ["generate", "--policy", "infinigen", "--set", "profile=FILE", "x"],
-        ["eval", "vt", "--policy", "kvzap", "--set", "weights=FILE"],
-        ["eval", "vt", "--policy", "fast_kvzip", "--set", "weights=FILE"],
-        ["compare", "--policies", "full", "--tasks", "vt,perplexity", "--out", "results", "--text", "FILE"],
-        ["calibrate", "catekv", "--out", "profile.json", "--data", "data.jsonl", "--data", "FILE"],
-    ],
-    ids=lambda words: "-".join(words[:2]),
-)
+READERS = [
+    ["generate", "--prompt-file", "FILE"],
+    ["draw", "--prompt-file", "FILE"],
+    ["eval", "perplexity", "--text", "FILE"],
+    ["eval", "fidelity", "--text", "FILE"],
+    ["eval", "needle-number", "--text", "FILE"],
+    ["eval", "niah_single_2", "--text", "FILE"],
+    ["eval", "gsm8k", "--data", "FILE", "--examples", "data.jsonl", "--shots", "1"],
+    ["eval", "gsm8k", "--data", "data.jsonl", "--examples", "FILE", "--shots", "1"],
+    ["eval", "math500", "--data", "FILE"],
+    ["eval", "multi-query", "--data", "FILE"],
+    ["eval", "longbench-qasper", "--data", "FILE"],
+    ["eval", "qa_1", "--data", "FILE"],
+    ["eval", "vt", "--policy", "catekv", "--set", "profile=FILE"],
+    ["generate", "--policy", "infinigen", "--set", "profile=FILE", "x"],
+    ["eval", "vt", "--policy", "kvzap", "--set", "weights=FILE"],
+    ["eval", "vt", "--policy", "fast_kvzip", "--set", "weights=FILE"],
+    ["eval", "vt", "--policy", "offloaded(fast_kvzip:weights=FILE)"],
+    ["compare", "--policies", "full", "--tasks", "vt,perplexity", "--out", "results", "--text", "FILE"],
+    ["calibrate", "catekv", "--out", "profile.json", "--data", "data.jsonl", "--data", "FILE"],
+]
+"""Commands that read a file."""
+
+
+@pytest.mark.parametrize("kind", ["folder", "binary", "zeros", "empty", "blank", "missing", "pipe", "device", "sparse"])
+@pytest.mark.parametrize("arguments", READERS, ids=lambda words: "-".join(words[:2]))
 def test_files_that_are_no_text(refused, files: dict[str, Path], arguments: list[str], kind: str) -> None:
     said = refused(*(word.replace("FILE", kind) for word in arguments))
     assert kind in said or f"{kind}/qasper.jsonl" in said
+    if kind in ("pipe", "device"):
+        assert "a regular file was expected, not a pipe, socket or device" in said
+    if kind == "sparse":
+        assert "68719476736 bytes" in said
+
+
+@pytest.mark.parametrize("policy", ["duoattention", "infinigen", "triattention"])
+def test_profiles_that_cannot_be_read(refused, files: dict[str, Path], policy: str) -> None:
+    def said(file: str) -> str:
+        return refused("generate", "--policy", policy, "--set", f"profile={file}", "x")
+
+    assert "not JSON that can be read" in said("nested")
+    assert "binary: not UTF-8 text" in said("binary")
+    files["text"].write_text("9" * 5000)
+    assert "not JSON that can be read" in said("text")
+
+
+def test_packed_numbers_of_a_profile_that_would_fill_the_memory(refused, files: dict[str, Path]) -> None:
+    from kvjax.policies.profile import pack
+
+    about = {"version": 3, "method": "infinigen", "model": "x", "data": "y", "settings": {}}
+    layers = [pack(bytes(1 << 24))] * 17
+    files["text"].write_text(json.dumps({**about, "matrices": layers}))
+    assert "cut short, or too long" in refused("generate", "--policy", "infinigen:profile=text", "x")
+
+
+NESTED = [
+    "critical(" * 2000 + "full" + ")" * 2000,
+    "by_layer(" * 2000,
+    "catekv:adaptive=" + "(" * 2000 + "quest" + ")" * 2000,
+    "by_head(a=full;profile=" + "(" * 2000 + ")" * 2000 + ")",
+]
+
+
+@pytest.mark.parametrize("policy", NESTED, ids=["wrapped", "open", "setting", "profile"])
+def test_policies_nested_too_deep(refused, files: dict[str, Path], policy: str) -> None:
+    for arguments in (
+        ["generate", "x", "--policy", policy],
+        ["eval", "vt", "--policies", f"full,{policy}"],
+        ["bench", "--policies", policy],
+        ["plan", "--device", "t4", "--policy", policy],
+    ):
+        said = refused(*arguments)
+        assert "deep; nest at most 32" in said
+        assert len(said) < 200
+    assert "give labels as" in refused("generate", "x", "--policy", "by_head(a=full;profile=(a)")
 
 
 @pytest.mark.parametrize(

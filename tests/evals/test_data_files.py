@@ -53,6 +53,20 @@ def test_a_damaged_line_is_named(talker, tmp_path, read, good, line, says):
         read(Format(talker.tokenizer), file)
 
 
+def test_what_is_said_of_a_large_line_is_short(talker, tmp_path):
+    """The list has a wrong item in each place, and its text is as long as the file."""
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({**ROW, "answers": [1] * 1_000_000}))
+    with pytest.raises(ValueError, match=r"^\S*data.jsonl, line 1: answers\.0: input should be a valid string, not 1$"):
+        longbench(Format(talker.tokenizer), file)
+    file.write_text(json.dumps([1] * 1_000_000))
+    with pytest.raises(ValueError, match=r"input should be an object, not \[1, 1, 1, 1, 1, 1, \.\.\.\]$"):
+        longbench(Format(talker.tokenizer), file)
+    file.write_text(json.dumps({**ROW, "context": "a" * (1 << 24)}))
+    with pytest.raises(ValueError, match=r"line 1: 167\d{5} bytes; a line has at most 16777216$"):
+        longbench(Format(talker.tokenizer), file)
+
+
 @pytest.mark.parametrize("read", [gsm8k, longbench])
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
 def test_a_file_without_rows(talker, tmp_path, read, content):

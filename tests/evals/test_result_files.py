@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_answers_may_have_any_character(run):
     assert (run(), run.asked) == (rows, 0)
 
 
-@pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n", b"\x00\x00\x00"], ids=["none", "newline", "blank", "zeros"])
+@pytest.mark.parametrize("ending", [b"", b"\x00\x00\x00"], ids=["none", "zeros"])
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
 def test_a_last_line_that_was_cut_short_is_run_again(run, part, ending):
     rows = run()
@@ -73,6 +74,17 @@ def test_a_cut_within_a_character(run):
     run.out.write_bytes(content[: content.rindex("語".encode()) + 1])
     with pytest.warns(UserWarning, match="cut short"):
         assert (run(), run.asked) == (rows, 1)
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\n\n", b"\n \n"], ids=["newline", "blank", "spaces"])
+@pytest.mark.parametrize("at", [0, 20, -1], ids=["first", "middle", "last"])
+def test_a_damaged_byte_in_the_last_complete_line_is_told_and_left_alone(run, at, ending):
+    run()
+    *lines, last = run.out.read_bytes().split(b"\n")[:-1]
+    damaged = bytearray(last)
+    damaged[at] = 0xFF
+    refused(run, b"\n".join([*lines, bytes(damaged)]) + ending, r"needle.jsonl, line 4: not UTF-8")
+    refused(run, b"\n".join([*lines, last[: len(last) // 2]]) + ending, r"needle.jsonl, line 4: not JSON")
 
 
 def test_a_last_line_that_lacks_but_its_newline_is_whole(run):
@@ -130,6 +142,18 @@ def test_damage_in_the_middle_is_told_and_left_alone(run, line, says):
 )
 def test_what_is_no_result_file_is_left_alone(run, content):
     refused(run, content, "is there, but is not a result file of kvjax; give another path")
+
+
+def test_a_pipe_or_an_enormous_file_is_no_result_file(run):
+    os.mkfifo(run.out)
+    with pytest.raises(OSError, match="a pipe cannot be gone on with; give a regular file"):
+        run()
+    run.out.unlink()
+    with run.out.open("wb") as stream:
+        stream.truncate(1 << 36)
+    with pytest.raises(ValueError, match="68719476736 bytes; files of at most"):
+        run()
+    assert run.asked == 0
 
 
 def refused(run, content, says):
@@ -202,6 +226,22 @@ def test_a_damaged_checkpoint_is_told(state, tmp_path):
         file.write_bytes(each)
         with pytest.raises(ValueError, match=r"state.npz is no checkpoint that can be read"):
             load(file)
+
+
+def test_a_checkpoint_is_a_file_of_its_own_size(state, tmp_path):
+    """A pipe would be waited for, and compressed arrays could be a thousand times as large as the file."""
+    whole, load = state
+    with np.load(whole) as found:
+        np.savez_compressed(tmp_path / "packed.npz", **found)
+    with pytest.raises(ValueError, match=r"no checkpoint that can be read \(it is compressed\)"):
+        load(tmp_path / "packed.npz")
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(OSError, match="a regular file was expected"):
+        load(tmp_path / "pipe.npz")
+    with (tmp_path / "sparse.npz").open("wb") as stream:
+        stream.truncate(1 << 36)
+    with pytest.raises(ValueError, match="68719476736 bytes"):
+        load(tmp_path / "sparse.npz")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 
 from kvjax import json_lines
 from kvjax.evals.task import Example, Format
+from kvjax.json_lines import Listed
 
 from . import metrics as metrics
 
@@ -108,8 +109,8 @@ class LongBench:
 class _Row(BaseModel):
     context: str
     input: str
-    answers: list[str] = Field(min_length=1)
-    all_classes: list[str] | None
+    answers: Listed[str] = Field(min_length=1)
+    all_classes: Listed[str] | None
     length: int
 
 

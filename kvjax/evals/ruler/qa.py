@@ -3,15 +3,14 @@
 import dataclasses
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, model_validator
 
-from kvjax import strict_json
+from kvjax import user_files
 from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import complaint
+from kvjax.json_lines import FormError, Listed, validated
 
 from .base import RulerTask
 from .scoring import match_part
@@ -25,7 +24,7 @@ class Question(NamedTuple):
     text: str
     answers: tuple[str, ...]
     documents: tuple[int, ...]
-    related: tuple[int, ...]
+    group: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +55,9 @@ class QuestionAnswering(RulerTask):
         """Question `index` of the file, among as many documents as fit."""
         _, questions, documents = read(self.file)
         asked, rng = questions[index], random.Random(seed)
-        needed = {*asked.documents, *asked.related}
-        related = rng.sample(asked.related, len(asked.related))
+        related = [at for at in asked.group if at not in asked.documents]
+        needed = {*asked.documents, *related}
+        related = rng.sample(related, len(related))
         others = rng.sample(range(len(documents)), len(documents))
         ranked = [*asked.documents, *related, *(i for i in others if i not in needed)]
         order = rng.getrandbits(64)
@@ -90,12 +90,12 @@ def read(file: str) -> tuple[str, list[Question], list[str]]:
     """
     if not file:
         raise ValueError("RULER's QA tasks need a file of questions: SQuAD 2 or HotpotQA as JSON (--data FILE)")
-    content = Path(file).read_bytes()
+    content = user_files.read_bytes(file)
     try:
-        kind: Any = _Squad if isinstance(strict_json.loads(content), dict) else list[_Entry]
-        found = TypeAdapter(kind).validate_json(content, strict=True)
-    except ValidationError as error:
-        raise ValueError(f"{file}: neither of SQuAD's form nor of HotpotQA's ({complaint(error)})") from None
+        kind: Any = _Squad if content.lstrip().startswith(b"{") else Listed[_Entry]
+        found = validated(content, kind)
+    except FormError as error:
+        raise ValueError(f"{file}: neither of SQuAD's form nor of HotpotQA's ({error})") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return ("qa_1", *_squad(found)) if kind is _Squad else ("qa_2", *_hotpot(found))
@@ -107,7 +107,7 @@ class _Answer(BaseModel):
 
 class _Asked(BaseModel):
     question: str
-    answers: list[_Answer]
+    answers: Listed[_Answer]
     is_impossible: bool = False
 
     @model_validator(mode="after")
@@ -119,21 +119,21 @@ class _Asked(BaseModel):
 
 class _Paragraph(BaseModel):
     context: str
-    qas: list[_Asked]
+    qas: Listed[_Asked]
 
 
 class _Article(BaseModel):
-    paragraphs: list[_Paragraph]
+    paragraphs: Listed[_Paragraph]
 
 
 class _Squad(BaseModel):
-    data: list[_Article]
+    data: Listed[_Article]
 
 
 class _Entry(BaseModel):
     question: str
     answer: str
-    context: list[tuple[str, list[str]]]
+    context: Listed[tuple[str, Listed[str]]]
 
 
 def _squad(file: _Squad) -> tuple[list[Question], list[str]]:
@@ -142,12 +142,12 @@ def _squad(file: _Squad) -> tuple[list[Question], list[str]]:
     questions = []
     for article in file.data:
         places = [at[paragraph.context] for paragraph in article.paragraphs]
+        group = tuple(dict.fromkeys(places))
         for paragraph, place in zip(article.paragraphs, places, strict=True):
-            related = tuple(dict.fromkeys(other for other in places if other != place))
             for asked in paragraph.qas:
                 if not asked.is_impossible:
                     answers = tuple(answer.text for answer in asked.answers)
-                    questions.append(Question(asked.question, answers, (place,), related))
+                    questions.append(Question(asked.question, answers, (place,), group))
     return questions, documents
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from kvjax.models.config import ModelConfig
 
 from ..info import PolicyError
-from ..profile import Profile, pack, unpack
+from ..profile import Profile, check_packed, pack, unpack
 
 _SCALE, _STEPS = np.dtype("<f2"), 127
 """Type of the scales, and how many steps of its scale an entry may be."""
@@ -42,14 +42,10 @@ class SkewProfile(Profile):
 
     @classmethod
     def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
-        matrices = found["matrices"]
         try:
-            texts = isinstance(matrices, list) and all(unpack(text) for text in matrices)
-        except ValueError:
-            texts = False
-        if not texts:
-            raise ValueError("matrices should be one text of packed numbers per layer")
-        return {"matrices": tuple(matrices)}
+            return {"matrices": check_packed(found["matrices"])}
+        except ValueError as error:
+            raise ValueError(f"matrices should be one text of packed numbers per layer ({error})") from None
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import user_files
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import top_k
@@ -30,6 +31,15 @@ from .scoring import PromptScorer, PromptScorerLayer
 
 Weights = Mapping[str, np.ndarray]
 """Arrays of one layer's network by their names in the file."""
+
+WITHIN = "model.safetensors"
+"""The file that is read of a folder."""
+
+MOST_BYTES = 1 << 30
+"""Of a file of weights: more than those that are published for models of 70 billion parameters."""
+
+_PIECE = 1 << 20
+"""Numbers that are checked at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,9 +73,11 @@ class Surrogate:
             for name, array in sorted(layer.items()):
                 if not array.ndim:
                     raise ValueError(f"{name} of layer {i} is a single number")
-                if not np.isfinite(array.astype(np.float32)).all():
-                    raise ValueError(f"{name} of layer {i} has numbers that are not finite")
-                digest.update(f"{i} {name} {array.shape} {array.dtype}".encode() + array.tobytes())
+                digest.update(f"{i} {name} {array.shape} {array.dtype}".encode())
+                for piece in np.split(array.reshape(-1), range(_PIECE, array.size, _PIECE)):
+                    if not np.isfinite(piece.astype(np.float32)).all():
+                        raise ValueError(f"{name} of layer {i} has numbers that are not finite")
+                    digest.update(piece.tobytes())
         return cls(tuple(layers), digest.hexdigest()[:16])
 
     def __eq__(self, other: object) -> bool:
@@ -87,15 +99,21 @@ class Surrogate:
 
 
 def load(path: str, read: Callable[[Path], Sequence[Weights]]) -> Surrogate:
-    """Weights from a file or folder, which `read` knows the layout of. A file that has not changed is read once.
+    """Weights from a file, or from `WITHIN` of a folder, which `read` knows the layout of. A file that has not changed is read once.
 
     Raises:
-        PolicyError: they are not in that layout.
-        OSError: there is no such file, or it cannot be read.
+        PolicyError: they are not in that layout, or have more than `MOST_BYTES`.
+        OSError: there is no such file, it is not a regular one, or it cannot be read.
     """
-    found = Path(path)
-    held = sorted(found.iterdir()) if found.is_dir() else [found]
-    return _load(found, read, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in held))
+    file = user_files.expanded(path)
+    if (file / WITHIN).exists():
+        file /= WITHIN
+    try:
+        user_files.check(file, MOST_BYTES)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
+    about = file.stat()
+    return _load(file, read, (about.st_mtime_ns, about.st_size))
 
 
 @functools.lru_cache(maxsize=4)

@@ -12,7 +12,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.rope import Rope
 
 from ..info import PolicyError
-from ..profile import Profile, pack, unpack
+from ..profile import Profile, check_packed, pack, unpack
 
 _DTYPE = np.dtype("<f2")
 """In which statistics are kept."""
@@ -63,14 +63,10 @@ class MeanQueries(Profile):
 
     @classmethod
     def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:
-        queries = found["queries"]
         try:
-            texts = isinstance(queries, list) and all(unpack(text) for text in queries)
-        except ValueError:
-            texts = False
-        if not texts:
-            raise ValueError("queries should be one text of packed numbers per layer")
-        return {"queries": tuple(queries)}
+            return {"queries": check_packed(found["queries"])}
+        except ValueError as error:
+            raise ValueError(f"queries should be one text of packed numbers per layer ({error})") from None
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)
