@@ -17,7 +17,7 @@ def plain(value: Any) -> Any:
     if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.ndim:
         return value
     found = np.asarray(value)[()]
-    return float(str(found)) if found.dtype in (np.float16, np.float32) else found.item()
+    return float(str(found)) if str(found.dtype) in ("float16", "float32") else found.item()
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
