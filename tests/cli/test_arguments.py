@@ -212,7 +212,7 @@ READERS = [
     ["generate", "--policy", "infinigen", "--set", "profile=FILE", "x"],
     ["eval", "vt", "--policy", "kvzap", "--set", "weights=FILE"],
     ["eval", "vt", "--policy", "fast_kvzip", "--set", "weights=FILE"],
-    ["eval", "vt", "--policy", "offloaded(fast_kvzip:weights=FILE)"],
+    ["eval", "vt", "--policy", "by_layer(fast_kvzip:weights=FILE; full)"],
     ["compare", "--policies", "full", "--tasks", "vt,perplexity", "--out", "results", "--text", "FILE"],
     ["calibrate", "catekv", "--out", "profile.json", "--data", "data.jsonl", "--data", "FILE"],
 ]
@@ -267,9 +267,9 @@ def test_policies_nested_too_deep(refused, files: dict[str, Path], policy: str) 
         ["plan", "--device", "t4", "--policy", policy],
     ):
         said = refused(*arguments)
-        assert "deep; nest at most 32" in said
-        assert len(said) < 200
-    assert "give labels as" in refused("generate", "x", "--policy", "by_head(a=full;profile=(a)")
+        assert "more than 32 brackets are open at a time; nest fewer policies" in said
+        assert len(said) < 400
+    assert "close the bracket" in refused("generate", "x", "--policy", "by_head(a=full;profile=(a)")
 
 
 @pytest.mark.parametrize(
