@@ -13,6 +13,7 @@ from kvjax import files
 from kvjax.arguments import short, shown
 from kvjax.models.params import Params
 from kvjax.models.sharding import get_mesh, get_shard, place, place_from
+from kvjax.user_files import expanded
 
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of
@@ -105,9 +106,9 @@ def open_checkpoint(
         find = find_tokenizer(tokenizer, token=token, progress=progress)
         found = open_checkpoint(source, progress, headers_only=headers_only, revision=revision, token=token)
         return dataclasses.replace(found, tokenizer=lambda: find(found.config))
-    if revision is not None and (not hub.ID.fullmatch(str(source)) or Path(str(source)).exists()):
+    if revision is not None and (not hub.ID.fullmatch(str(source)) or expanded(str(source)).exists()):
         raise ValueError(f"revision={revision!r} is for models on the hub, which {source or default_model.NAME} is not")
-    path = default_model.locate(progress) if _is_default(source) else Path(str(source))
+    path = default_model.locate(progress) if _is_default(source) else expanded(str(source))
     try:
         if not path.exists():
             files.recover(path)  # a run that was killed while it replaced this model

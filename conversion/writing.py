@@ -14,6 +14,7 @@ import numpy as np
 from kvjax import files
 from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
+from kvjax.user_files import expanded
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed
@@ -76,10 +77,11 @@ def convert(
         ValueError: an unknown format, dtype or kind of weights.
     """
     check_kinds(weights, embedding)
+    destination = expanded(destination)
     check = _checks(destination, format, overwrite)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token, tokenizer=tokenizer)
     kinds = kinds_of(checkpoint, weights, embedding)
-    return _write(checkpoint, Path(destination), format, dtype, progress, check, kinds)
+    return _write(checkpoint, destination, format, dtype, progress, check, kinds)
 
 
 def save(
@@ -109,9 +111,10 @@ def save(
         TypeError: these are no parameters, or shapes alone.
         ValueError: an unknown format or dtype.
     """
+    path = expanded(path)
     check = _checks(path, format, overwrite)
     kinds = Kinds("as stored", "as stored")
-    return _write(checkpoint_of(params), Path(path), format, dtype, progress, check, kinds)
+    return _write(checkpoint_of(params), path, format, dtype, progress, check, kinds)
 
 
 def _write(

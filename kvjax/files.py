@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 import filelock
 
+from kvjax.user_files import expanded
+
 _ENDING, _RANDOM = ".kvjax", "?" * 8
 """How names of scratch folders end, and the part of them that `tempfile` makes up."""
 
@@ -46,6 +48,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: something is there that is no file, as a folder, or the file cannot be made.
     """
+    path = expanded(path)
     mode = _mode(path)
     if mode is not None and (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
         with _naming(path), tempfile.TemporaryFile() as spool:
@@ -79,6 +82,7 @@ def directory(path: str | Path, check: Callable[[Path], None] | None = None) -> 
     Raises:
         FileExistsError: something is at `path` that may not be replaced, perhaps since a moment ago. It is left as it is.
     """
+    path = expanded(path)
     place = Path(os.path.realpath(path))
     with _naming(path), _scratch(place) as folder:
         new, old = folder / _NEW, folder / _OLD
@@ -119,7 +123,7 @@ def append(path: str | Path, content: str) -> None:
     Raises:
         OSError: it cannot be written, or not all of it.
     """
-    with _naming(path), open(path, "a", encoding="utf-8") as stream:
+    with _naming(path), open(expanded(path), "a", encoding="utf-8") as stream:
         stream.write(content)
 
 
@@ -136,7 +140,7 @@ def _naming(path: str | Path) -> Iterator[None]:
 
 def recover(path: str | Path) -> None:
     """Clear up what killed processes have left beside `path`; what one had moved aside, and not yet replaced, goes back."""
-    place = Path(os.path.realpath(path))
+    place = Path(os.path.realpath(expanded(path)))
     for folder in place.parent.glob(f".{glob.escape(place.name)}.{_RANDOM}{_ENDING}"):
         if (folder / _LOCK).is_file():
             # A lock that somebody has, or that cannot be had at all: the folder is not known to be abandoned.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax import user_files
+from kvjax import files, user_files
 
 
 def test_home_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -18,6 +18,9 @@ def test_home_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert user_files.expanded("a/~/b") == Path("a/~/b")
     (tmp_path / "a").write_text("text")
     assert (user_files.size("~/a"), user_files.read_text("~/a")) == (4, "text")
+    files.write("~/b/c", "new")
+    files.append("~/b/c", " and old")
+    assert (tmp_path / "b" / "c").read_text() == "new and old"
 
 
 def test_regular_files_alone_are_read(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 import typer.core
 
 from kvjax.standard_streams import EPIPE_EXIT
+from kvjax.user_files import expanded
 
 from . import console
 from .interruption import INTERRUPTED, start_jax
@@ -40,7 +42,8 @@ class Command(typer.core.TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command. `~` in a path is the user's home, also where the shell has left it: as in `--out=~/results`."""
+        ctx.params |= {name: expanded(value) for name, value in ctx.params.items() if isinstance(value, Path)}
         try:
             with console.only_json() if ctx.params.get("as_json") else contextlib.nullcontext(), _warnings_as_lines():
                 return self._told(ctx)

@@ -14,6 +14,15 @@ def test_a_converted_model_writes_the_same_text(kvjax_command, checkpoint: Path,
     assert texts[0] == texts[1] != ""
 
 
+def test_home_is_replaced(kvjax_command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the shell leaves it in the argument, as in `--out=~/results`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(checkpoint)
+    result = kvjax_command("convert", "~/model", "~/there", "--format", "safetensors")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert (tmp_path / "there" / "model.safetensors").exists()
+
+
 def test_progress_shows_without_a_terminal(
     kvjax_command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
