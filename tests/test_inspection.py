@@ -42,7 +42,7 @@ def test_heads_that_differ_count_as_shares(tiny: Params) -> None:
         ([], Full(), 4, ValueError, "non-empty list"),
         ([1], Full(), 0, ValueError, "max_new_tokens=0"),
         ("text", Full(), 4, ValueError, "no tokenizer"),
-        ([1, 2], TreeKV(budget=0.1), 4, PolicyError, "budget of 0.1"),
+        ([1, 2] * 50, TreeKV(budget=0.02), 4, PolicyError, "budget of 0.02"),
     ],
 )
 def test_what_cannot_be_run(tiny: Params, prompt, policy, steps: int, error: type[Exception], says: str) -> None:

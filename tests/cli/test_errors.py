@@ -75,7 +75,7 @@ def test_prompt_files_that_cannot_be_read(kvjax_command, checkpoint: Path, tmp_p
 
 def test_an_empty_prompt(kvjax_command, checkpoint: Path) -> None:
     result = kvjax_command("generate", "--model", checkpoint, stdin="")
-    assert (result.exit_code, result.stderr) == (1, "error: a prompt is empty; give at least one token\n")
+    assert (result.exit_code, result.stderr) == (1, "error: the prompt is empty; give a text to continue\n")
 
 
 @pytest.mark.filterwarnings("always")

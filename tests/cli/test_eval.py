@@ -39,6 +39,7 @@ def test_perplexity(kvjax_command, checkpoint, book, tmp_path):
     assert whole["value"] > 1
 
 
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_a_comparison_is_matched_by_bytes_and_resumes(kvjax_command, checkpoint, book, tmp_path, params):
     out, plot = tmp_path / "results", tmp_path / "tradeoff.svg"
     arguments = ("compare", "--model", checkpoint, "--policies", "streaming_llm", "--tasks", "fidelity,perplexity")
@@ -50,6 +51,9 @@ def test_a_comparison_is_matched_by_bytes_and_resumes(kvjax_command, checkpoint,
         for policy, target in (("full", None), ("streaming_llm", 0.5))
     ]
     assert [row["budget_applies"] for row in rows] == [False, True] * 2
+    assert [row["on_target"] for row in rows] == [
+        abs(row["share"] / (row["target"] or row["share"]) - 1) <= 0.1 for row in rows
+    ]
     for row in rows:
         assert row["share"] <= (1 if row["target"] is None else 0.5)
     table = json.loads((out / "table.json").read_text())
@@ -61,7 +65,8 @@ def test_a_comparison_is_matched_by_bytes_and_resumes(kvjax_command, checkpoint,
     markdown = (out / "table.md").read_text()
     assert "| policy | 50 % |" in markdown
     assert "| `full` (no budget) | " in markdown
-    assert f"| `streaming_llm` | {rows[1]['output error']:.3f} (" in markdown
+    star = "" if rows[1]["on_target"] else " *"
+    assert f"| `streaming_llm` | {rows[1]['output error']:.3f} ({100 * rows[1]['share']:.0f} %{star})" in markdown
     assert "streaming_llm" in plot.read_text()
     before = {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
     assert len(before) == 4

@@ -141,6 +141,7 @@ def test_a_disk_that_is_full(environment: dict[str, str], checkpoint: Path, tmp_
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)); sys.argv[0] = 'kvjax'; main()"
     )
     command = [sys.executable, "-c", script, "convert", str(checkpoint), "model", "--format", format]
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}  # modules' bytecode would be cut short as well
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "error: model: File too large\n")
     assert list(tmp_path.iterdir()) == []

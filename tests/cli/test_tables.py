@@ -122,7 +122,7 @@ def test_plan_for_people(kvjax_command, checkpoint: Path) -> None:
     result = kvjax_command("plan", "--model", checkpoint, "--device", "t4", "--count", 2, "--context", 50, "-n", 9)
     facts, table = result.stdout.split("\n\n")
     rows = dict(line.split(None, 1) for line in facts.splitlines())
-    assert rows["Devices"] == "2 x t4, 15.0 GB each"
+    assert rows["Devices"] == "2 x t4, 12.0 GB each"
     assert rows["Time"].endswith("unmeasured")
     lines = table.splitlines()
     assert lines[0].split()[:3] == ["Mesh", "Weights", "in"]

@@ -361,5 +361,5 @@ def test_bad_hyperparameters(options, says):
 
 
 def test_fraction_too_small_for_its_sinks():
-    with pytest.raises(PolicyError, match="gives 4 tokens"):
-        ClusterKV(budget=0.1).validate(40)
+    with pytest.raises(PolicyError, match="gives 15 tokens"):
+        ClusterKV(budget=0.1).validate(150)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.policies import H2O, PolicyError, get_policy, policies, pyramid
+from kvjax.policies.budget import SHORT
 from kvjax.policies.transforms.pyramid import Pyramid
 
 # By the paper, or where that is silent, by its code.
@@ -154,13 +155,16 @@ BUDGETS = [
 
 @pytest.mark.parametrize(("name", "options", "least"), BUDGETS)
 def test_the_least_budget(name: str, options: dict[str, int], least: int) -> None:
-    """As a number of tokens, and as a share of a text that is then so long."""
+    """As a number of tokens, and as a share of a text that is not short: a shorter one gets what is needed."""
     assert get_policy(name, budget=least, **options).budget == least
-    get_policy(name, budget=0.5, **options).validate(2 * least)
     with pytest.raises(PolicyError, match=f"budget.*{least - 1}"):
         get_policy(name, budget=least - 1, **options)
-    with pytest.raises(PolicyError, match=r"budget of 0\.5"):
-        get_policy(name, budget=0.5, **options).validate(2 * least - 1)
+    tokens = SHORT * least
+    get_policy(name, budget=least / tokens, **options).validate(tokens)
+    too_small = get_policy(name, budget=(least - 0.5) / tokens, **options)
+    too_small.validate(tokens - 1)
+    with pytest.raises(PolicyError, match="budget of 0"):
+        too_small.validate(tokens)
 
 
 def test_recent_tokens_of_h2o() -> None:

@@ -50,7 +50,7 @@ def refusal(policy: Policy, block: int | None) -> str | None:
 def test_what_a_model_would_be_needed_for_is_found_without_one(transform):
     for name in policies():
         outer, policy = (
-            get_policy(transform.format("full:64" if "critical" not in transform else "snapkv")),
+            get_policy(transform.format("full" if "critical" not in transform else "snapkv")),
             given(name),
         )
         if transform.startswith("by_layer"):
