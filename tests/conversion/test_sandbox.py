@@ -113,7 +113,8 @@ def little_memory() -> Iterator[None]:
     before, children = held(resource.RUSAGE_SELF), held(resource.RUSAGE_CHILDREN)
     yield
     assert held(resource.RUSAGE_SELF) - before < 100_000
-    assert held(resource.RUSAGE_CHILDREN) < max(children + 1, 350_000)
+    # Linux counts what this process held when it started the other one as the other's, too.
+    assert held(resource.RUSAGE_CHILDREN) <= max(children, held(resource.RUSAGE_SELF), 350_000)
 
 
 def refusal(template: str) -> str:
