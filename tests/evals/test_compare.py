@@ -1,0 +1,41 @@
+"""Comparisons at equal bytes: what is measured, and what is said of bytes that are not equal."""
+
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.evals import compare
+from kvjax.evals.tasks import Inputs
+
+POLICY = kvjax.StreamingLLM(budget=64)
+
+
+def test_equal_budgets_are_measured_once_and_bytes_off_target_are_told(
+    letters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots come in steps of 32, so that three of the targets give one budget, which holds the bytes of one of them."""
+    measured = []
+    measure = compare.measure
+
+    def counted(params, task, inputs, policy, **options):
+        measured.append(policy)
+        return measure(params, task, inputs, policy, **options)
+
+    monkeypatch.setattr(compare, "measure", counted)
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijklm nopq " * 10)
+    inputs = Inputs(text=text, lengths=(128,))
+    targets = (0.27, 0.3, 0.45)
+    with pytest.warns(
+        UserWarning, match=r"streaming_llm: holds 25\.\d % of the full cache's bytes, not (30|45) % as asked"
+    ) as told:
+        cells = compare.compare(letters, [POLICY], targets, ["perplexity"], inputs, tmp_path)
+    assert [cell.target for cell in cells] == [None, *targets]
+    assert len({str(policy) for policy in measured}) == len(measured) == 2  # the full cache's, and one of StreamingLLM
+    assert len({cell.outcome.value for cell in cells[1:]}) == 1
+    assert [cell.on_target for cell in cells] == [True, True, False, False]
+    assert sum("as asked" in str(warning.message) for warning in told) == 2
+    page = compare.markdown(cells)
+    assert page.count(" *)") == 2
+    assert "more than 10 % off the asked share of bytes" in page
