@@ -1,4 +1,4 @@
-"""The first cell of a notebook: `%pip install --quiet "kvjax[plot]"`, and then `kvjax.notebooks.prepare()`."""
+"""What a notebook begins with, once its first cell has installed kvjax: `kvjax.notebooks.prepare()`."""
 
 import importlib
 import importlib.metadata
@@ -16,7 +16,7 @@ TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 def prepare() -> Any:
     """Have JAX compute on this machine's TPU or GPU, say on what it computes, and return that `jax.Device`.
 
-    `pip install kvjax` brings JAX for CPUs, and where another JAX was before, in Colab for example, what it had for an accelerator no longer
+    kvjax requires JAX for CPUs, and where another JAX was before, in Colab for example, what it had for an accelerator no longer
     fits. So where there is a TPU or an NVIDIA GPU, what JAX needs for it is installed, of JAX's own version, unless it is there. Call it
     before anything is computed.
 

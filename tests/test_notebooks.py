@@ -45,7 +45,8 @@ def test_it_is_kept_with_the_outputs_of_one_clean_run(path):
     nbformat = pytest.importorskip("nbformat", reason="needs the notebooks extra")
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    install, *cells = (cell for cell in notebook.cells if cell.cell_type == "code")
+    assert (install.execution_count, install.outputs) == (None, [])
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
@@ -67,9 +68,23 @@ def test_its_badge_gives_the_projects_address_and_its_first_cell_installs(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     install, prepare, *_ = (cell for cell in cells if cell["cell_type"] == "code")
     extras = "plot,tpu" if path.stem == "long_context_tpu" else "plot"  # it asks the compiler for TPUs on any machine
-    assert "".join(install["source"]) == f'%pip install --quiet "kvjax[{extras}]"\nimport kvjax.notebooks'
-    assert install["metadata"]["tags"] == ["remove-output"]
+    assert "".join(install["source"]) == f'%pip install --quiet "kvjax[{extras}] @ git+{address}"'
+    assert install["metadata"]["tags"] == ["remove-output", "skip-execution"]  # here kvjax is the checkout's
+    assert "import kvjax.notebooks\n" in prepare["source"]
     assert "kvjax.notebooks.prepare()\n" in "".join([*prepare["source"], "\n"])
+
+
+def test_kvjax_is_installed_from_its_address_or_a_checkout():
+    """It is on no package index."""
+    root = NOTEBOOKS[0].parents[1]
+    files = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("notebooks/*"), *root.glob("kvjax/**/*.py")]
+    said = re.compile(r"""pip install(?: -[\w-]+)* ["']?kvjax\b(?!\[[\w,]+\] @ git\+)[^\n]*""")
+    found = [f"{file.name}: {line}" for file in files if file.is_file() for line in said.findall(_text(file))]
+    assert found == []
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8").replace('\\"', '"')
 
 
 def test_a_list_of_policies_has_all_that_there_are():
