@@ -1,4 +1,4 @@
-"""How far long work is, on the error stream: a bar on a terminal; elsewhere, for those who ask, a line every few seconds."""
+"""How far long work is, on the error stream: a bar on a terminal; elsewhere, for those who ask, lines, ever more seldom."""
 
 import sys
 import time
@@ -13,7 +13,12 @@ _PATIENCE = 0.5
 """Seconds of work before the bar appears."""
 
 _EVERY = 5.0
-"""Seconds from one line to the next, and before the first."""
+"""Seconds before the first line, and at least from one to the next."""
+
+
+def pause(elapsed: float, least: float) -> float:
+    """Seconds until the next line: as long again as the work has taken, so that logs of long work stay short, and at most a minute."""
+    return max(least, min(elapsed, 60.0))
 
 
 def watched(show: bool | None) -> bool:
@@ -22,7 +27,7 @@ def watched(show: bool | None) -> bool:
 
 
 class Lines:
-    """A line every few seconds, for logs and other places without a terminal.
+    """Lines, ever more seldom, for logs and other places without a terminal.
 
     Args:
         title: what is being done.
@@ -30,12 +35,13 @@ class Lines:
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._last = time.monotonic()
+        self._begun = self._last = time.monotonic()
 
     def tell(self, state: str) -> None:
         """Say how far it is, unless that was said a moment ago."""
-        if time.monotonic() - self._last >= _EVERY:
-            self._last = time.monotonic()
+        now = time.monotonic()
+        if now - self._last >= pause(self._last - self._begun, _EVERY):
+            self._last = now
             print(f"{self._title}: {state}", file=sys.stderr, flush=True)
 
 

@@ -50,5 +50,9 @@ def options(
     debug: Annotated[
         bool, typer.Option("--debug", envvar="KVJAX_DEBUG", help="Show Python's traceback where a command fails.")
     ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", envvar="KVJAX_QUIET", help="Say nothing of how far it is; also after the command."),
+    ] = False,
 ) -> None:
     """Language models with their KV cache kept within a budget."""

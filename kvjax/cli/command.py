@@ -22,19 +22,26 @@ _UsageError = typer.BadParameter.__bases__[0]
 """Click's, by way of typer: which click that is depends on typer's version."""
 
 
+_QUIET = "kvjax.quiet"
+"""Under this name a command's context tells whether it is to say nothing of how far it is."""
+
+
 class Command(typer.core.TyperCommand):
     """A command whose expected failures (bad values, damaged or missing files) are told in one line on standard error.
 
     Exit codes: 1 where the library refuses, 2 for wrong usage, 130 after Ctrl-C, 141 where the reader of the output went
     away. With `--json` messages are JSON objects, one per line, and standard output has the result or nothing. `kvjax --debug` lets
-    the traceback through.
+    the traceback through. With `--quiet`, before the command or among its options, nothing is said of how far it is.
     """
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Read the arguments."""
-        asked = "--json" in args
+        asked, quiet = "--json" in args, "--quiet" in _options(args)
+        args = [each for i, each in enumerate(args) if each != "--quiet" or i >= len(_options(args))]
         try:
-            return super().make_context(info_name, args, parent, **extra)
+            context = super().make_context(info_name, args, parent, **extra)
+            context.meta[_QUIET] = quiet or context.find_root().params.get("quiet", False)
+            return context
         except Exception as error:
             if asked and isinstance(error, _UsageError):
                 with console.only_json():
@@ -45,7 +52,12 @@ class Command(typer.core.TyperCommand):
         """Run the command. `~` in a path is the user's home, also where the shell has left it: as in `--out=~/results`."""
         ctx.params |= {name: expanded(value) for name, value in ctx.params.items() if isinstance(value, Path)}
         try:
-            with console.only_json() if ctx.params.get("as_json") else contextlib.nullcontext(), _warnings_as_lines():
+            with contextlib.ExitStack() as stack:
+                if ctx.params.get("as_json"):
+                    stack.enter_context(console.only_json())
+                if ctx.meta[_QUIET]:
+                    stack.enter_context(console.quietly())
+                stack.enter_context(_warnings_as_lines())
                 return self._told(ctx)
         except BrokenPipeError:
             raise typer.Exit(PIPE_CLOSED) from None
@@ -69,6 +81,11 @@ class Command(typer.core.TyperCommand):
                 raise
             console.say("error", _sentence(error), type=type(error).__name__)
             raise typer.Exit(FAILED) from None
+
+
+def _options(args: list[str]) -> list[str]:
+    """Arguments before `--`, behind which all are values."""
+    return args[: args.index("--")] if "--" in args else args
 
 
 def _refuse(error: Any) -> NoReturn:

@@ -18,6 +18,23 @@ from kvjax import strict_json
 _document: ContextVar[TextIO | None] = ContextVar("document", default=None)
 """Where a command that was asked for JSON prints it."""
 
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Within it nothing is said of how far anything is."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+def is_quiet() -> bool:
+    """Whether the running command was asked to say nothing of how far it is."""
+    return _quiet.get()
+
 
 def output() -> Console:
     """Standard output; made anew each time, since programs that embed a command may redirect the stream."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .console import errors
+from . import console
 from .options import DTypeOption, EmbeddingOption, TokenizerOption, WeightsOption, spelt
 
 
@@ -38,9 +38,9 @@ def convert(
         weights=spelt(weights),
         embedding=spelt(embedding),
         tokenizer=tokenizer,
-        progress=True,
+        progress=not console.is_quiet(),
         overwrite=overwrite,
     )
-    console = errors()
-    if console.is_terminal:
-        console.print(f"wrote {destination}", soft_wrap=True)
+    shown = console.errors()
+    if shown.is_terminal:
+        shown.print(f"wrote {destination}", soft_wrap=True)

@@ -11,7 +11,7 @@ from kvjax.standard_streams import reason
 from kvjax.texts import read_text
 from kvjax.user_files import TEXT_BYTES
 
-from . import checks
+from . import checks, console
 from .interruption import start_jax
 from .processes import join_processes
 from .progress import unwatched
@@ -154,7 +154,10 @@ def read_model(
         get_mesh(mesh)  # before anything is downloaded
     with unwatched("Loading the model"):
         matrices, ends = spelt(weights), spelt(embedding)
-        return load(source, dtype=dtype, weights=matrices, embedding=ends, tokenizer=tokenizer, mesh=mesh)
+        show = False if console.is_quiet() else None
+        return load(
+            source, dtype=dtype, weights=matrices, embedding=ends, tokenizer=tokenizer, mesh=mesh, progress=show
+        )
 
 
 def spelt(weights: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""How far something is: a bar or a spinner on a terminal, and elsewhere (logs, pipes) a plain line every few seconds."""
+"""How far something is: a bar or a spinner on a terminal, and elsewhere (logs, pipes) plain lines; with `--quiet` nothing."""
 
 import threading
 import time
@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvjax.conversion.progress import pause
+
 from . import console
 
-PATIENCE, EVERY = 2.0, 5.0
-"""Seconds until the first line, and from one line to the next."""
+PATIENCE, EVERY = 2.0, 10.0
+"""Seconds until the first line, and at least from one line to the next."""
 
 Begin = Callable[[str], Callable[[int, int], Any]]
 """Begins something with a title, which takes the place of what went on before; gives what to call with what is done, and in all."""
@@ -18,6 +20,9 @@ Begin = Callable[[str], Callable[[int, int], Any]]
 @contextmanager
 def bar() -> Iterator[Begin]:
     """A bar with the time left for each thing that is begun."""
+    if console.is_quiet():
+        yield lambda title: lambda done, total: None
+        return
     if not _watched():
         with _lines() as lines:
             yield lines
@@ -53,7 +58,7 @@ def bar() -> Iterator[Begin]:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A spinner for as long as the block runs."""
-    if _watched():
+    if _watched() and not console.is_quiet():
         from rich.text import Text
 
         with console.errors().status(Text(what)):
@@ -66,7 +71,7 @@ def waiting(what: str) -> Iterator[None]:
 @contextmanager
 def unwatched(what: str) -> Iterator[None]:
     """Lines, but where there is no terminal alone: on one, what the block runs draws a bar of its own."""
-    if _watched():
+    if _watched() or console.is_quiet():
         yield
         return
     with _lines() as begin:
@@ -90,9 +95,8 @@ def _lines() -> Iterator[Begin]:
         return lambda done, total: said.update(count=f"{done} of {total}, ")
 
     def tell() -> None:
-        pause = PATIENCE
-        while not over.wait(pause):
-            pause = EVERY
+        seconds = 0.0
+        while not over.wait(pause(seconds, EVERY) if seconds else PATIENCE):
             if said:
                 seconds = time.monotonic() - said["since"]
                 console.say("progress", f"{said['title']}: {said['count']}{seconds:.0f} s", as_json)

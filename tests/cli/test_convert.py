@@ -27,11 +27,14 @@ def test_progress_shows_without_a_terminal(
     kvjax_command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line every few seconds; here at once."""
-    monkeypatch.setattr("kvjax.conversion.progress._EVERY", 0.0)
+    monkeypatch.setattr("kvjax.conversion.progress.pause", lambda elapsed, least: 0.0)
     result = kvjax_command("convert", checkpoint, tmp_path / "there")
     first, *_, last = result.stderr.splitlines()
     assert first.startswith("Writing there: ")
     assert last.endswith("100%")
+    for number, arguments in enumerate((("--quiet", "convert", checkpoint), ("convert", "--quiet", checkpoint))):
+        result = kvjax_command(*arguments, tmp_path / str(number))
+        assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_an_existing_destination_is_replaced_only_on_request(kvjax_command, checkpoint: Path, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from kvjax.cli import progress
+from kvjax.cli import console, progress
+from kvjax.conversion.progress import pause
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_lines_say_what_is_done_and_how_long_it_took(impatient: None, capsys: py
         report(3, 20)
         time.sleep(0.15)
         begin("two")
-        time.sleep(0.15)
+        time.sleep(0.5)
     out, err = capsys.readouterr()
     assert out == ""
     lines = err.split("\n")[:-1]
@@ -40,6 +41,21 @@ def test_waiting_says_so_too(impatient: None, capsys: pytest.CaptureFixture[str]
     with progress.waiting("Compiling"):
         time.sleep(0.2)
     assert re.match(r"Compiling: \d+ s\n", capsys.readouterr().err)
+
+
+def test_lines_come_ever_more_seldom() -> None:
+    """In ten minutes of work a log has 13 lines."""
+    elapsed, lines = progress.PATIENCE, 1
+    while (elapsed := elapsed + pause(elapsed, progress.EVERY)) <= 600:
+        lines += 1
+    assert lines == 13
+
+
+def test_a_quiet_command_says_nothing(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with console.quietly(), progress.bar() as begin, progress.waiting("Compiling"), progress.unwatched("Loading"):
+        begin("one")(1, 2)
+        time.sleep(0.2)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_is_soon_done_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
