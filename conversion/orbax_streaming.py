@@ -85,6 +85,14 @@ class _Batches(ocp.type_handlers.NumpyHandler):
         for written in await super().serialize(arrays, infos, args):
             await asyncio.to_thread(written.result)
 
+    async def _background_serialize(self, values: Any, infos: Any, args: Any = None) -> None:
+        """What Orbax runs in a loop of its own. After an error, the writes that go on tell a loop that is closed, so they are waited for."""
+        before = asyncio.all_tasks()
+        try:
+            await super()._background_serialize(values, infos, args)
+        finally:
+            await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+
     def memory_size(self, values: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """Bytes written and read, which versions before 0.12 want for their log."""
         return [(0, 0)] * len(values)
