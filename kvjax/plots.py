@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,8 @@ def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
         bars = panel.barh(list(stats), values, color=colormaps[_COLOURS](shade), height=0.6)
         panel.bar_label(bars, fmt="%.3g", padding=3, fontsize=9)
         panel.margins(x=0.15)
+        if not any(values):
+            panel.set_xlim(0, 1)
         panel.set_xlabel(label)
     panels[0].invert_yaxis()
     return figure
@@ -288,6 +290,7 @@ def _listed(panels: Any, rows: Sequence[Mapping[str, Any]], quality: str) -> Non
         panel.set_xlabel(label)
         panel.grid(axis="y", color="0.9")
         panel.set_axisbelow(True)
+        _readable(panel.xaxis, panel.set_xlim)
         _or_untimed(panel, rows, field)
     panels[0].set_yticks(range(len(names)), names)
     panels[0].set_ylabel("policy (bytes, of the full cache's)")
@@ -317,8 +320,29 @@ def _over_memory_and_speed(
             if policy == "full":
                 panel.axhline(points[0][1], **_DASHED)
         panel.set_xlabel(label)
+        _readable(panel.xaxis, panel.set_xlim)
         _or_untimed(panel, rows, field)
+    _readable(panels[0].yaxis, panels[0].set_ylim)
     panels[0].set_ylabel(quality)
+
+
+def _readable(axis: Any, set_limits: Callable[[float, float], Any]) -> None:
+    """Ticks show values, and not what they differ by from one of them; values that are equal, or nearly so, are not spread over the axis."""
+    axis.get_major_formatter().set_useOffset(False)
+    low, high = axis.get_data_interval()
+    if not math.isfinite(low) or not math.isfinite(high):
+        return
+    middle = (low + high) / 2
+    least = _LEAST_SPREAD * abs(middle) if abs(middle) > _NOTHING else 1.0
+    if high - low < least:
+        set_limits(middle - least, middle + least)
+
+
+_NOTHING = 1e-6
+"""Values of that size are 0 to a reader."""
+
+_LEAST_SPREAD = 0.02
+"""Of the values of an axis, as a share of them; with less it shows what lies around them."""
 
 
 def _or_untimed(panel: Any, rows: Sequence[Mapping[str, Any]], field: str) -> None:

@@ -209,3 +209,29 @@ def test_scores_that_are_none_are_left_out_of_a_comparison() -> None:
     rows = compared(["full", "treekv"], [0.25, 0.5])
     rows[1]["value"] = None
     assert len(plots.tradeoff(rows).axes[0].lines[-1].get_xdata()) == 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-9])
+@pytest.mark.parametrize("value", [12.3456789, 0.0])
+@pytest.mark.parametrize("targets", [[0.25], [0.25, 0.5]], ids=["listed", "lines"])
+def test_values_that_are_all_equal_have_an_axis_that_can_be_read(
+    targets: list[float], value: float, noise: float
+) -> None:
+    """Ticks show values, no two alike, and not 0.2, 0.4 … with `1e-9+1.23456789e1` beside the axis."""
+    rows = compared(["full", "treekv", "snapkv"], targets)
+    for i, row in enumerate(rows):
+        row["value"] = value + i * noise
+    figure = plots.tradeoff(rows)
+    assert overlaps(figure) == []
+    panel = figure.axes[0]
+    axis = panel.xaxis if len(targets) == 1 else panel.yaxis
+    assert axis.get_offset_text().get_text() == ""
+    low, high = axis.get_view_interval()
+    shown = [
+        float(tick.label1.get_text().replace("−", "-"))
+        for tick in axis.get_major_ticks()
+        if low <= tick.get_loc() <= high
+    ]
+    assert len(set(shown)) == len(shown) >= 3
+    assert min(shown) < value < max(shown)
+    assert max(abs(each - value) for each in shown) <= max(0.1 * value, 2)
