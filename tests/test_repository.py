@@ -117,4 +117,5 @@ def test_the_public_address_stands_in_one_place() -> None:
         for file in files
         if file.is_file() and not file.is_symlink() and name.encode() in file.read_bytes()
     }
-    assert having == {"pyproject.toml", "CITATION.cff", "notebooks/README.md"}
+    notebooks = {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")}
+    assert having == {"pyproject.toml", "CITATION.cff", "notebooks/README.md", *notebooks}

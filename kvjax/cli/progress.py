@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvjax.conversion.progress import pause
-
 from . import console
 
 PATIENCE, EVERY = 2.0, 10.0
@@ -87,6 +85,8 @@ def _watched() -> bool:
 @contextmanager
 def _lines() -> Iterator[Begin]:
     """Lines from a thread of their own: what is told may be compiling for minutes."""
+    from kvjax.conversion.progress import pause  # not above: this imports JAX, and `--help` does not wait for that
+
     said: dict[str, Any] = {}
     over, as_json = threading.Event(), console.as_json()
 
