@@ -126,7 +126,6 @@ OWN = {
         f"kvjax/policies/{name}.py": f"{POLICIES}/test_defaults.py {POLICIES}/test_registry.py | {SCORED} tests/test_arguments.py"
         for name in ("budget", "fields", "info")
     },
-    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py | {POLICIES}/test_blocks.py",
     **{f"kvjax/policies/transforms/by_{kind}.py": f"{POLICIES}/test_compose.py" for kind in ("layer", "head")},
     "kvjax/policies/transforms/offload.py": f"{POLICIES}/test_offload.py",
     "kvjax/policies/transforms/pyramid.py": f"{POLICIES}/test_pyramidkv.py",

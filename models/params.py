@@ -61,7 +61,7 @@ class MLP:
 
 
 @flax.struct.dataclass
-class Layer:
+class Block:
     """One transformer block."""
 
     attn_norm: Float[Array, " D"]
@@ -82,7 +82,7 @@ class Params:
     """
 
     embed: Matrix
-    layers: tuple[Layer, ...]
+    layers: tuple[Block, ...]
     norm: Float[Array, " D"]
     head: Matrix | None = None
     config: ModelConfig = flax.struct.field(pytree_node=False, kw_only=True)
@@ -138,7 +138,7 @@ def abstract(
         return array(*shape) if present else None
 
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = Layer(
+    layer = Block(
         attn_norm=array(c.hidden_size),
         attn=Attention(
             q=array(queries, c.hidden_size),

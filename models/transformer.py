@@ -30,14 +30,11 @@ from kvjax.pallas_kernels import (
     prefill_attention,
     projection,
 )
-from kvjax.policies import capabilities
-from kvjax.policies.base import Carry
-from kvjax.policies.base import Layer as CacheLayer
-from kvjax.policies.capabilities import look_ahead
+from kvjax.policies.base import CacheLayer, Carry
 from kvjax.policies.surroundings import Surroundings
 
 from .config import ModelConfig
-from .params import MLP, Layer, Params
+from .params import MLP, Block, Params
 from .rope import Rope
 
 HEAD_BLOCK = 256
@@ -168,7 +165,7 @@ def decode_step(
             x = _rest(config, layer, x, out, shard)
             break
         x, heads = _next_heads(config, layer, layers[i + 1], x, out, shard)
-        carry = look_ahead(caches[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
+        carry = caches[i + 1].look_ahead(partial(_queries_ahead, params, i + 1, before), pos, carry)
     return _logits(params, x, shard), tuple(updated)
 
 
@@ -182,7 +179,7 @@ def read_block(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read a block of a text, right-padded, into the caches; what tokens attend to is in `capabilities.ReadsBlocks`.
+    """Read a block of a text, right-padded, into the caches; what tokens attend to is in `CacheLayer.read_block`.
 
     Args:
         pos: original position of each row's first token.
@@ -209,7 +206,7 @@ def read_block(
         ) -> Array:
             nonlocal carry
             block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
-            out, state, carry = capabilities.read_block(cache, state, block, around(carry))
+            out, state, carry = cache.read_block(state, block, around(carry))
             out, state = jax.lax.optimization_barrier((out, state))  # see `prefill`
             updated.append(state)
             return out
@@ -242,7 +239,7 @@ def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
 
 
 def _block(
-    config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
+    config: ModelConfig, layer: Block, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
     out = attend(*_first_heads(config, layer, x))
@@ -250,10 +247,10 @@ def _block(
 
 
 def _surrounded(
-    config: ModelConfig, layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
+    config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
 ) -> Carry:
     """The carry for a layer that reads `x`, with what is around its attention if it asks for that."""
-    if not cache.traits.surroundings:
+    if not cache.surroundings:
         return carry
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
 
@@ -266,7 +263,7 @@ def _surrounded(
     return Surroundings(lambda: norm(x), output).told(carry)
 
 
-def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
+def _first_heads(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
     """Unrotated q [..., N, H] and k, v [..., K, H] of a layer that reads `x`."""
     p = layer.attn
     return _shaped(config, layer, projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, config.norm_eps)))
@@ -274,8 +271,8 @@ def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) ->
 
 def _next_heads(
     config: ModelConfig,
-    layer: Layer,
-    following: Layer,
+    layer: Block,
+    following: Block,
     x: Float[Array, "B D"],
     out: Float[Array, "B A"],
     shard: Shard,
@@ -292,7 +289,7 @@ def _next_heads(
     return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
 
 
-def _shaped(config: ModelConfig, layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:
+def _shaped(config: ModelConfig, layer: Block, products: Sequence[Array]) -> tuple[Array, Array, Array]:
     """A layer's q, k and v by heads, with biases and norms where the family has them."""
     p, (q, k, v) = layer.attn, products
     return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
@@ -300,7 +297,7 @@ def _shaped(config: ModelConfig, layer: Layer, products: Sequence[Array]) -> tup
 
 def _rest(
     config: ModelConfig,
-    layer: Layer,
+    layer: Block,
     x: Float[Array, "... D"],
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,

@@ -22,7 +22,6 @@ from kvjax.cache import layer_specs
 from kvjax.cli.bench import read_cases
 from kvjax.models import Params, init, presets
 from kvjax.policies import get_policy
-from kvjax.policies.capabilities import as_cache
 
 WORKER = """
 import json, os, sys, time
@@ -104,8 +103,8 @@ def test_filled_states_are_as_full_as_real_ones_and_what_a_step_reads_of_them(ti
     assert state.pos.tolist() == [50, 50]
     assert shapes_of(state) == shapes_of(states.shapes(tree, specs))
     for spec, cache in zip(specs, state.caches, strict=True):
-        assert as_cache(tree.layer(spec), cache).count.tolist() == [[20, 20]] * 2
-        assert as_cache(tree.layer(spec), cache).seen.tolist() == [50, 50]
+        assert tree.layer(spec).view(cache).count.tolist() == [[20, 20]] * 2
+        assert tree.layer(spec).view(cache).seen.tolist() == [50, 50]
     assert (
         floor.cache_bytes_read(tree, specs, state.caches)
         == 2 * 2 * 2 * 20 * pair

@@ -253,7 +253,7 @@ def test_segments_of_one_store(devices: int, window: int | None) -> None:
 def test_few_bits(policy: Policy) -> None:
     """Packed where the slots are, groups of keys when they have come together, past runs' ends; one row begins with nothing."""
     layer, window = policy.layer(SPEC), policy.layer(dataclasses.replace(SPEC, window=40))
-    assert layer.traits.deals_store
+    assert layer.shards_own_store
     random = np.random.default_rng(4)
     q, k, v = (random.normal(size=(2, 40, n, 8)).astype(np.float32) for n in (4, 2, 2))
 
@@ -314,8 +314,8 @@ def test_a_store_of_its_own() -> None:
 
 
 def test_groups_that_would_straddle_devices_are_not_dealt() -> None:
-    assert not KIVI(group=64, residual=64).layer(SPEC).traits.deals_store
-    assert not KIVI(group=24, residual=24).layer(SPEC).traits.deals_store
+    assert not KIVI(group=64, residual=64).layer(SPEC).shards_own_store
+    assert not KIVI(group=24, residual=24).layer(SPEC).shards_own_store
 
 
 @pytest.mark.parametrize(("page", "by_slot"), [*((page, False) for page in (1, 4, 24, 32, 48)), (1, True), (24, True)])

@@ -121,7 +121,7 @@ def _spec(policy: SparsePolicy, layer: Recorded, prompt: int) -> LayerSpec:
         scale=dim**-0.5,
         window=layer.window,
     )
-    if not policy.layer(spec).traits.sparse:
+    if policy.layer(spec).attention != "sparse":
         raise ValueError(
             f"a budget of {policy.budget} covers the text of {total} tokens, so all is read; give a smaller one"
         )

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Prompt
-from kvjax.policies import Policy
+from kvjax.policies import Policy, prefill_alone
 from kvjax.policies.base import Carry
-from kvjax.policies.capabilities import prefill
 from kvjax.randomness import random_key
 from kvjax.runtime.decoding import Specs
 
@@ -64,6 +63,6 @@ def _every_layer(
     carry: Carry = {}
     for spec, factor in zip(specs, factors, strict=True):
         prompt = Prompt.of(spec.rope, q * factor, k * factor, v * factor, lengths, lengths + spec.new_tokens)
-        state, carry = prefill(policy.layer(spec), prompt, carry)
+        state, carry = prefill_alone(policy.layer(spec), prompt, carry)
         states.append(state)
     return states

@@ -11,8 +11,7 @@ from kvjax.devices import device_of
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
-from kvjax.policies.base import Layer
-from kvjax.policies.capabilities import as_cache
+from kvjax.policies.base import CacheLayer
 from kvjax.runtime.decoding import Specs, layers_of
 from kvjax.runtime.mesh import OWN, state_partitions
 from kvjax.runtime.program import Partition, Program
@@ -33,7 +32,7 @@ def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
     """Bytes of the caches that a decoding step has to read, at least; over a mesh, on the device that reads most.
 
     These are the keys and values of live slots; of sparse attention, what is selected and the metadata by which it is
-    (see `Layer.bytes_read`); of quantised slots, their share of what the layer holds.
+    (see `CacheLayer.bytes_read`); of quantised slots, their share of what the layer holds.
     """
     layers, found = layers_of(policy, specs), np.asarray(_live(policy, specs, caches))
     _live.forget()  # it holds device memory
@@ -62,12 +61,12 @@ _live = Program(_live_slots, static=2, partition=_counting)
 """`_live(policy, specs, caches)`: live slots [devices, layers] of each device."""
 
 
-def _slots(policy: Policy, layer: Layer[Any], state: Any) -> Any:
+def _slots(policy: Policy, layer: CacheLayer[Any], state: Any) -> Any:
     """A layer's slots: which are live, and among how many devices they are dealt; quantised ones as they are."""
-    return state.cache if policy.info.memory == "quantized" else as_cache(layer, state)
+    return state.cache if policy.info.memory == "quantized" else layer.view(state)
 
 
-def _layer(policy: Policy, layer: Layer[Any], live: int) -> int:
+def _layer(policy: Policy, layer: CacheLayer[Any], live: int) -> int:
     state = jax.eval_shape(layer.init)
     if policy.info.memory == "quantized":
         held = state.cache

@@ -9,9 +9,8 @@ from jaxtyping import Array, Int, UInt32
 
 from kvjax.cache import LayerSpec, Prompt, host_memory
 from kvjax.cache.shard import DATA, HEADS
-from kvjax.policies import Policy
+from kvjax.policies import Policy, prefill_alone
 from kvjax.policies.base import Carry
-from kvjax.policies.capabilities import prefill
 from kvjax.randomness import random_key
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding, Specs
@@ -99,7 +98,7 @@ def _prefill(
     lengths = jnp.full((spec.batch,), context, jnp.int32)
     prompt = Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens)
     (layer,) = decoding.layers_of(policy, (spec,))
-    state, carry = prefill(layer, prompt, carry)
+    state, carry = prefill_alone(layer, prompt, carry)
     return state, jax.tree.map(lambda x: x[None], carry) if over_mesh else carry
 
 

@@ -100,7 +100,7 @@ class Shard:
         return jnp.zeros((), jnp.int32) if self.same_heads == 1 else jax.lax.axis_index(SAME_HEADS).astype(jnp.int32)
 
     def sum_over_heads(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-        """The sum over the devices that hold a layer's KV heads. A layer that asks for it in a step says so (`Traits.sums_heads`)."""
+        """The sum over the devices that hold a layer's KV heads. A layer that calls it in a step declares `CacheLayer.reduces_heads`."""
         return x if self.mesh is None or self.heads == 1 else jax.lax.psum(x, HEADS)
 
     def head_ids(self, count: int) -> Int[Array, " K"]:

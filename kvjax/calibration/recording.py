@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from kvjax import user_files
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.models import Params, transformer
-from kvjax.policies.base import Carry, Layer, Policy
+from kvjax.policies.base import CacheLayer, Carry, Policy
 from kvjax.runtime.program import Program
 
 Measure = Callable[[LayerSpec, Array, Array, Array], Any]
@@ -31,7 +31,7 @@ class Recorder(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecorderLayer(Layer[Recorder]):
+class RecorderLayer(CacheLayer[Recorder]):
     """One layer of a `Recorder`."""
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:

@@ -24,9 +24,8 @@ from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
 from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, partitions
-from kvjax.policies import Policy, get_policy
-from kvjax.policies.base import Carry, Layer
-from kvjax.policies.capabilities import prefill
+from kvjax.policies import Policy, get_policy, prefill_alone
+from kvjax.policies.base import CacheLayer, Carry
 from kvjax.runtime.mesh import ALL, on_host, on_mesh
 from kvjax.runtime.program import Partition, Program
 
@@ -143,7 +142,7 @@ def fidelity(
 
 
 @dataclasses.dataclass(frozen=True)
-class _ReaderLayer(Layer[Policy]):
+class _ReaderLayer(CacheLayer[Policy]):
     """Keeps of a prompt what attention is given."""
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
@@ -195,7 +194,7 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
         given = Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
-        state, carry = prefill(cache, given, carry)
+        state, carry = prefill_alone(cache, given, carry)
         states.append(state)
 
     def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:

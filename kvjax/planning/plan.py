@@ -288,7 +288,7 @@ class _Question:
         block = self.block
         if block is None and context > BLOCK:
             specs = layer_specs(shapes.config, 1, context, self.new_tokens, shapes.dtype, block=BLOCK)
-            block = BLOCK if all(policy.layer(spec).traits.reading == "blocks" for spec in specs) else None
+            block = BLOCK if all(policy.layer(spec).reads == "blocks" for spec in specs) else None
         return Engine(shapes, policy, **options, mesh=mesh, block=block)
 
     def _way(self, shapes: Params, kind: Kind, asked: str, notes: tuple[str, ...], sizes: _Sizes) -> Plan:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
-from kvjax.policies.base import Layer, held_bytes
+from kvjax.policies.base import CacheLayer, held_bytes
 from kvjax.runtime.engine import Engine
 
 _SPARE = 1.5
@@ -14,7 +14,7 @@ _SPARE = 1.5
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def layer_bytes(layer: Layer[Any]) -> tuple[int, int, int]:
+def layer_bytes(layer: CacheLayer[Any]) -> tuple[int, int, int]:
     """Bytes of one layer's cache on the device and on the host, and what a step reads of them."""
     return *held_bytes(layer), layer.bytes_read
 
@@ -39,7 +39,7 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     caches = [layer_bytes(each) for each in engine.layers]
     layer = max(held + host for held, host, _ in caches)
     # One whose slots are dealt is whole while a policy chooses what stays.
-    chooses = not engine.block or not all(each.traits.dense or each.traits.sparse for each in engine.layers)
+    chooses = not engine.block or any(each.attention == "kept" for each in engine.layers)
     chosen = (
         max(sum(layer_bytes(engine.policy.layer(spec))[:2]) for spec in engine.specs)
         if shard.slots > 1 and chooses
@@ -55,6 +55,6 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits
     table = engine.weights.embed
     decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else 0)
-    if tpu and any(each.traits.compress_reads_kv and each.traits.compression == "when_full" for each in engine.layers):
+    if tpu and any(each.compress_reads_kv and each.when == "when_full" for each in engine.layers):
         decoding += 2 * sum(held for held, _, _ in caches)
     return int(_SPARE * reading) if engine.specs[0].prompt_len else 0, decoding

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, Prompt, Token
 
-from .base import Carry, Layer, State, Traits
+from .base import CacheLayer, Carry, Reads, State
 from .families.noise import uniform
 from .families.scoring import all_queries
 from .fields import check_fields
@@ -55,7 +55,7 @@ class CaM(StreamingLLM):
         check_fields(self, merge=1)
         super().__post_init__()
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return CaMLayer(self, spec)
 
 
@@ -74,7 +74,15 @@ class MergingCache(StreamingCache):
 class CaMLayer(StreamingLayer[CaM]):
     """One layer of `CaM`."""
 
-    traits: Traits = Traits(compression="every_step", compress_reads_kv=True, reading="tokens")
+    @property
+    def reads(self) -> Reads:
+        return "tokens"
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
+
+    read_block = CacheLayer.read_block  # not that of `StreamingLayer`: each token merges what it drops
 
     def init(self, total: Int[Array, " B"] | None = None) -> MergingCache:
         stream = super().init(total)

@@ -14,9 +14,8 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, TokenBlock
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, read_as_prompt
 from .budget import budget_rows, budget_tokens, check_least
-from .capabilities import read_as_prompt
 from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
@@ -98,10 +97,8 @@ class ChunkHead(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkHeadLayer(Layer[ChunkHead]):
+class ChunkHeadLayer(CacheLayer[ChunkHead]):
     """Heads of one kind in one layer."""
-
-    traits: Traits = Traits(plain=True, reading="blocks")
 
     @property
     def max_kept(self) -> int:
@@ -258,7 +255,7 @@ class CateKV(Policy):
         adaptive = Adaptive(self._layout, float(self.eta)) if self.adaptive is None else self.adaptive
         return by_head({"consistent": Consistent(self._layout), "adaptive": adaptive}, labels).bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
 
     @property

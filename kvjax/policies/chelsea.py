@@ -18,7 +18,7 @@ from kvjax.pallas_kernels import Clusters, chunk_similarity, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
 from kvjax.pallas_kernels.kmeans import Nearest
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families import soft_matching
 from .fields import check_fields
@@ -292,10 +292,12 @@ class Chelsea(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChelseaLayer(Layer[Chelsea]):
+class ChelseaLayer(CacheLayer[Chelsea]):
     """One layer of `Chelsea`."""
 
-    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reading="blocks")
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
 
     @property
     def max_kept(self) -> int:
@@ -339,7 +341,7 @@ class ChelseaLayer(Layer[Chelsea]):
         cluster = partial(policy.cluster, self.spec.rope, capacity, usual)
         return jax.lax.cond(jnp.any(policy.is_full(state)), cluster, lambda state: state, state)
 
-    def needs_compression(self, state: Centroids) -> Bool[Array, " B"]:
+    def is_due(self, state: Centroids) -> Bool[Array, " B"]:
         return self.policy.is_full(state)
 
 

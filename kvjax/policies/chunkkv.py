@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec, Prompt, prompt_mask
 from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, Reads
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import PromptScorer, PromptScorerLayer, last_queries, pool
 from .fields import check_fields
@@ -100,9 +100,8 @@ class ChunkKV(PromptScorer):
         whole = self.strict or self.rule == "kvpress" or self.reuse > 1  # or by what another layer chose at the time
         return None if whole else self.window
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        whole = self.strict or self.rule == "kvpress"
-        return ChunkKVLayer(self, spec, Traits(plain=True, reading="whole" if whole else "blocks"))
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return ChunkKVLayer(self, spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         return last_queries(prompt, self.window, spec, kind="softmax" if self.score == "softmax" else "logits")
@@ -216,6 +215,10 @@ class ChunkKV(PromptScorer):
 @dataclasses.dataclass(frozen=True)
 class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
     """One layer of `ChunkKV`."""
+
+    @property
+    def reads(self) -> Reads:
+        return "whole" if self.policy.strict or self.policy.rule == "kvpress" else "blocks"
 
     @property
     def key(self) -> str:

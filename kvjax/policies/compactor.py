@@ -13,7 +13,7 @@ from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.ties import SHARE
 from kvjax.randomness import normal, random_key
 
-from .base import Layer, Traits
+from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyInfo
@@ -63,6 +63,8 @@ class Compactor(PromptScorer):
         budget_excludes_new_tokens=True,
     )
 
+    scores_whole_prompts: ClassVar[bool] = True  # by keys before rotation, which no cache has
+
     sinks: int = 8
     recent: int = 4
     chunk: int = 256
@@ -76,8 +78,8 @@ class Compactor(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, chunk=1, sketch=1, ridge=0, blend=0)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return PromptScorerLayer(self, spec, Traits(plain=True))  # keys before rotation are a whole prompt's
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return PromptScorerLayer(self, spec)  # keys before rotation are a whole prompt's
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + self.recent

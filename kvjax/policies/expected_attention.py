@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 
-from .base import Carry, Layer, Traits
+from .base import CacheLayer, Carry
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
@@ -57,7 +57,7 @@ class ExpectedAttention(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return ExpectedAttentionLayer(self, spec) if spec.block else super().layer(spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
@@ -140,8 +140,6 @@ class Observed:
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttentionLayer(PromptScorerLayer[ExpectedAttention]):
     """One layer that reads in blocks, for which it keeps statistics of the queries so far."""
-
-    traits: Traits = Traits(reading="blocks")
 
     def init(self, total: Int[Array, " B"] | None = None) -> Observed:
         spec = self.spec

@@ -15,9 +15,8 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, prompt_ma
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import heads_of, top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, Queries
 from .budget import budget_rows, budget_tokens, check_least
-from .capabilities import Queries
 from .families.dense import DenseLayer
 from .families.pages import best_pages
 from .families.skewing import SkewProfile
@@ -123,7 +122,7 @@ class InfiniGen(Policy):
         needs = f"but the newest and at least one other need {LEAST}; raise budget"
         check_least(self.info.name, self.budget, tokens, LEAST, needs, "tokens to read")
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         dense = reads_everything(spec, self.budget, self.dense_layers, LEAST)
         return DenseLayer(self, spec) if dense else InfiniGenLayer(self, spec)
 
@@ -139,7 +138,9 @@ class InfiniGen(Policy):
 class InfiniGenLayer(SparseLayer[InfiniGen]):
     """One layer that reads what was seen a layer ahead; see `InfiniGen`."""
 
-    traits: Traits = Traits(looks_ahead=True, sparse=True, sums_heads=True)
+    @property
+    def reduces_heads(self) -> bool:
+        return True
 
     @property
     def selection_shape(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import LayerSpec, Prompt
 
-from .base import Layer, Traits
+from .base import CacheLayer
 from .families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer
 from .info import PolicyInfo
 from .registry import register
@@ -45,7 +45,7 @@ class KeyDiff(ScoreEviction):
     def query_window(self) -> int:
         return 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return KeyDiffLayer(self, spec)
 
 
@@ -53,7 +53,9 @@ class KeyDiff(ScoreEviction):
 class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
     """One layer, whose scores are computed anew at every step."""
 
-    traits: Traits = Traits(compression="every_step", compress_reads_kv=True, reading="blocks")
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         score = difference(state.cache.k, state.cache.live)

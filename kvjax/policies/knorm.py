@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt, Token
 
-from .base import Layer
+from .base import CacheLayer
 from .families.dense import DenseLayer
 from .families.scoring import ScoreEviction
 from .fields import check_fields
@@ -45,7 +45,7 @@ class KNorm(ScoreEviction):
     def query_window(self) -> int:
         return 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return DenseLayer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:

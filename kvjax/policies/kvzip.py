@@ -13,7 +13,7 @@ from kvjax.cache import LayerCache, LayerSpec, Prompt
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
-from .base import Carry, Layer, Traits
+from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.ragged import RaggedLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
@@ -75,6 +75,7 @@ class KVzip(PromptScorer):
     )
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
 
     scope: Literal["layer", "model", "head"] = "layer"
     chunk: int = 2000
@@ -99,16 +100,16 @@ class KVzip(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + max(self.sinks, self.prefix), budget * 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
         if self.scope == "head":
-            return KVzipLayer(self, spec, Traits(plain=True, replays=(self.replay,)))
+            return KVzipLayer(self, spec)
         if self.scope == "model" and spec.kv_heads is not None:
             raise PolicyError(
                 f"{self.info.name}: scope='model' shares a budget among all heads of all layers, and here it has some; give scope='layer'"
             )
-        return SharedKVzipLayer(self, spec, Traits(has_own_store=True, deals_store=True, replays=(self.replay,)))
+        return SharedKVzipLayer(self, spec)
 
     def shared_mask(
         self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int
@@ -215,6 +216,10 @@ class Repetition(Replay):
 class KVzipLayer(PromptScorerLayer[KVzip]):
     """One layer of `KVzip`, each of whose heads keeps as much."""
 
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        return (self.policy.replay,)
+
     def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         scores = replayed(self.policy, prompt.size, carry)[self.spec.layer]
         return self.best(prompt, _own(self.spec, scores))[0], carry
@@ -223,6 +228,10 @@ class KVzipLayer(PromptScorerLayer[KVzip]):
 @dataclasses.dataclass(frozen=True)
 class SharedKVzipLayer(RaggedLayer[KVzip]):
     """One layer of `KVzip`, whose heads share a store."""
+
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        return (self.policy.replay,)
 
     @property
     def max_kept(self) -> int:
@@ -251,7 +260,7 @@ def replayed(policy: KVzip, size: int, carry: Carry, key: str | None = None) -> 
     found = policy.replay.found(carry, key)
     if found is None:
         raise PolicyError(
-            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or of a layer alone capabilities.prefill"
+            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or for a layer alone kvjax.policies.prefill_alone"
         )
     return {layer: policy.replay.scores(each, size) for layer, each in found.items()}
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels import top_k
 
-from .base import Layer, Traits
+from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
@@ -49,6 +49,7 @@ class LagKV(PromptScorer):
     )
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
 
     sinks: int = 16
     lag: int = 128
@@ -56,8 +57,8 @@ class LagKV(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, lag=2)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return PromptScorerLayer(self, spec, Traits(plain=True))  # segments are of whole prompts
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return PromptScorerLayer(self, spec)  # segments are of whole prompts
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + 1

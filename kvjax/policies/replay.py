@@ -46,7 +46,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """How a prompt is read again, and what is learnt from it: `Traits.replays` has it. Layers that declare equal ones share a reading.
+    """How a prompt is read again, and what is learnt from it: `CacheLayer.replays` has it. Layers that declare equal ones share a reading.
 
     Attributes:
         chunk: tokens of the prompt that are read again at a time.
@@ -88,7 +88,7 @@ class Replay:
         """The carry with what a layer has learnt: from all parts, one after the other along a new first axis.
 
         Args:
-            key: the layer's (`Layer.key`), the same of layers of one policy.
+            key: the layer's (`CacheLayer.key`), the same of layers of one policy.
         """
         every = carry.get(repr(self), {})
         return {**carry, repr(self): {**every, key: {**every.get(key, {}), layer: found}}}

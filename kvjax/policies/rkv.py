@@ -14,7 +14,7 @@ from kvjax.pallas_kernels import newest_duplicate
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.window_scores.types import Observers
 
-from .base import Layer
+from .base import CacheLayer
 from .families.rounds import RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
@@ -82,7 +82,7 @@ class RKV(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + self.window
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:

@@ -13,7 +13,7 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
 from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import best_pages, paged, slots_of
@@ -90,7 +90,7 @@ class ShadowKV(Policy):
         needs = f"fewer than a chunk of {self.chunk}; raise budget or lower chunk"
         check_least(self.info.name, self.budget, tokens, self.chunk, needs, "tokens to select")
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         layer = ShadowKVLayer(self, spec)
         return layer if layer.selection_shape[1] + layer.exact < spec.prompt_len else DenseLayer(self, spec)
 
@@ -98,8 +98,6 @@ class ShadowKV(Policy):
 @dataclasses.dataclass(frozen=True)
 class ShadowKVLayer(SparseLayer[ShadowKV]):
     """One layer that rebuilds keys; see `ShadowKV`."""
-
-    traits: Traits = Traits(has_own_store=True, sparse=True)
 
     @property
     def exact(self) -> int:
@@ -214,7 +212,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         out, exact = (part.out.astype(jnp.float32) for part in parts)
         return (share * out + (1 - share) * exact).astype(token.q.dtype)
 
-    def as_cache(self, state: ShadowCache) -> LayerCache:
+    def view(self, state: ShadowCache) -> LayerCache:
         """Everything: the prompt's keys rebuilt where they are not exact."""
         size, kept = state.v.shape[2], state.cache
         index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), state.v.shape[:3])

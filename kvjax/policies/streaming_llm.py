@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 
-from .base import Carry, Layer, Policy, State, Traits
+from .base import CacheLayer, Carry, Policy, State, read_as_prompt
 from .budget import budget_rows, budget_tokens, check_least
-from .capabilities import read_as_prompt
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
@@ -54,7 +53,7 @@ class StreamingLLM(Policy):
         )
         check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return StreamingLayer(self, spec)
 
 
@@ -67,14 +66,13 @@ class StreamingCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLayer(Layer[S]):
+class StreamingLayer(CacheLayer[S]):
     """One layer of `StreamingLLM`, and of methods that keep the same tokens.
 
     Attributes:
         rotated: whether tokens stand at their original positions, instead of at their places in the cache.
     """
 
-    traits: Traits = Traits(compression="every_step", reading="blocks")
     rotated: bool = False
 
     @property

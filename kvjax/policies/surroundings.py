@@ -20,7 +20,7 @@ TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """Of one layer that asks for it by `Traits.surroundings`: in the carry of its `prefill` and `read_block`.
+    """Of one layer that asks for it by `CacheLayer.surroundings`: in the carry of its `prefill` and `read_block`.
 
     Attributes:
         inputs: gives what attention's projections read, normed: [B, S, D], or one for all; computed if it is called.

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, Prompt
 
-from .base import Layer
-from .families.scoring import ScoreEviction, last_queries
+from .base import CacheLayer
+from .families.scoring import ScoreEviction, ScoreEvictionLayer, last_queries
 from .info import PolicyInfo
 from .registry import register
 
@@ -44,9 +44,8 @@ class TOVA(ScoreEviction):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + int(self.keep_newest)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        layer = super().layer(spec)
-        return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, sums_heads=True))
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return TOVALayer(self, spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
         latest = last_queries(prompt, 1, spec)
@@ -60,3 +59,12 @@ class TOVA(ScoreEviction):
     ) -> Float[Array, "B K C"]:
         total = spec.shard.sum_over_heads(jnp.sum(probs, axis=1, keepdims=True))
         return jnp.broadcast_to(total / (spec.num_kv_heads * spec.shard.heads), score.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TOVALayer(ScoreEvictionLayer[TOVA]):
+    """One layer of `TOVA`, whose scores are a mean over all heads."""
+
+    @property
+    def reduces_heads(self) -> bool:
+        return True

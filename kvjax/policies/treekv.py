@@ -13,7 +13,7 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import last_queries
 from .fields import check_fields
@@ -242,10 +242,8 @@ class TreeKV(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeKVLayer(Layer[TreeKV]):
+class TreeKVLayer(CacheLayer[TreeKV]):
     """One layer of a `TreeKV`."""
-
-    traits: Traits = Traits(compression="every_step", reading="blocks")
 
     @property
     def max_kept(self) -> int:

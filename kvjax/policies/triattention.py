@@ -12,7 +12,7 @@ from kvjax.cache import LayerSpec, Prompt
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .base import Layer, Policy
+from .base import CacheLayer, Policy
 from .families.rounds import RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .families.trigonometry import MeanQueries, frequencies, pairs
@@ -86,7 +86,7 @@ class TriAttention(PromptScorer):
     def query_window(self) -> int:
         return 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:

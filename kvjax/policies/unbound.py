@@ -10,8 +10,7 @@ from kvjax.cache import layer_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import RopeConfig
 
-from .base import Policy
-from .capabilities import check_reads_blocks
+from .base import Policy, check_reads_blocks
 from .families.surrogates import missing_weights
 from .info import PolicyError
 from .transforms.prompt_only import PromptOnly

@@ -24,8 +24,7 @@ from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
-from kvjax.policies.base import Layer
-from kvjax.policies.capabilities import needs_compression
+from kvjax.policies.base import CacheLayer
 from kvjax.policies.dealt import dealt
 from kvjax.runtime import mesh, replay
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
@@ -73,12 +72,12 @@ class Decoding:
 
 @any_rank
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
-    """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
+    """The state of a batch that has read nothing yet; `total` as for `CacheLayer.init`."""
     # On one device nothing need be compiled for that.
     return (_empty if specs[0].shard.mesh is None else begin)(policy, specs, seed, total)
 
 
-def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Layer[Any], ...]:
+def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[CacheLayer[Any], ...]:
     """A bound policy's functions for each layer, with slots dealt where devices share them."""
     return tuple(dealt(policy.layer(spec)) for spec in specs)
 
@@ -171,7 +170,7 @@ def step(
 
 
 def _loop(
-    layers: Sequence[Layer[Any]],
+    layers: Sequence[CacheLayer[Any]],
     params: Params,
     should_continue: Callable[[Loop], Array],
     token: Callable[[Loop], Array],
@@ -183,12 +182,12 @@ def _loop(
     Where layers compress only when they are full, a loop within runs until one of them is: within a step, every layer would make
     the host wait for the device to tell whether it is (with Chelsea on an H200 that took about a fifth of a step).
     """
-    lazy = [i for i, layer in enumerate(layers) if layer.traits.compression == "when_full"]
-    eager = [i for i, layer in enumerate(layers) if layer.traits.compression == "every_step"]
+    lazy = [i for i, layer in enumerate(layers) if layer.when == "when_full"]
+    eager = [i for i, layer in enumerate(layers) if layer.when == "every_step"]
 
     def full(loop: Loop) -> Array:
         # Over layers first: over rows first, XLA would ask every layer by a kernel of its own.
-        return jnp.any(reduce(jnp.logical_or, [needs_compression(layers[i], loop[1].caches[i]) for i in lazy]))
+        return jnp.any(reduce(jnp.logical_or, [layers[i].is_due(loop[1].caches[i]) for i in lazy]))
 
     def compress_eager(caches: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(layers[i].compress(cache) if i in eager else cache for i, cache in enumerate(caches))
@@ -243,10 +242,10 @@ def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
     and none rows or slots. Over several devices layers that compress only when they are full are left out, too: that has not been tried.
     """
     layers, shard = layers_of(policy, specs), specs[0].shard
-    lazy = any(layer.traits.compression == "when_full" for layer in layers)
+    lazy = any(layer.when == "when_full" for layer in layers)
     whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and not jax.__version__.startswith("0.10.")
     whole &= os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0"
-    ordered = (lazy and shard.mesh is not None) or (whole and any(layer.traits.sums_heads for layer in layers))
+    ordered = (lazy and shard.mesh is not None) or (whole and any(layer.reduces_heads for layer in layers))
     graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS
     return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
 

@@ -27,8 +27,7 @@ from kvjax.models import ModelConfig, Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
-from kvjax.policies.base import Layer, held_bytes
-from kvjax.policies.capabilities import as_cache, check_reads_blocks
+from kvjax.policies.base import CacheLayer, check_reads_blocks, held_bytes
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.memory import memory_limit
@@ -172,7 +171,7 @@ class Engine:
         return self.specs[0].block
 
     @property
-    def layers(self) -> tuple[Layer[Any], ...]:
+    def layers(self) -> tuple[CacheLayer[Any], ...]:
         """The policy's functions for each layer."""
         return decoding.layers_of(self.policy, self.specs)
 
@@ -503,7 +502,7 @@ class Engine:
         self._check(state)
         caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
         layers = [self.policy.layer(spec.whole) for spec in self.specs]
-        return tuple(as_cache(layer, cache) for layer, cache in zip(layers, caches, strict=True))
+        return tuple(layer.view(cache) for layer, cache in zip(layers, caches, strict=True))
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[np.ndarray, " E"]]:
         """How tokens are sampled, as programs take it; arguments as for `prefill`.

@@ -18,7 +18,7 @@ from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
-from kvjax.policies.capabilities import check_reads_blocks
+from kvjax.policies.base import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
@@ -462,7 +462,7 @@ class Run:
         if weights + held // (self.shard.heads * self.shard.slots) <= limit:
             return None
         specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
-        readable = all(self.policy.layer(spec).traits.reading == "blocks" for spec in specs)
+        readable = all(self.policy.layer(spec).reads == "blocks" for spec in specs)
         return BLOCK if readable else None
 
     def _new_tokens(self, row: Row) -> int:

@@ -1,4 +1,4 @@
-"""Reading prompts, and then parts of them once more where a method wants it: a pass that layers declare by `Traits.replays`."""
+"""Reading prompts, and then parts of them once more where a method wants it: a pass that layers declare by `CacheLayer.replays`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvjax.cache import LayerCache, Prompt, TokenBlock
 from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params, transformer
-from kvjax.policies.base import Carry, Layer, Traits
+from kvjax.policies.base import CacheLayer, Carry, WrappedLayer
 from kvjax.policies.replay import Part, Replay, as_prompt, held_whole, over_parts
 from kvjax.policies.surroundings import Surroundings
 
@@ -21,12 +21,12 @@ Words = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 """Tokens of texts, by text: those before the tokens of the part before, with which a text ends, and the opening of an answer."""
 
 
-def replays(layers: Sequence[Layer[Any]]) -> tuple[Replay, ...]:
+def replays(layers: Sequence[CacheLayer[Any]]) -> tuple[Replay, ...]:
     """The readings that layers declare, each once."""
-    return tuple(dict.fromkeys(replay for layer in layers for replay in layer.traits.replays))
+    return tuple(dict.fromkeys(replay for layer in layers for replay in layer.replays))
 
 
-def words_of(layers: Sequence[Layer[Any]], tokenizer: Tokenizer | None) -> Words:
+def words_of(layers: Sequence[CacheLayer[Any]], tokenizer: Tokenizer | None) -> Words:
     """Tokens of what asks for parts of a prompt, for `LayerSpec.words`: none for a model without a tokenizer.
 
     What asks ends with what the model's template puts behind a question, if it has one.
@@ -47,7 +47,7 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     total: Int[Array, " B"],
-    layers: Sequence[Layer[Any]],
+    layers: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """`transformer.prefill` for layers some of which declare replays.
 
@@ -62,12 +62,12 @@ def prefill(
     for replay in wanted:
         found = _again(replay, params, tokens, lengths, total, layers, held, prepared)
         for layer, own in zip(layers, found, strict=True):
-            if replay in layer.traits.replays:
+            if replay in layer.replays:
                 carry = replay.told(layer.spec.layer, own, carry, layer.key)
     states: list[Any] = []
     for layer, each in zip(layers, read, strict=True):
         state = each.state
-        if layer.traits.replays:
+        if layer.replays:
             state, carry = layer.prefill(as_prompt(layer.spec, each.held, tokens.shape[1], total), carry)
         states.append(state)
     return logits, tuple(states)
@@ -79,7 +79,7 @@ def _again(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     total: Int[Array, " B"],
-    layers: Sequence[Layer[Any]],
+    layers: Sequence[CacheLayer[Any]],
     held: Sequence[LayerCache],
     prepared: Sequence[dict[Replay, Any]],
 ) -> tuple[Any, ...]:
@@ -98,9 +98,9 @@ def _again(
         said = jnp.take(jnp.asarray(asking, jnp.int32), kind, axis=0)
         said = jnp.pad(said, (0, size))
         block = jnp.where((place < words) & (said >= 0), said, given)
-        traits, at = Traits(reading="blocks", surroundings=replay.surroundings), (start, count, words)
+        at = start, count, words
         observers = [
-            _Again(layer.policy, layer.spec, traits, inner=layer, of=replay, at=at, prepared=own.get(replay))
+            _Again(layer.policy, layer.spec, inner=layer, of=replay, at=at, prepared=own.get(replay))
             for layer, own in zip(layers, prepared, strict=True)
         ]
         number = jnp.where(count > 0, words + count, 0)
@@ -109,7 +109,7 @@ def _again(
     return over_parts(replay, length, lengths, read)
 
 
-def _asking(replay: Replay, layers: Sequence[Layer[Any]]) -> tuple[np.ndarray, int, list[int]]:
+def _asking(replay: Replay, layers: Sequence[CacheLayer[Any]]) -> tuple[np.ndarray, int, list[int]]:
     """Tokens [2, W] of the words before the first part and the others, -1 for one of the part before; where those begin, and how many words."""
     words = {text: (before, after) for text, before, after in layers[0].spec.words}
     (first, opening), (then, _) = (words.get(text, ((), ())) for text in (replay.first, replay.then))
@@ -135,21 +135,22 @@ class _Read(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _First(Layer[Any]):
+class _First(WrappedLayer[Any]):
     """A layer that holds a prompt whole, beside what it keeps of it if it does not wait for a second reading."""
 
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
     more: int = dataclasses.field(kw_only=True)
 
     @classmethod
-    def of(cls, layer: Layer[Any], more: int) -> Self:
+    def of(cls, layer: CacheLayer[Any], more: int) -> Self:
         """That of a layer, with room for so many tokens more."""
-        traits = layer.traits
-        around = traits.surroundings or any(replay.surroundings for replay in traits.replays)
-        return cls(layer.policy, layer.spec, dataclasses.replace(traits, surroundings=around), inner=layer, more=more)
+        return cls(layer.policy, layer.spec, inner=layer, more=more)
+
+    @property
+    def surroundings(self) -> bool:
+        return self.inner.surroundings or any(replay.surroundings for replay in self.inner.replays)
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[_Read, Carry]:
-        whole, replays = held_whole(self.spec, prompt, self.more), self.inner.traits.replays
+        whole, replays = held_whole(self.spec, prompt, self.more), self.inner.replays
         if not replays:
             state, carry = self.inner.prefill(prompt, carry)
             return _Read(whole, state, {}), carry
@@ -160,19 +161,22 @@ class _First(Layer[Any]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Again(Layer[Any]):
+class _Again(WrappedLayer[Any]):
     """A layer that sees a part again, and in place of a state has what is learnt from it."""
 
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
     of: Replay = dataclasses.field(kw_only=True)
     at: tuple[Int[Array, ""], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
     prepared: Any = dataclasses.field(kw_only=True)
+
+    @property
+    def surroundings(self) -> bool:
+        return self.of.surroundings
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], Any, Carry]:
         out = cache.attend_block(self.spec, cache.insert_block(state, block), block)
-        if self.of not in self.inner.traits.replays:
+        if self.of not in self.inner.replays:
             return out, None, carry
         around = Surroundings.of(carry, self.spec) if self.of.surroundings else None
         return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared)), carry

@@ -72,7 +72,7 @@ def test_policy_over_meshes(name, uneven, prompts):
         agree(one, many)
         _, _, _, engine, state = many
         if engine.shard.devices == engine.shard.heads:
-            told = any(layer.traits.sums_heads for layer in engine.layers)
+            told = any(layer.reduces_heads for layer in engine.layers)
             assert (sums(engine, state) > 2 * engine.config.num_layers + 1) == told, "beside the model's own"
 
 

@@ -39,11 +39,10 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    prefill_alone,
     recompress,
     thresholded,
 )
-from kvjax.policies.capabilities import as_cache
-from kvjax.policies.capabilities import prefill as prefill_alone
 from kvjax.policies.families.scoring import PromptScorer
 from kvjax.policies.profile import fingerprint
 from kvjax.policies.surroundings import Surroundings
@@ -132,7 +131,7 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        carry = surrounded(spec, q, k).told({}) if layer.traits.surroundings else {}
+        carry = surrounded(spec, q, k).told({}) if layer.surroundings else {}
         return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
 
     @jax.jit
@@ -301,7 +300,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
 
 def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
     """Original positions held, as sets, by row and head."""
-    slots = as_cache(policy.layer(case.spec), state)
+    slots = policy.layer(case.spec).view(state)
     pos, live = np.asarray(slots.pos), np.asarray(slots.live)
     return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
 

@@ -20,12 +20,12 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    prefill_alone,
     pyramid,
     quantized,
     recompress,
     thresholded,
 )
-from kvjax.policies.capabilities import as_cache, look_ahead, prefill
 
 STEPS = 5
 PROMPT = 64
@@ -220,11 +220,11 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
     states, carry = [], {}
     for i, layer in enumerate(layers):
         prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
-        state, carry = prefill(layer, prompt, carry)
+        state, carry = prefill_alone(layer, prompt, carry)
         states.append(state)
 
     def held(states: Any) -> Any:
-        caches = [as_cache(layer, state) for layer, state in zip(layers, states, strict=True)]
+        caches = [layer.view(state) for layer, state in zip(layers, states, strict=True)]
         return [(x.pos, x.weight, x.next, x.seen) for x in caches]
 
     def step(states: Any, given: Any) -> Any:
@@ -232,7 +232,7 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
         after, outs, carry = [], [], {}
         for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
             if i:
-                carry = look_ahead(layer, lambda i=i: q[i], pos, carry)
+                carry = layer.look_ahead(lambda i=i: q[i], pos, carry)
             token = Token(q[i], k[i], v[i], pos, layer.spec.rope)
             out, state, carry = layer.attend(layer.append(state, token), token, carry)
             after.append(layer.compress(state))

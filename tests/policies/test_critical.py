@@ -1,7 +1,6 @@
 """CriticalKV's two stages against the literal algorithm, alone and within a model."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ from kvjax.policies import (
     get_policy,
 )
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
 from kvjax.policies.surroundings import Surroundings
 from kvjax.policies.transforms.critical import projected_sizes
 
@@ -109,7 +107,7 @@ def test_a_model_brings_its_output_projection(kind, tiny):
     engine = kvjax.Engine(params, policy, batch=3, prompt_len=50, max_new_tokens=4)
     state, _ = engine.prefill(prompts)
     own = zip(engine.layers, state.caches, strict=True)
-    held = [jax.device_get(jax.jit(partial(as_cache, layer))(cached)) for layer, cached in own]
+    held = [jax.device_get(jax.jit(layer.view)(cached)) for layer, cached in own]
     differ = 0
     for row, prompt in enumerate(prompts):
         for layer, recorded in enumerate(record(params, prompt)):
@@ -160,7 +158,7 @@ def test_parts_of_heads_have_their_own_projections(tiny):
         engine = kvjax.Engine(tiny, each, prompt_len=50, max_new_tokens=4)
         state, _ = engine.prefill([prompt])
         own = zip(engine.layers, state.caches, strict=True)
-        slots = [jax.jit(partial(as_cache, layer))(cached) for layer, cached in own]
+        slots = [jax.jit(layer.view)(cached) for layer, cached in own]
         found.append([np.sort(np.asarray(own.pos), axis=-1)[..., -12:].tolist() for own in slots])
     assert found[0] == found[1]
 

@@ -12,8 +12,7 @@ from kvjax.cache import Prompt, Token, layer_specs
 from kvjax.models import transformer
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.policies import Full, Policy, PolicyError, SnapKV, offloaded
-from kvjax.policies.capabilities import prefill
+from kvjax.policies import Full, Policy, PolicyError, SnapKV, offloaded, prefill_alone
 from kvjax.runtime import decoding, replay
 
 STEPS = 2
@@ -39,7 +38,7 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, max(room - x.shape[1], 0)), (0, 0), (0, 0)))[:, :room]
 
     layer = policy.layer(spec)
-    state, _ = prefill(
+    state, _ = prefill_alone(
         layer,
         Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
         {},

@@ -27,7 +27,6 @@ import kvjax
 from kvjax.cache import LayerCache, Token, host_memory, layer_specs
 from kvjax.models.params import count
 from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, offloaded, quantized
-from kvjax.policies.capabilities import as_cache
 from kvjax.policies.families.ragged import Ragged
 from kvjax.policies.transforms.quantize import PackedCache
 from kvjax.policies.transforms.rotated import RotatedCache
@@ -137,7 +136,7 @@ def test_slots_hold_what_they_claim(policy):
         rounding = 0.2 * max(np.linalg.norm(x, axis=-1).max() for x in (inputs.k, inputs.v))
     turned = {}  # (row, position, head) to the rotated key: most slots stay from state to state
     for state in run(policy, inputs)[2]:
-        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
+        slots = jax.tree.map(np.asarray, policy.layer(inputs.spec).view(state))
         keys, held_keys, values, held_values = [], [], [], []
         for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
             pos = slots.pos[row, head, slot]
@@ -174,7 +173,7 @@ def test_merged_slots_hold_all_tokens(policy):
     """Nothing is dropped: weights sum to the tokens seen, and weighted values to the sum of all values."""
     inputs = case(21)
     for state in run(policy, inputs)[2]:
-        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
+        slots = jax.tree.map(np.asarray, policy.layer(inputs.spec).view(state))
         np.testing.assert_array_equal(slots.weight.sum(axis=-1), np.stack([slots.seen] * 2, axis=-1))
         for row, seen in enumerate(slots.seen):
             held = np.einsum("kc,kch->kh", slots.weight[row], slots.v[row])
@@ -200,7 +199,7 @@ def test_the_newest_token_is_never_lost(policy):
     """It has a slot of its own when a query attends, in every head, however full the cache is."""
     inputs = case(22)
     layer, states = policy.layer(inputs.spec), run(policy, inputs)[2]
-    append = jax.jit(lambda state, token: as_cache(layer, layer.append(state, token)))
+    append = jax.jit(lambda state, token: layer.view(layer.append(state, token)))
     rows = np.arange(len(inputs.lengths))
     for i, state in enumerate(states[:-1]):
         pos = inputs.lengths + i

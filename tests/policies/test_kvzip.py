@@ -21,7 +21,6 @@ from kvjax.models.presets import PRESETS
 from kvjax.models.rope import Rope
 from kvjax.policies import Full, KVzip, PolicyError, SnapKV, by_head, by_layer, get_policy, quantized
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
 from kvjax.policies.kvzip import FIRST, THEN, Repetition
 from kvjax.policies.replay import Part, held_whole
 from kvjax.policies.surroundings import Surroundings, projected_norms
@@ -283,7 +282,7 @@ def test_a_model_reads_again(policy, letters):
     words = [encode(text, add_special=False) for text in (FIRST, THEN, " A ")]
     assert engine.specs[0].words == ((FIRST, *map(tuple, words[::2])), (THEN, *map(tuple, words[1:])))
     own = zip(engine.layers, state.caches, strict=True)
-    caches = [jax.device_get(jax.jit(functools.partial(as_cache, layer))(cached)) for layer, cached in own]
+    caches = [jax.device_get(jax.jit(layer.view)(cached)) for layer, cached in own]
     for row, prompt in enumerate(prompts):
         expected = literal(params, prompt, policy, words, policy.budget)
         for slots, heads in zip(caches, expected, strict=True):
@@ -382,8 +381,8 @@ def test_what_is_dropped_holds_no_memory(scope, share):
 def test_layers_with_a_sliding_window_keep_everything():
     spec = dataclasses.replace(make_case(0, [60], 4).spec, window=10)
     layer = KVzip(budget=16).layer(spec)
-    assert layer.traits.dense
-    assert not layer.traits.replays
+    assert layer.attention == "dense"
+    assert not layer.replays
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def test_only_the_selection_is_read():
 def test_first_layers_are_dense():
     case = inputs()
     policy = Quest(**SMALL | {"dense_layers": 1})
-    assert not policy.layer(case.spec).traits.sparse
-    assert policy.layer(dataclasses.replace(case.spec, layer=1)).traits.sparse
+    assert policy.layer(case.spec).attention != "sparse"
+    assert policy.layer(dataclasses.replace(case.spec, layer=1)).attention == "sparse"
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
     assert Quest().dense_layers == 2
 

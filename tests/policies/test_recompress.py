@@ -188,6 +188,6 @@ def test_what_it_does_not_take(make, says):
 
 def test_a_prompt_that_is_kept_is_not_read_in_blocks():
     spec = make_case(0, [60], 6).spec
-    assert recompress(SnapKV(), prompt="keep").layer(spec).traits.reading == "whole"
-    assert recompress(PyramidKV()).layer(spec).traits.reading == "blocks"
-    assert offloaded(recompress(PyramidKV())).layer(spec).traits.compression == "when_full"
+    assert recompress(SnapKV(), prompt="keep").layer(spec).reads == "whole"
+    assert recompress(PyramidKV()).layer(spec).reads == "blocks"
+    assert offloaded(recompress(PyramidKV())).layer(spec).when == "when_full"

@@ -12,10 +12,10 @@ import kvjax
 from kvjax.cache import layer_specs
 from kvjax.policies import (
     TOVA,
+    CacheLayer,
     ChunkKV,
     Full,
     KNorm,
-    Layer,
     Policy,
     PolicyError,
     PolicyInfo,
@@ -165,7 +165,7 @@ class Careless(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class CarelessLayer(Layer[Careless]):
+class CarelessLayer(CacheLayer[Careless]):
     @property
     def max_kept(self) -> Any:
         return self.policy.budget

@@ -7,7 +7,6 @@ import math
 import pickle
 import struct
 import zipfile
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +24,8 @@ from kvjax import torch_files
 from kvjax.cache import Prompt
 from kvjax.models import transformer
 from kvjax.pallas_kernels import prefill_attention
-from kvjax.policies import FastKVzip, KVzap, PolicyError, Surrogate, by_head, get_policy
+from kvjax.policies import FastKVzip, KVzap, PolicyError, Surrogate, by_head, get_policy, prefill_alone
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
-from kvjax.policies.capabilities import prefill as prefill_alone
 from kvjax.policies.surroundings import Surroundings
 
 # The cases worked out by hand.
@@ -178,7 +175,7 @@ def test_a_model_brings_what_attention_reads(kind, tiny):
         engine = kvjax.Engine(tiny, chosen, batch=3, prompt_len=48, max_new_tokens=4)
         state, _ = engine.prefill(prompts)
         layers = zip(engine.layers, state.caches, strict=True)
-        held = [jax.device_get(jax.jit(partial(as_cache, layer))(cached)) for layer, cached in layers]
+        held = [jax.device_get(jax.jit(layer.view)(cached)) for layer, cached in layers]
         for (row, layer), want in expected.items():
             slots = held[layer]
             assert [set(p[m].tolist()) for p, m in zip(slots.pos[row], slots.weight[row] > 0, strict=True)] == want

@@ -11,7 +11,7 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 from kvjax.pallas_kernels import partial_ragged_attention, ragged_attention
 
-from ..base import Carry, Traits
+from ..base import Carry
 from .scoring import PromptScorer, PromptScorerLayer
 
 P = TypeVar("P", bound=PromptScorer)
@@ -60,7 +60,9 @@ class Ragged:
 class RaggedLayer(PromptScorerLayer[P]):
     """One layer of a `PromptScorer` whose heads keep unequal numbers of a prompt's tokens, `max_kept` on average."""
 
-    traits: Traits = Traits(has_own_store=True, deals_store=True, reading="blocks")
+    @property
+    def shards_own_store(self) -> bool:
+        return True
 
     @property
     def capacity(self) -> int:
@@ -108,7 +110,7 @@ class RaggedLayer(PromptScorerLayer[P]):
         part = partial_ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen)
         return cache.merged(*part, state.dealt), state, carry
 
-    def as_cache(self, state: Ragged) -> LayerCache:
+    def view(self, state: Ragged) -> LayerCache:
         k, v, positions = (x[:, 0] for x in (state.k, state.v, state.pos))
         width = min(self.spec.max_tokens, positions.shape[-1])
         index = state.start[..., None] + jnp.arange(width, dtype=jnp.int32)

@@ -17,9 +17,8 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
-from ..base import Carry, Layer, Policy, State, Traits
+from ..base import CacheLayer, Carry, Policy, Reads, State, read_as_prompt
 from ..budget import budget_rows, budget_tokens, check_least
-from ..capabilities import read_as_prompt
 from ..fields import check_fields
 
 P = TypeVar("P", bound="PromptScorer")
@@ -33,12 +32,14 @@ class PromptScorer(Policy):
     A prompt within the budget is kept whole. Of equal scores the earlier token wins.
 
     Class attributes:
+        scores_whole_prompts: whether `scores` needs a whole prompt, which then cannot be prefilled in blocks.
         keeps_highest: whether that is so, and `keep_mask` may be asked what it keeps of other scores and budgets, see `critical`.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
     """
 
+    scores_whole_prompts: ClassVar[bool] = False
     keeps_highest: ClassVar[bool] = True
 
     budget: int | float = 1024
@@ -107,15 +108,17 @@ class PromptScorer(Policy):
         needs = f"but {first} first and {last} last tokens are always kept, at least one in all; raise budget, or keep fewer of them"
         check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return PromptScorerLayer(self, spec)
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptScorerLayer(Layer[P]):
+class PromptScorerLayer(CacheLayer[P]):
     """One layer of a `PromptScorer`."""
 
-    traits: Traits = Traits(plain=True, reading="blocks")
+    @property
+    def reads(self) -> Reads:
+        return "whole" if self.policy.scores_whole_prompts else "blocks"
 
     @property
     def max_kept(self) -> int:
@@ -189,15 +192,13 @@ class ScoreEviction(PromptScorer):
         fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
         return jnp.where(fresh, self.scores(spec, prompt), score)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return ScoreEvictionLayer(self, spec)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreEvictionLayer(PromptScorerLayer[E]):
     """One layer of a `ScoreEviction`."""
-
-    traits: Traits = Traits(compression="every_step", reading="blocks")
 
     @property
     def max_kept(self) -> int:

@@ -21,7 +21,7 @@ from kvjax.cache import LayerSpec, Prompt
 from kvjax.models.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
-from ..base import Carry, Layer, Policy, Traits
+from ..base import CacheLayer, Carry, Policy
 from ..fields import check_fields
 from ..info import PolicyError
 from ..surroundings import Surroundings
@@ -141,6 +141,7 @@ class SurrogateScorer(PromptScorer):
     """
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
     source: ClassVar[str] = ""
     reads: ClassVar[tuple[str, ...]] = ()
 
@@ -184,12 +185,12 @@ class SurrogateScorer(PromptScorer):
         found.require(self.info.name, config, self.shapes(config, found))
         return dataclasses.replace(self, weights=found)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
         if self.scope == "head":
-            return SurrogateLayer(self, spec, Traits(plain=True, surroundings=True))
-        return SharedSurrogateLayer(self, spec, Traits(has_own_store=True, deals_store=True, surroundings=True))
+            return SurrogateLayer(self, spec)
+        return SharedSurrogateLayer(self, spec)
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0
@@ -242,6 +243,10 @@ def missing_weights(policy: Any) -> PolicyError:
 class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
     """One layer of a `SurrogateScorer`, each of whose heads keeps as much."""
 
+    @property
+    def surroundings(self) -> bool:
+        return True
+
     def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry
 
@@ -249,6 +254,10 @@ class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
 @dataclasses.dataclass(frozen=True)
 class SharedSurrogateLayer(RaggedLayer[SurrogateScorer]):
     """One layer of a `SurrogateScorer`, whose heads share a store."""
+
+    @property
+    def surroundings(self) -> bool:
+        return True
 
     def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry

@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.cache import LayerSpec
 from kvjax.models.config import ModelConfig
 
-from ..base import Layer, Policy
+from ..base import CacheLayer, Policy
 from ..info import PolicyError, PolicyInfo, combined
 
 
@@ -37,7 +37,7 @@ class ByLayer(Policy):
         for policy in dict.fromkeys(self.layers):
             policy.validate(tokens)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return self.layers[spec.layer].layer(spec)
 
     def map(self, wrap: Callable[[Policy], Policy]) -> "ByLayer":

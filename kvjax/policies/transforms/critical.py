@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.models.config import ModelConfig
 
-from ..base import Carry, Layer, Policy
+from ..base import CacheLayer, Carry, Policy
 from ..budget import budget_rows
 from ..families.scoring import PromptScorer, PromptScorerLayer
 from ..fields import check_fields
@@ -51,20 +51,18 @@ class Critical(Wrapper):
             bound.layer(spec)  # raises where a layer's tokens cannot be weighed so
         return bound
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        traits = inner.traits
         scores = getattr(self.policy, "keeps_highest", False)
-        if scores and traits.dense:
+        if scores and inner.attention == "dense":
             return inner
-        if not (scores and traits.plain and traits.compression == "never"):
+        if not (scores and inner.is_plain and inner.when == "never"):
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} does not keep simply what scores highest of a prompt, each head its own; give "
                 "a policy that does, such as snapkv, pyramidkv or compactor"
             )
-        traits = dataclasses.replace(traits, surroundings=True)
         scorer = cast(PromptScorer, self.policy)
-        return CriticalLayer(scorer, spec, traits, share=self.share, epsilon=self.epsilon)
+        return CriticalLayer(scorer, spec, share=self.share, epsilon=self.epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +71,10 @@ class CriticalLayer(PromptScorerLayer[PromptScorer]):
 
     share: float = dataclasses.field(kw_only=True)
     epsilon: float = dataclasses.field(kw_only=True)
+
+    @property
+    def surroundings(self) -> bool:
+        return True
 
     def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         policy, spec = self.policy, self.spec

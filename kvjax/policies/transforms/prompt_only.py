@@ -11,8 +11,7 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
 from kvjax.models.config import ModelConfig
 
-from ..base import Carry, Layer, Policy, Traits
-from ..capabilities import as_cache
+from ..base import CacheLayer, Carry, Policy
 from ..info import PolicyError, PolicyInfo
 from .wrapper import Wrapper, transform_text
 
@@ -59,11 +58,11 @@ class PromptOnly(Wrapper):
         """This for a part of the policy, which keeps the budget that it has."""
         return policy if policy.info.transform == self.transform else PromptOnly(policy)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        if inner.traits.compression == "never":
+        if inner.when == "never":
             return inner
-        if inner.traits.has_own_store or self.policy.info.transform == "offloaded":
+        if inner.has_own_store or self.policy.info.transform == "offloaded":
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} keeps its tokens in a store of its own; put prompt_only around the policy "
                 "within, as in offloaded(prompt_only(tova))"
@@ -74,14 +73,14 @@ class PromptOnly(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptOnlyLayer(Layer[PromptOnly]):
+class PromptOnlyLayer(CacheLayer[PromptOnly]):
     """One layer: what another one leaves of a prompt, in slots of which there are enough for all new tokens.
 
     Attributes:
         inner: chooses from the prompt.
     """
 
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
+    inner: CacheLayer[Any] = dataclasses.field(kw_only=True)
 
     @property
     def max_kept(self) -> int:
@@ -89,15 +88,13 @@ class PromptOnlyLayer(Layer[PromptOnly]):
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
-        kept = as_cache(self.inner, state)
+        kept = self.inner.view(state)
         return cache.extended(kept, self.capacity - kept.pos.shape[-1]), carry
 
 
 @dataclasses.dataclass(frozen=True)
 class RankedPromptOnlyLayer(PromptOnlyLayer):
     """One layer of a policy whose tokens stand at their places among those that are kept; slots are filled in that order."""
-
-    traits: Traits = Traits()
 
     def append(self, state: LayerCache, token: Token) -> LayerCache:
         return cache.insert(state, token, rotated=False)[0]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from kvjax.cache import LayerSpec
 from kvjax.models.config import ModelConfig
 
-from ..base import Layer, Policy
+from ..base import CacheLayer, Policy
 from ..fields import check_fields
 from ..info import PolicyError
 from .by_layer import by_layer
@@ -39,7 +39,7 @@ class Pyramid(Wrapper):
         budgets = layer_budgets(policy.budget, config.num_layers, self.beta, getattr(policy, "window", 0))
         return by_layer([dataclasses.replace(policy, budget=budget) for budget in budgets]).bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         raise PolicyError(
             f"{self.info.name}: layers differ by the model's number of them; bind(config) gives a model's policy"
         )

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from kvjax.cache import LayerSpec
 
-from ..base import Layer, Policy
+from ..base import CacheLayer, Policy
 from ..families.rounds import RoundsLayer
 from ..families.scoring import PromptScorer, PromptScorerLayer
 from ..fields import check_fields
@@ -66,20 +66,17 @@ class Recompress(Wrapper):
     def __str__(self) -> str:
         return transform_text(self.transform, self.policy, self, without=("budget",))
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         scorer = self.policy.layer(spec)
-        if scorer.traits.dense:
+        if scorer.attention == "dense":
             return scorer
-        layer = RoundsLayer(
+        return RoundsLayer(
             self,
             spec,
             scorer=cast(PromptScorerLayer[Any], scorer),
             every=self.every,
             keeps_prompt=self.prompt == "keep",
         )
-        if self.prompt == "keep":  # a prompt's first block and a new token would be the same
-            return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reading="whole"))
-        return layer
 
 
 def recompress(

@@ -17,7 +17,8 @@ from kvjax.cache.codebook import Coded
 from kvjax.cache.packing import Bits
 from kvjax.pallas_kernels.masking import MASKED
 
-from ..base import Carry, Layer, Traits
+from ..base import Carry, check_reads_blocks
+from .low_bit import LowBitLayer
 
 Values = Literal["levels", "rotated"]
 """How values are kept: evenly spaced levels of a group of channels, or as keys are."""
@@ -57,20 +58,21 @@ class RotatedCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class RotatedLayer(Layer[Any]):
+class RotatedLayer(LowBitLayer[Any]):
     """One layer whose keys and values are coded as they come. A token's own step, and a block's own attention, have them exact.
 
     Attributes:
-        inner: the layer of the policy that is quantised.
         bits, group, values, signs: see `TurboQuant`.
     """
 
-    traits: Traits = Traits(has_own_store=True, reading="blocks")
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
     bits: Bits = dataclasses.field(kw_only=True)
     group: int = dataclasses.field(kw_only=True)
     values: Values = dataclasses.field(kw_only=True)
     signs: int | None = dataclasses.field(kw_only=True)
+
+    @property
+    def shards_own_store(self) -> bool:
+        return True
 
     @property
     def max_kept(self) -> int:
@@ -122,7 +124,8 @@ class RotatedLayer(Layer[Any]):
     def read_block(
         self, state: RotatedCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], RotatedCache, Carry]:
-        held = cache.insert_block(self.as_cache(state), block)
+        check_reads_blocks(self)
+        held = cache.insert_block(self.view(state), block)
         return cache.attend_block(self.spec, held, block), self._with(state, block), carry
 
     def _with(self, state: RotatedCache, block: TokenBlock) -> RotatedCache:
@@ -148,7 +151,7 @@ class RotatedLayer(Layer[Any]):
             seen=state.seen + block.count,
         )
 
-    def as_cache(self, state: RotatedCache) -> LayerCache:
+    def view(self, state: RotatedCache) -> LayerCache:
         """All slots as vectors."""
 
         def vectors(x: Any, *, rotated: bool) -> Float[Array, "B K C H"]:

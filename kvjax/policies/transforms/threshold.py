@@ -10,7 +10,7 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, Prompt, Token
 from kvjax.pallas_kernels import top_k
 
-from ..base import Carry, Layer, Policy
+from ..base import CacheLayer, Carry, Policy
 from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
 from ..fields import check_fields
@@ -71,9 +71,9 @@ class Thresholded(Wrapper):
         scorer = cast(ScoreEviction, self.policy)
         return max(scorer.always_kept(0)[0] + self.window, scorer.least_slots)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        if inner.traits.dense:
+        if inner.attention == "dense":
             return inner
         scorer = cast(ScoreEviction, self.policy)
         least = self.least_slots if isinstance(scorer.budget, float) else 0
