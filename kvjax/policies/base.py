@@ -32,9 +32,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.any_rank import any_rank
+from kvjax.arguments import plain
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.models.config import ModelConfig
 
+from .budget import check_budget
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .replay import Replay, without_model
@@ -104,6 +106,22 @@ class Policy:
     def map(self, wrap: Callable[["Policy"], "Policy"]) -> "Policy":
         """This policy with `wrap` around it; of a combination, around each policy that it is made of."""
         return wrap(self)
+
+    def with_budget(self, budget: Any) -> "Policy":
+        """The policy with another budget. A combination passes it to every part that takes one.
+
+        A policy without a budget, such as `full`, accepts any and stays as it is, so that a sweep over budgets needs no exception.
+
+        Args:
+            budget: a number of tokens, or a fraction. Numbers of NumPy and JAX are taken, too.
+
+        Raises:
+            PolicyError: the policy does not take that value.
+        """
+        if any(field.name == "budget" for field in dataclasses.fields(self)):
+            return dataclasses.replace(self, budget=budget)
+        check_budget(self.info.name, plain(budget))
+        return self
 
     def nbytes(
         self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16

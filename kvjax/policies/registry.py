@@ -63,12 +63,15 @@ def make_policy(name: str, hyperparameters: dict[str, Any]) -> Policy:
 
 
 def replaced(policy: Policy, hyperparameters: dict[str, Any]) -> Policy:
-    """A policy with other hyperparameters. One that has no budget takes any, which then has no effect.
+    """A policy with other hyperparameters. For its budget see `Policy.with_budget`.
 
     Raises:
         PolicyError: the policy has no such hyperparameter, or does not take that value.
     """
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    if "budget" in hyperparameters and "budget" not in values:
+        changed = policy.with_budget(hyperparameters["budget"])
+        return replaced(changed, {name: value for name, value in hyperparameters.items() if name != "budget"})
     return _made(type(policy), policy.info, values, hyperparameters)
 
 

@@ -340,7 +340,7 @@ def test_what_is_sparse(policy):
     spec = make_case(0, [2000], steps=48).spec
     for layer, budget, sparse in ((1, 2096, False), (1, 2095, True), (0, 2095, False)):
         where = dataclasses.replace(spec, layer=layer)
-        assert dataclasses.replace(policy, budget=budget).layer(where).attention == "sparse" == sparse
+        assert (dataclasses.replace(policy, budget=budget).layer(where).attention == "sparse") == sparse
 
 
 @pytest.mark.parametrize(

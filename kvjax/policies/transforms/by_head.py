@@ -60,6 +60,9 @@ class ByHead(Policy):
             )
         return ByHead(tuple(policy.bind(config) for policy in self.groups), self.heads)
 
+    def with_budget(self, budget: Any) -> "ByHead":
+        return ByHead(tuple(policy.with_budget(budget) for policy in self.groups), self.heads)
+
     def validate(self, tokens: int) -> None:
         for policy in self.groups:
             policy.validate(tokens)

@@ -33,6 +33,9 @@ class ByLayer(Policy):
             raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {config.num_layers}")
         return ByLayer(tuple(policy.bind(config) for policy in self.layers))
 
+    def with_budget(self, budget: Any) -> "ByLayer":
+        return ByLayer(tuple(policy.with_budget(budget) for policy in self.layers))
+
     def validate(self, tokens: int) -> None:
         for policy in dict.fromkeys(self.layers):
             policy.validate(tokens)

@@ -37,7 +37,7 @@ class Pyramid(Wrapper):
     def bind(self, config: ModelConfig) -> Policy:
         policy: Any = self.policy
         budgets = layer_budgets(policy.budget, config.num_layers, self.beta, getattr(policy, "window", 0))
-        return by_layer([dataclasses.replace(policy, budget=budget) for budget in budgets]).bind(config)
+        return by_layer([policy.with_budget(budget) for budget in budgets]).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         raise PolicyError(

@@ -15,7 +15,7 @@ from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
-from .wrapper import Wrapper, transform_text
+from .wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +26,12 @@ class Thresholded(Wrapper):
         policy: what a token scores.
         threshold: the least score with which a token stays.
         window: latest tokens, which stay in any case.
-        budget: the policy's: slots in all. `dataclasses.replace` of the policy alone
-            gives the new one this budget.
     """
 
     transform: ClassVar[str] = "thresholded"
 
     threshold: int | float
     window: int = 128
-    budget: int | float | None = None
 
     def __post_init__(self) -> None:
         if not getattr(self.policy, "scores_alone", False):
@@ -42,15 +39,7 @@ class Thresholded(Wrapper):
                 f"thresholded: {self.policy.info.name!r} scores a token by what is around it, so no threshold serves for all texts; give a "
                 "policy that scores each token alone, such as knorm"
             )
-        if self.budget is not None:
-            object.__setattr__(
-                self, "policy", dataclasses.replace(cast(ScoreEviction, self.policy), budget=self.budget)
-            )
-        object.__setattr__(self, "budget", cast(ScoreEviction, self.policy).budget)
         check_fields(self, window=0)
-
-    def __str__(self) -> str:
-        return transform_text(self.transform, self.policy, self, without=("budget",))
 
     @property
     def info(self) -> PolicyInfo:
@@ -148,4 +137,4 @@ def thresholded(
     Raises:
         PolicyError: a number is out of range, or the policy scores tokens by what is around them.
     """
-    return Thresholded(policy, threshold, window, budget)
+    return Thresholded(policy if budget is None else policy.with_budget(budget), threshold, window)
