@@ -31,6 +31,7 @@ from kvjax.pallas_kernels import (
     projection,
 )
 from kvjax.policies.base import CacheLayer, Carry
+from kvjax.policies.checks import calling, expect_same_state, expect_shape
 from kvjax.policies.surroundings import Surroundings
 
 from .config import ModelConfig
@@ -130,7 +131,8 @@ def prefill(
             nonlocal carry
             spec = cache.spec
             prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
-            state, carry = cache.prefill(prompt, around(carry))
+            with calling(cache, "prefill"):
+                state, carry = cache.prefill(prompt, around(carry))
             out = _prompt_attention(spec, prompt)
             # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
             out, state = jax.lax.optimization_barrier((out, state))
@@ -158,8 +160,14 @@ def decode_step(
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
         new = Token(*heads, pos, cache.spec.rope)
-        out, state, carry = cache.attend(cache.append(state, new), new, carry)
-        updated.append(state)
+        with calling(cache, "append"):
+            held = cache.append(state, new)
+        expect_same_state(cache, "append", state, held)
+        with calling(cache, "attend"):
+            out, after, carry = cache.attend(held, new, carry)
+        expect_shape(cache.policy, "attend", out, "B N H", new.q.shape)
+        expect_same_state(cache, "attend", held, after)
+        updated.append(after)
         before, out = x, out.reshape(*x.shape[:-1], -1)
         if i + 1 == len(layers):
             x = _rest(config, layer, x, out, shard)
@@ -206,7 +214,9 @@ def read_block(
         ) -> Array:
             nonlocal carry
             block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
-            out, state, carry = cache.read_block(state, block, around(carry))
+            with calling(cache, "read_block"):
+                out, state, carry = cache.read_block(state, block, around(carry))
+            expect_shape(cache.policy, "read_block", out, "B S N H", q.shape)
             out, state = jax.lax.optimization_barrier((out, state))  # see `prefill`
             updated.append(state)
             return out

@@ -81,7 +81,17 @@ def extended(held: LayerCache, slots: int) -> LayerCache:
 
 
 def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
-    """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache."""
+    """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache.
+
+    Raises:
+        ValueError: the prompt has other rows or KV heads than `spec`, or more tokens than `capacity`.
+    """
+    _check_prompt(spec, prompt)
+    if prompt.size > capacity:
+        raise ValueError(
+            f"a prompt padded to {prompt.size} tokens does not fit {capacity} slots; override prefill, and choose what to keep by "
+            "gather_kept, or raise max_kept"
+        )
     live = prompt_mask(prompt.lengths, capacity)[:, None]
     live = jnp.broadcast_to(live, (spec.batch, spec.num_kv_heads, capacity))
 
@@ -114,8 +124,19 @@ def gather_kept(
         The cache, and the prompt index that each slot was filled from (0 where free), for gathering what else a policy knows
         of its tokens.
     """
+    _check_prompt(spec, prompt)
+    if keep.shape[-1] != prompt.size:
+        raise ValueError(f"keep has shape {keep.shape} for a prompt of {prompt.size} places; give [B, K, T]")
     k = prompt.k_rotated if rotated else prompt.k
     return _gathered(capacity, spec.dtype, k, prompt.v, keep & prompt.live, prompt.places, prompt.seen)
+
+
+def _check_prompt(spec: LayerSpec, prompt: Prompt) -> None:
+    rows, _, heads, _ = prompt.v.shape
+    if (rows, heads) != (spec.batch, spec.num_kv_heads):
+        raise ValueError(
+            f"the prompt has {rows} rows and {heads} KV heads, but the LayerSpec says batch={spec.batch} and num_kv_heads={spec.num_kv_heads}"
+        )
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -25,6 +25,7 @@ from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
 from kvjax.policies.base import CacheLayer
+from kvjax.policies.checks import calling, expect_same_state
 from kvjax.policies.dealt import dealt
 from kvjax.runtime import mesh, replay
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
@@ -166,7 +167,14 @@ def step(
     """Read one token per row; the next one's logits, and the caches within their budgets again."""
     layers = layers_of(policy, specs)
     logits, caches = transformer.decode_step(params, caches, token, pos, layers)
-    return logits, tuple(layer.compress(cache) for layer, cache in zip(layers, caches, strict=True))
+    return logits, tuple(_compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
+
+
+def _compressed(layer: CacheLayer[Any], cache: Any) -> Any:
+    with calling(layer, "compress"):
+        compressed = layer.compress(cache)
+    expect_same_state(layer, "compress", cache, compressed)
+    return compressed
 
 
 def _loop(
@@ -190,14 +198,14 @@ def _loop(
         return jnp.any(reduce(jnp.logical_or, [layers[i].is_due(loop[1].caches[i]) for i in lazy]))
 
     def compress_eager(caches: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(layers[i].compress(cache) if i in eager else cache for i, cache in enumerate(caches))
+        return tuple(_compressed(layers[i], cache) if i in eager else cache for i, cache in enumerate(caches))
 
     def compress_lazy(caches: Sequence[Any]) -> tuple[Any, ...]:
         # One after the other, as each takes memory, also where a GPU runs side by side what does not depend on each other. Elsewhere nothing
         # does, and waiting only costs memory: `benchmarks.fits` of Chelsea tells.
         caches, before, waits = list(caches), None, target().platform == "gpu"
         for i in lazy:
-            caches[i] = layers[i].compress(_after(before, caches[i]))
+            caches[i] = _compressed(layers[i], _after(before, caches[i]))
             if waits:
                 before = caches[i]
         return tuple(caches)

@@ -19,6 +19,7 @@ from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
 from ..base import CacheLayer, Carry, Policy, Reads, State, read_as_prompt
 from ..budget import budget_rows, budget_tokens, check_least
+from ..checks import expect_shape
 from ..fields import check_fields
 
 P = TypeVar("P", bound="PromptScorer")
@@ -137,8 +138,13 @@ class PromptScorerLayer(CacheLayer[P]):
 
     def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         """Which of a prompt's tokens are kept by their scores, and each row's budget."""
+        shape = (self.spec.batch, self.spec.num_kv_heads, prompt.size)
+        expect_shape(self.policy, "scores", scores, "B K T", shape)
         budget = self.policy.row_budgets(self.spec, prompt.seen, prompt.total)
-        return self.policy.keep_mask(scores, prompt.lengths, budget, *self._places(prompt)), budget
+        expect_shape(self.policy, "row_budgets", budget, "B", shape[:1])
+        keep = self.policy.keep_mask(scores, prompt.lengths, budget, *self._places(prompt))
+        expect_shape(self.policy, "keep_mask", keep, "B K T", shape)
+        return keep, budget
 
     @staticmethod
     def _places(prompt: Prompt) -> list[Any]:
@@ -228,6 +234,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
 
     def append(self, state: ScoredCache, token: Token) -> ScoredCache:
         initial = self.policy.initial_score(self.spec, token)
+        expect_shape(self.policy, "initial_score", initial, "B K", token.k.shape[:2])
         updated, (score,) = cache.insert(state.cache, token, [(state.score, initial)])
         return dataclasses.replace(state, cache=updated, score=score)
 
@@ -236,7 +243,9 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     ) -> tuple[Float[Array, "B N H"], ScoredCache, Carry]:
         out, probs = cache.attend(self.spec, state.cache, token, probs=True)
         assert probs is not None
-        return out, dataclasses.replace(state, score=self.policy.update_score(self.spec, state.score, probs)), carry
+        score = self.policy.update_score(self.spec, state.score, probs)
+        expect_shape(self.policy, "update_score", score, "B K C", state.score.shape)
+        return out, dataclasses.replace(state, score=score), carry
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         kept = state.cache
