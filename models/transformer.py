@@ -47,6 +47,9 @@ SMALL_SUM = 16384
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
 
+Fused = Callable[[Array, Array], tuple[Array, tuple[Array, Array, Array]]]
+"""From the residual stream and a layer's attention to the residual stream after it and the next layer's q, k and v."""
+
 AttendAt = Callable[[int, Array, Array, Array], Array]
 """Attention of any layer, which comes first."""
 
@@ -154,12 +157,15 @@ def decode_step(
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
     """Read one token per row, at original position `pos`; logits of the next, and the states with it appended."""
     config, layers, shard = params.config, params.layers, caches[0].spec.shard
-    x = _embed(params, token, shard)
-    heads = _first_heads(config, layers[0], x)
+    x = before = _embed(params, token, shard)
+    heads: tuple[Array, Array, Array] | None = None
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*heads, pos, cache.spec.rope)
+        new = Token(*(heads or _heads_of(config, layer, x)), pos, cache.spec.rope)
+        if i > 0:
+            with calling(cache, "look_ahead"):
+                carry = cache.look_ahead(partial(_queries_ahead, params, i, before), pos, carry)
         with calling(cache, "append"):
             held = cache.append(state, new)
         expect_same_state(cache, "append", state, held)
@@ -169,11 +175,8 @@ def decode_step(
         expect_same_state(cache, "attend", held, after)
         updated.append(after)
         before, out = x, out.reshape(*x.shape[:-1], -1)
-        if i + 1 == len(layers):
-            x = _rest(config, layer, x, out, shard)
-            break
-        x, heads = _next_heads(config, layer, layers[i + 1], x, out, shard)
-        carry = caches[i + 1].look_ahead(partial(_queries_ahead, params, i + 1, before), pos, carry)
+        fused = _fused(config, layer, layers[i + 1], shard) if i + 1 < len(layers) else None
+        x, heads = (_rest(config, layer, x, out, shard), None) if fused is None else fused(x, out)
     return _logits(params, x, shard), tuple(updated)
 
 
@@ -252,7 +255,7 @@ def _block(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
-    out = attend(*_first_heads(config, layer, x))
+    out = attend(*_heads_of(config, layer, x))
     return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
 
@@ -273,30 +276,29 @@ def _surrounded(
     return Surroundings(lambda: norm(x), output).told(carry)
 
 
-def _first_heads(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
+def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
     """Unrotated q [..., N, H] and k, v [..., K, H] of a layer that reads `x`."""
     p = layer.attn
     return _shaped(config, layer, projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, config.norm_eps)))
 
 
-def _next_heads(
-    config: ModelConfig,
-    layer: Block,
-    following: Block,
-    x: Float[Array, "B D"],
-    out: Float[Array, "B A"],
-    shard: Shard,
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The residual stream after `layer`, whose attention is `out`, and the heads of the `following` layer."""
+def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) -> Fused | None:
+    """One operation for the rest of `layer` and the heads of the `following` layer.
+
+    None where the model has biases or norms between the matrices, or where devices all-reduce between them.
+    """
     p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
     between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
-    if shard.model > 1 or any(a is not None for a in between):  # or devices add up what they have between two matrices
-        x = _rest(config, layer, x, out, shard)
-        return x, _first_heads(config, following, x)
+    if shard.model > 1 or any(a is not None for a in between):
+        return None
     norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
     weights = BlockWeights(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
-    moved = fused_decode_block(out, x, weights)
-    return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
+
+    def fused(x: Array, out: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        moved = fused_decode_block(out, x, weights)
+        return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
+
+    return fused
 
 
 def _shaped(config: ModelConfig, layer: Block, products: Sequence[Array]) -> tuple[Array, Array, Array]:

@@ -53,4 +53,5 @@ from .update import evict as evict
 from .update import insert as insert
 from .update import insert_block as insert_block
 from .update import insert_split as insert_split
+from .update import keep_slots as keep_slots
 from .update import seek_free as seek_free

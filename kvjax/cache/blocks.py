@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .state import LayerCache, compact_indices
+from .state import LayerCache, compact_indices, move_forward
 from .tokens import Prompt, TokenBlock
 
 S = TypeVar("S")
-
-MOVED = 2**25
-"""A cache of up to so many numbers moves within itself in two parts, a larger one in eight: fewer parts are fewer kernels, but need more room."""
 
 
 def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
@@ -88,20 +85,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
     slot = jnp.take_along_axis(order, index, axis=-1)
-    part = max(capacity // (2 if kept.k.size <= MOVED else 8), 16)  # capacities are multiples of 32
-
-    def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
-        def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:
-            source, there = (jax.lax.dynamic_slice_in_dim(y, i * part, part, axis=2) for y in (slot, live))
-            x_part = jnp.take_along_axis(x, source[..., None], axis=2)
-            x_part = jnp.where(there[..., None], x_part, jnp.zeros((), x.dtype))
-            return jax.lax.dynamic_update_slice_in_dim(x, x_part, i * part, axis=2)
-
-        k, v = stores
-        return moved(k), moved(v)
-
-    # Within the cache, a part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
-    k, v = jax.lax.fori_loop(0, capacity // part, move, (kept.k, kept.v))
+    k, v = move_forward((kept.k, kept.v), slot, live)
     return LayerCache(
         k=k[:, :, :capacity],
         v=v[:, :, :capacity],

@@ -54,9 +54,7 @@ class LayerSpec:
     shard: Shard = ONE_DEVICE
 
     def __post_init__(self) -> None:
-        """Fill in the default scale, and check that query heads can share KV heads evenly."""
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        """Fill in the default scale, and make a `jnp.dtype` of the type."""
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale", self.scale or self.head_dim**-0.5)
 

@@ -9,7 +9,7 @@ import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .spec import LayerSpec
 from .tokens import Prompt, prompt_mask
@@ -177,6 +177,37 @@ def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     k, v = f(*((each.cache.k, each.cache.v) for each in (state, *others)))
     mapped = dataclasses.replace(state.cache, k=k, v=v)
     return mapped if state.cache is state else dataclasses.replace(state, cache=mapped)
+
+
+MOVED = 2**25
+"""A cache of up to so many numbers moves within itself in two parts, a larger one in eight: fewer parts are fewer kernels, but need more room."""
+
+
+def move_forward(
+    stores: tuple[Array, Array], slot: Int[Array, "B K S"], live: Bool[Array, "B K S"]
+) -> tuple[Array, Array]:
+    """Keys and values of some slots, moved to the first S places in place; zeros where nothing lives.
+
+    Args:
+        stores: keys and values [B, K, C, H].
+        slot: where what is to stand in each place is now, which is that place or a later one.
+        live: which places are filled.
+    """
+    size = slot.shape[-1]
+    part = max(size // (2 if stores[0].size <= MOVED else 8), 16)  # sizes are multiples of 32
+
+    def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
+        def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:
+            source, there = (jax.lax.dynamic_slice_in_dim(y, i * part, part, axis=2) for y in (slot, live))
+            x_part = jnp.take_along_axis(x, source[..., None], axis=2)
+            x_part = jnp.where(there[..., None], x_part, jnp.zeros((), x.dtype))
+            return jax.lax.dynamic_update_slice_in_dim(x, x_part, i * part, axis=2)
+
+        k, v = stores
+        return moved(k), moved(v)
+
+    # A part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
+    return jax.lax.fori_loop(0, size // part, move, stores)
 
 
 def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:

@@ -12,7 +12,7 @@ from kvjax.pallas_kernels import SlotUpdate, write_sharded_slots, write_slots
 
 from . import host_memory
 from .dealt import own_slot
-from .state import LayerCache
+from .state import LayerCache, compact_indices, move_forward
 from .tokens import Token, TokenBlock
 
 
@@ -73,6 +73,35 @@ def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) 
     target = jnp.where(when, slot, cache.pos.shape[-1])  # out of range, hence dropped, where nothing is evicted
     pos, weight = write_slots([cache.pos, cache.weight], target, [-1, 0.0])
     return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
+
+
+def keep_slots(
+    cache: LayerCache, keep: Bool[Array, "B K C"], extra: Sequence[Shaped[Array, "B K C"]] = ()
+) -> tuple[LayerCache, list[Array]]:
+    """Keep some slots, which move to the first places in their order; all others are free.
+
+    Args:
+        keep: which slots stay. Free slots are never kept, whatever `keep` says.
+        extra: what else a policy knows of its slots; it moves with them.
+
+    Returns:
+        The cache, and the other arrays, with zeros in free slots.
+    """
+    index, live = compact_indices(keep & cache.live, cache.pos.shape[-1])
+
+    def moved(x: Shaped[Array, "B K C"], free: Any = 0) -> Array:
+        return jnp.where(live, jnp.take_along_axis(x, index, axis=2), jnp.asarray(free, x.dtype))
+
+    k, v = move_forward((cache.k, cache.v), index, live)
+    kept = dataclasses.replace(
+        cache,
+        k=k,
+        v=v,
+        pos=moved(cache.pos, -1),
+        weight=moved(cache.weight),
+        next=jnp.sum(live, axis=-1, dtype=jnp.int32),
+    )
+    return kept, [moved(x) for x in extra]
 
 
 def seek_free(cache: LayerCache) -> LayerCache:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, Prompt
 
 from .budget import check_least
 from .families.scoring import ScoreEviction, all_queries, last_queries
@@ -73,6 +73,6 @@ class H2O(ScoreEviction):
         return score + self.scores(spec, prompt)
 
     def update_score(
-        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"], held: LayerCache
     ) -> Float[Array, "B K C"]:
         return score + probs

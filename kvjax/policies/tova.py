@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, Prompt
 
 from .base import CacheLayer
 from .families.scoring import ScoreEviction, ScoreEvictionLayer, last_queries
@@ -48,17 +48,19 @@ class TOVA(ScoreEviction):
         return TOVALayer(self, spec)
 
     def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        latest = last_queries(prompt, 1, spec)
-        return self.update_score(spec, latest, latest)
+        return self._mean_over_heads(spec, last_queries(prompt, 1, spec))
 
     def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
     def update_score(
-        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"], held: LayerCache
     ) -> Float[Array, "B K C"]:
+        return self._mean_over_heads(spec, probs)
+
+    def _mean_over_heads(self, spec: LayerSpec, probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
         total = spec.shard.sum_over_heads(jnp.sum(probs, axis=1, keepdims=True))
-        return jnp.broadcast_to(total / (spec.num_kv_heads * spec.shard.heads), score.shape)
+        return jnp.broadcast_to(total / (spec.num_kv_heads * spec.shard.heads), probs.shape)
 
 
 @dataclasses.dataclass(frozen=True)

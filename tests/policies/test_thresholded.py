@@ -11,7 +11,7 @@ from policies import oracle_thresholded as oracle
 from policies.driver import ROPE, TINY, as_if_alone, make_case, run
 from policies.slots import after_prompt, kept
 
-from kvjax.cache import Prompt, Token
+from kvjax.cache import Prompt, Token, empty
 from kvjax.policies import (
     TOVA,
     Full,
@@ -134,7 +134,7 @@ def test_who_says_that_scores_stand_alone_has_such_scores(name):
         one = of_token(q[:, i], k[:, i], v[:, i], np.full(2, i, np.int32))
         np.testing.assert_array_equal(one, scores[..., i])
     scores = to_jax(scores)
-    assert policy.update_score(spec, scores, scores) is scores
+    assert policy.update_score(spec, scores, scores, empty(spec, 8)) is scores
 
 
 def test_memory_is_the_budgets():

@@ -10,7 +10,9 @@ from policies.driver import TINY, Case, compiled, compositions, each, every_poli
 
 from kvjax.cache import LayerCache
 from kvjax.policies import TOVA, CacheLayer, Full, KVzip, StreamingLLM, by_layer, offloaded, prompt_only, quantized
+from kvjax.policies.cam import CaMLayer
 from kvjax.policies.families.dense import DenseLayer
+from kvjax.policies.families.scoring import ScoreEvictionLayer
 from kvjax.policies.families.sparse import SparseLayer
 
 POLICIES = [
@@ -46,7 +48,7 @@ def test_what_is_declared_is_what_the_functions_do(policy):
         cls = type(layer)
         assert (layer.when == "when_full") <= (cls.is_due is not CacheLayer.is_due)
         assert (layer.reads == "blocks") <= (cls.read_block is not CacheLayer.read_block)
-        assert (layer.reads == "tokens") <= (cls.read_block is CacheLayer.read_block)
+        assert (layer.reads == "tokens") <= (cls in (CaMLayer, ScoreEvictionLayer)), "which read blocks token by token"
         assert (layer.attention == "sparse") <= isinstance(layer, SparseLayer)
         assert (layer.attention == "dense") <= (layer.max_kept == layer.spec.max_tokens)
         assert isinstance(layer, DenseLayer) <= (layer.attention == "dense")

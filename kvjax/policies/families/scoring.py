@@ -17,7 +17,7 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
-from ..base import CacheLayer, Carry, Policy, Reads, State, read_as_prompt
+from ..base import CacheLayer, Carry, Policy, Reads, State, When, read_as_prompt
 from ..budget import budget_rows, budget_tokens, check_least
 from ..checks import expect_shape
 from ..fields import check_fields
@@ -171,7 +171,8 @@ class ScoredCache:
 class ScoreEviction(PromptScorer):
     """Keep the tokens that score highest: the prompt's, and while decoding, where each new token pushes out the lowest.
 
-    Of equal scores the latest token goes, as in the prompt.
+    Of equal scores the latest token goes, as in the prompt. A policy with a field `every` evicts in rounds: a head grows to budget + `every`
+    tokens less one, and the next token cuts it to the budget.
 
     Class attributes:
         scores_alone: whether a token's score follows from the token and its position alone, and stays: `scores` of a prompt and
@@ -183,18 +184,32 @@ class ScoreEviction(PromptScorer):
 
     scores_alone: ClassVar[bool] = False
 
+    @property
+    def round_size(self) -> int:
+        """Tokens by which a head exceeds its budget before it is cut to the budget: the policy's `every`, 1 without such a field."""
+        return getattr(self, "every", 1)
+
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
         """Score of a new token."""
         return jnp.zeros(token.k.shape[:2], jnp.float32)
 
     def update_score(
-        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"], held: LayerCache
     ) -> Float[Array, "B K C"]:
-        """Scores after a query has given the slots these probabilities."""
+        """Scores after the newest token's query.
+
+        Args:
+            score: scores before. The newest token has its `initial_score`.
+            probs: attention probabilities of the query, averaged over the query heads of each KV head.
+            held: keys, values and positions of the slots, and the number of tokens seen.
+        """
         return score
 
     def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt."""
+        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt.
+
+        A policy that has `update_score` overrides this, too, or blocks are read token by token.
+        """
         fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
         return jnp.where(fresh, self.scores(spec, prompt), score)
 
@@ -207,8 +222,31 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     """One layer of a `ScoreEviction`."""
 
     @property
+    def when(self) -> When:
+        return "every_step" if self.policy.round_size == 1 else "when_full"
+
+    @property
+    def reads(self) -> Reads:
+        """Token by token where the policy's scores follow queries, and it does not say how they follow those of a block."""
+        cls = type(self.policy)
+        follows = cls.update_score is not ScoreEviction.update_score
+        return "tokens" if follows and cls.block_scores is ScoreEviction.block_scores else super().reads
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        """A round moves what it leaves to the first slots."""
+        return self.policy.round_size > 1
+
+    @property
     def max_kept(self) -> int:
-        return self.policy.max_budget(self.spec)
+        return self.policy.max_budget(self.spec) + self.policy.round_size - 1
+
+    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+        keep, budget = super().best(prompt, scores)
+        if self.policy.round_size > 1:
+            count = jnp.sum(prompt.live, axis=-1, dtype=jnp.int32)
+            keep |= prompt.live & (count < (budget + self.policy.round_size)[:, None])[..., None]
+        return keep, budget
 
     def init(self, total: Int[Array, " B"] | None = None) -> ScoredCache:
         empty = cache.empty(self.spec, self.capacity)
@@ -221,6 +259,8 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     def read_block(
         self, state: ScoredCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
+        if self.reads == "tokens":
+            return CacheLayer.read_block(self, state, block, carry)
         prompt = cache.kept_and_block(state.cache, block)
         score = cache.with_places(state.cache, state.score, block)
         new = self._scored(prompt, self.policy.block_scores(self.spec, prompt, score))
@@ -243,16 +283,33 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     ) -> tuple[Float[Array, "B N H"], ScoredCache, Carry]:
         out, probs = cache.attend(self.spec, state.cache, token, probs=True)
         assert probs is not None
-        score = self.policy.update_score(self.spec, state.score, probs)
+        score = self.policy.update_score(self.spec, state.score, probs, state.cache)
         expect_shape(self.policy, "update_score", score, "B K C", state.score.shape)
         return out, dataclasses.replace(state, score=score), carry
 
+    def is_due(self, state: ScoredCache) -> Bool[Array, " B"]:
+        return jnp.any(state.cache.count >= (state.budget + self.policy.round_size)[:, None], axis=-1)
+
     def compress(self, state: ScoredCache) -> ScoredCache:
+        if self.policy.round_size > 1:
+            due = self.is_due(state)
+            return jax.lax.cond(jnp.any(due), lambda state: self._cut(state, due), lambda state: state, state)
         kept = state.cache
         first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
         candidates = kept.live & (kept.pos >= first) & (kept.pos < kept.seen[:, None, None] - last)
         over = kept.count > state.budget[:, None]
         return dataclasses.replace(state, cache=cache.evict(kept, lowest(state, candidates), over))
+
+    def _cut(self, state: ScoredCache, due: Bool[Array, " B"]) -> ScoredCache:
+        """The state with the budget's best tokens in the rows that are due."""
+        held = state.cache
+        first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
+        ends = held.live & ((held.pos < first) | (held.pos >= held.seen[:, None, None] - last))
+        rivals = held.live & ~ends
+        count = state.budget[:, None] - jnp.sum(ends, axis=-1, dtype=jnp.int32)
+        best = rivals & top_k(jnp.where(rivals, state.score, -jnp.inf), count)
+        kept, (score,) = cache.keep_slots(held, best | ends | ~due[:, None, None], [state.score])
+        return dataclasses.replace(state, cache=kept, score=score)
 
 
 def lowest(state: ScoredCache, candidates: Bool[Array, "B K C"]) -> Int[Array, "B K"]:

@@ -40,6 +40,8 @@ class Thresholded(Wrapper):
                 "policy that scores each token alone, such as knorm"
             )
         check_fields(self, window=0)
+        if cast(ScoreEviction, self.policy).round_size > 1:
+            raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds; give it every=1")
 
     @property
     def info(self) -> PolicyInfo:
