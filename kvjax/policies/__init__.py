@@ -19,6 +19,8 @@ from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
+from .families.scoring import all_queries as all_queries
+from .families.scoring import last_queries as last_queries
 from .families.skewing import SkewProfile as SkewProfile
 from .families.sparse import SparseLayer as SparseLayer
 from .families.surrogates import Surrogate as Surrogate

@@ -328,7 +328,7 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
 
 
 def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
-    """`attention_mass` of a prompt, in one layer."""
+    """The attention that each token of a prompt gets from all queries, summed over queries and averaged over each query group."""
     return attention_mass(
         prompt.q_rotated,
         prompt.k_rotated,
@@ -340,7 +340,12 @@ def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
 
 
 def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
-    """`window_scores` of a prompt's last `window` queries, in one layer."""
+    """The attention that each token of a prompt gets from its last `window` queries on average.
+
+    Args:
+        window: number of queries.
+        options: as for `kvjax.pallas_kernels.window_scores`.
+    """
     return window_scores(
         prompt.q_rotated,
         prompt.k_rotated,
