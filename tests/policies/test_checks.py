@@ -83,22 +83,22 @@ def pair(self, state):
     [
         (
             Transposed(budget=8),
-            r"transposed: scores returned shape \(2, 64, 2\); return an array \[B K T\] of shape \(2, 2, 64\)",
+            r"transposed: scores returned shape \(2, 64, 2\). Return an array \[B K T\] of shape \(2, 2, 64\)",
         ),
-        (OneBudget(budget=8), r"one_budget: row_budgets returned shape \(\); return an array \[B\] of shape \(2,\)"),
+        (OneBudget(budget=8), r"one_budget: row_budgets returned shape \(\). Return an array \[B\] of shape \(2,\)"),
         (
             PerQueryHead(budget=8),
-            r"per_query_head: update_score returned shape \(2, 4, 32\); return an array \[B K C\] of shape \(2, 2",
+            r"per_query_head: update_score returned shape \(2, 4, 32\). Return an array \[B K C\] of shape \(2, 2",
         ),
         (
             with_functions(attend=flat),
-            r"own_layer: attend returned shape \(2, 64\); return an array \[B N H\] of shape \(2, 4, 16\)",
+            r"own_layer: attend returned shape \(2, 64\). Return an array \[B N H\] of shape \(2, 4, 16\)",
         ),
         (
             with_functions(compress=longer),
-            r"own_layer: compress returned int32\[3\] for state\.seen; return int32\[2\]",
+            r"own_layer: compress returned int32\[3\] for state\.seen\. Return int32\[2\]",
         ),
-        (with_functions(append=half), r"own_layer: append returned float16\[.*\] for state\.k; return float32"),
+        (with_functions(append=half), r"own_layer: append returned float16\[.*\] for state\.k\. Return float32"),
         (with_functions(compress=pair), r"own_layer: compress returned a state of structure PyTreeDef\(\("),
     ],
     ids=lambda x: str(x)[:12],

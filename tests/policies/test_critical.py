@@ -182,7 +182,7 @@ def test_policies_that_keep_others_than_the_highest_are_refused(policy):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"share": 1.5}, "share=1.5; give 0 to 1"), ({"epsilon": -1.0}, "give 0")]
+    ("options", "says"), [({"share": 1.5}, "share=1.5; give 0 to 1"), ({"epsilon": -1.0}, "Give 0")]
 )
 def test_bad_hyperparameters(options, says):
     with pytest.raises(PolicyError, match=says):

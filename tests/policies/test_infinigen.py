@@ -137,7 +137,7 @@ def test_profiles_that_do_not_fit(tmp_path):
         PolicyError, match=f"{fingerprint(TINY)}, but .* {fingerprint(other)}; .*kvjax calibrate infinigen"
     ):
         InfiniGen(profile=PROFILE).bind(other)
-    with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
+    with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes. This model needs 2 of matrices \[2, 16, 16\]"):
         InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
     file = tmp_path / "skew.json"
     for damage, says in (

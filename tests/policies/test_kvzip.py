@@ -388,8 +388,8 @@ def test_layers_with_a_sliding_window_keep_everything():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: KVzip(chunk=0), "chunk=0; give 1"),
-        (lambda: KVzip(slack=0.5), "slack=0.5; give 1"),
+        (lambda: KVzip(chunk=0), "chunk=0 is too small. Give 1"),
+        (lambda: KVzip(slack=0.5), "slack=0.5 is too small. Give 1"),
         (lambda: KVzip(scope="head_level"), "scope='head_level'"),
         (lambda: KVzip(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
         (lambda: quantized(KVzip()).bind(TINY), "has its own way of keeping tokens"),

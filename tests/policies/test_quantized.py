@@ -285,7 +285,7 @@ def test_nothing_free_is_read():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"bits": 3}, "bits=3; give one of 2, 4, 8"),
+        ({"bits": 3}, "bits=3 is unknown. Give one of 2, 4, 8"),
         ({"group": 0}, "group=0"),
         ({"group": 32, "residual": 48}, "multiple of group"),
     ],

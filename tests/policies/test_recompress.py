@@ -174,7 +174,7 @@ SAYS = "does not score what is held by the latest queries alone"
         (lambda: recompress(pyramid(SnapKV())), SAYS),
         (lambda: recompress(recompress(SnapKV())), "rounds of its own; give it every=512"),
         (lambda: recompress(get_policy("rkv"), every=9), "'rkv' has rounds of its own; give it every=9"),
-        (lambda: recompress(SnapKV(), every=0), "every=0; give 1"),
+        (lambda: recompress(SnapKV(), every=0), "every=0 is too small. Give 1"),
         (lambda: recompress(SnapKV(), budget=0), "budget=0"),
         (lambda: get_policy("recompress(snapkv; prompt=half)"), "prompt='half'; give compress or keep"),
         (lambda: recompress(H2O(observers="last", window=9, recent=0), every=8), "last 9 queries.*raise every to 9"),

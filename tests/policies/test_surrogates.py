@@ -403,9 +403,9 @@ def test_weights_of_another_model_are_refused(tmp_path):
             policy().bind(TINY)
         with pytest.raises(PolicyError, match="layer 0 has weights"):
             policy(weights=make(other)).bind(TINY)
-        with pytest.raises(PolicyError, match="weights for 3 layers"):
+        with pytest.raises(PolicyError, match="weights have 3 layers"):
             policy(weights=make(dataclasses.replace(TINY, num_layers=3, windows=()))).bind(TINY)
-        with pytest.raises(PolicyError, match="give a Surrogate"):
+        with pytest.raises(PolicyError, match="Give a Surrogate"):
             policy(weights=3)
     with pytest.raises(FileNotFoundError):
         KVzap(weights=str(tmp_path / "nothing")).bind(TINY)
@@ -423,7 +423,7 @@ def test_weights_without_norms_are_told_the_published_rank():
     layers = [
         {name: x for name, x in layer.items() if name != "q_norm.weight"} for layer in surrogates.gates(TINY).layers
     ]
-    with pytest.raises(PolicyError, match=r"but for this model they are .*'q_norm\.weight': \(16,\)"):
+    with pytest.raises(PolicyError, match=r"but this model needs .*'q_norm\.weight': \(16,\)"):
         FastKVzip(weights=Surrogate.of(layers)).bind(TINY)
 
 
@@ -439,7 +439,7 @@ def test_weights_are_compared_by_their_numbers():
         Surrogate.of([{"0.weight": np.zeros(())}])
     with pytest.raises(ValueError, match="no layers"):
         Surrogate.of([])
-    with pytest.raises(ValueError, match="layer 1 has b, but layer 0 a"):
+    with pytest.raises(ValueError, match="layer 1 has b, but layer 0 has a"):
         Surrogate.of([{"a": np.zeros(1)}, {"b": np.zeros(1)}])
 
 
@@ -451,7 +451,7 @@ def test_bad_hyperparameters():
     ):
         with pytest.raises(PolicyError, match=says):
             FastKVzip(**options)
-    with pytest.raises(PolicyError, match="window=-1; give 0 or more"):
+    with pytest.raises(PolicyError, match="window=-1 is too small. Give 0 or more"):
         KVzap(window=-1)
     with pytest.raises(PolicyError, match="budget of 3 gives 3 slots"):
         FastKVzip(budget=3)

@@ -147,9 +147,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
             lambda: TriAttention(profile=dataclasses.replace(mean_queries(TINY), queries=(pack(b"000"),) * 2)).bind(
                 TINY
             ),
-            "was its file cut short",
+            "Check whether the file was truncated",
         ),
-        (lambda: TriAttention(offsets=0), "offsets=0; give 1"),
+        (lambda: TriAttention(offsets=0), "offsets=0 is too small. Give 1"),
         (lambda: TriAttention(budget=127), "127 slots, but 0 first and 128 last"),
         (lambda: TriAttention(gqa="first"), "gqa='first'"),
     ],
