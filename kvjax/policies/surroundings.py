@@ -15,7 +15,7 @@ from kvjax.pallas_kernels.head_shards import query_heads
 _NAME = "surroundings"
 
 TOKENS = 1024
-"""Values per iteration of `projected_norms`: 1024 x N x H numbers in float32 exist at once."""
+"""Values per iteration of `projected_norms`, which materialises 1024 x N x H numbers in float32."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -247,7 +247,7 @@ def test_packed_numbers_of_a_profile_that_would_fill_the_memory(refused, files: 
     about = {"version": 3, "method": "infinigen", "model": "x", "data": "y", "settings": {}}
     layers = [pack(bytes(1 << 24))] * 17
     files["text"].write_text(json.dumps({**about, "matrices": layers}))
-    assert "cut short, or too long" in refused("generate", "--policy", "infinigen:profile=text", "x")
+    assert "truncated, or too long" in refused("generate", "--policy", "infinigen:profile=text", "x")
 
 
 NESTED = [
@@ -267,7 +267,7 @@ def test_policies_nested_too_deep(refused, files: dict[str, Path], policy: str) 
         ["plan", "--device", "t4", "--policy", policy],
     ):
         said = refused(*arguments)
-        assert "more than 32 brackets are open at a time; nest fewer policies" in said
+        assert "brackets are nested more than 32 deep. Nest fewer policies" in said
         assert len(said) < 400
     assert "close the bracket" in refused("generate", "x", "--policy", "by_head(a=full;profile=(a)")
 

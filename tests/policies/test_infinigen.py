@@ -272,7 +272,7 @@ def test_partial_keys_are_two_fifths_at_most():
         ({"alpha": -1.0}, "alpha=-1.0"),
         ({"share": 0.0}, "share=0.0"),
         ({"dense_layers": -1}, "dense_layers=-1"),
-        ({"profile": 3}, "profile=3; give a SkewProfile"),
+        ({"profile": 3}, "profile=3 is not valid. Give a SkewProfile"),
     ],
 )
 def test_bad_hyperparameters(options, says):

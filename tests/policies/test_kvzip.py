@@ -397,7 +397,7 @@ def test_layers_with_a_sliding_window_keep_everything():
             lambda: by_head({"a": KVzip(scope="model"), "b": Full()}, [["a", "b"]] * 2).layer(
                 make_case(0, [9], 1).spec
             ),
-            "here it has some",
+            "this layer has a subset",
         ),
         (
             lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),
@@ -413,5 +413,5 @@ def test_what_does_not_go(make, says):
 def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = KVzip(budget=8).layer(case.spec)
-    with pytest.raises(PolicyError, match="second reading"):
+    with pytest.raises(PolicyError, match="read a second time"):
         layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})

@@ -265,7 +265,7 @@ def test_nothing_in_a_file_is_run(tmp_path):
     found = torch_files.read(file)
     assert found["module"][1] == {"n": 1}
     assert not ran.exists()
-    with pytest.raises(PolicyError, match=r"trap.pt: no gates of Fast KVzip: it should have a list of dictionaries"):
+    with pytest.raises(PolicyError, match=r"trap.pt: not gates of Fast KVzip: 'module' is not a list of dictionaries"):
         FastKVzip(weights=str(file)).bind(TINY)
 
 
@@ -414,7 +414,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
         KVzap(weights=str(tmp_path / "x.safetensors")).bind(TINY)
     for name in ("model.embed.weight", "layers.1.weight"):
         save_file({name: np.zeros(2, np.float32)}, tmp_path / f"{name}.safetensors")
-        with pytest.raises(PolicyError, match="no weights of KVzap"):
+        with pytest.raises(PolicyError, match="not weights of KVzap"):
             KVzap(weights=str(tmp_path / f"{name}.safetensors")).bind(TINY)
 
 
@@ -445,7 +445,7 @@ def test_weights_are_compared_by_their_numbers():
 
 def test_bad_hyperparameters():
     for options, says in (
-        ({"short_window": 1.5}, "give a share"),
+        ({"short_window": 1.5}, "Give a share"),
         ({"sinks": -1}, "sinks=-1"),
         ({"scope": "model"}, "scope='model'"),
     ):

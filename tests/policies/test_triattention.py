@@ -140,7 +140,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         (lambda: TriAttention().bind(TINY), "no profile of the heads"),
         (
             lambda: run(TriAttention(budget=8, window=4, every=4), make_case(0, [20], 1)),
-            "bind.config. gives its policy",
+            "not bound to a model",
         ),
         (lambda: TriAttention(profile=mean_queries(TINY)).bind(dataclasses.replace(TINY, num_heads=2)), "was made for"),
         (
