@@ -111,9 +111,7 @@ class TriAttention(PromptScorer):
         return (jnp.mean(apart, axis=2) if self.gqa == "mean" else jnp.max(apart, axis=2)) + ABOVE
 
     def expected(self, spec: LayerSpec, k: Float[Array, "B T K H"], seen: Int[Array, " B"]) -> Float[Array, "B K G T"]:
-        """Scores of rotated keys for each query head's mean query after `seen` tokens ("mean_stats": for each
-        group).
-        """
+        """Scores of rotated keys after `seen` tokens, for each query head's mean query. For "mean_stats", G is 1."""
         omega, factor = frequencies(spec.rope, spec.head_dim)
         real, imaginary, size = self._statistics(spec)
         ahead = omega.astype(np.float64) * 2.0 ** np.arange(self.offsets)[:, None]  # float64 for large offsets

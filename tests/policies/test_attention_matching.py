@@ -259,13 +259,13 @@ def test_layers_that_do_not_read_again_are_as_without_it(tiny):
         (lambda: AttentionMatching(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
         (
             lambda: quantized(AttentionMatching(budget=8)).bind(TINY),
-            "fitted weights, for which packed slots have no place",
+            "fitted weights, which quantised caches do not store",
         ),
         (
             lambda: by_head({"a": AttentionMatching(budget=8), "b": Full()}, [["a", "b"]] * 2).layer(
                 make_case(0, [9], 1).spec
             ),
-            "read a prompt again for all heads",
+            "reads a prompt again for all heads",
         ),
     ],
 )

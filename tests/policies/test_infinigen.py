@@ -134,7 +134,7 @@ def test_parts_have_the_directions_of_their_heads():
 def test_profiles_that_do_not_fit(tmp_path):
     other = dataclasses.replace(TINY, hidden_size=50)
     with pytest.raises(
-        PolicyError, match=f"{fingerprint(TINY)}, but .* {fingerprint(other)}; .*kvjax calibrate infinigen"
+        PolicyError, match=rf"{fingerprint(TINY)}, but .* {fingerprint(other)}\. .*kvjax calibrate infinigen"
     ):
         InfiniGen(profile=PROFILE).bind(other)
     with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes. This model needs 2 of matrices \[2, 16, 16\]"):

@@ -392,7 +392,7 @@ def test_layers_with_a_sliding_window_keep_everything():
         (lambda: KVzip(slack=0.5), "slack=0.5 is too small. Give 1"),
         (lambda: KVzip(scope="head_level"), "scope='head_level'"),
         (lambda: KVzip(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
-        (lambda: quantized(KVzip()).bind(TINY), "has its own way of keeping tokens"),
+        (lambda: quantized(KVzip()).bind(TINY), "changes its cache while decoding"),
         (
             lambda: by_head({"a": KVzip(scope="model"), "b": Full()}, [["a", "b"]] * 2).layer(
                 make_case(0, [9], 1).spec
@@ -401,7 +401,7 @@ def test_layers_with_a_sliding_window_keep_everything():
         ),
         (
             lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),
-            "read a prompt again for all heads",
+            "reads a prompt again for all heads",
         ),
     ],
 )

@@ -177,7 +177,7 @@ def test_it_decodes_within_what_was_predicted(text, tiny):
     ("make", "says"),
     [
         *(
-            (partial(thresholded, policy, 0.0), "scores a token by what is around it")
+            (partial(thresholded, policy, 0.0), "depend on other tokens")
             for policy in (Full(), TOVA(), KeyDiff(), SnapKV())
         ),
         (lambda: thresholded(KNorm(budget=64), 0.0), "gives 64 slots, but the latest 128 tokens are always kept"),
