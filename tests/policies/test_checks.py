@@ -133,9 +133,9 @@ def test_a_layer_without_a_model_needs_five_numbers():
 
 def test_a_prompt_must_fit_its_spec():
     spec = LayerSpec(num_heads=4, num_kv_heads=2, head_dim=8, prompt_len=16, new_tokens=8, batch=2)
-    with pytest.raises(ValueError, match=r"1 rows and 2 KV heads, but the LayerSpec says batch=2"):
+    with pytest.raises(ValueError, match=r"1 rows and 2 KV heads, but the LayerSpec has batch=2"):
         Policy().layer(spec).prefill(prompt_of(1), {})
-    with pytest.raises(ValueError, match=r"padded to 16 tokens does not fit 8 slots; override prefill"):
+    with pytest.raises(ValueError, match=r"padded to 16 tokens does not fit 8 slots. Override prefill"):
         from_prompt(spec, 8, prompt_of(2))
     with pytest.raises(ValueError, match=r"keep has shape \(2, 2, 12\) for a prompt of 16 places"):
         gather_kept(spec, 8, prompt_of(2), jnp.ones((2, 2, 12), bool))
