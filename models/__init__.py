@@ -1,4 +1,4 @@
-"""One decoder-only transformer for the Llama lineage: configuration, parameters, rotary embeddings, forward pass."""
+"""A decoder-only transformer of the Llama lineage: configuration, parameters, rotary embeddings, forward pass."""
 
 from .config import ModelConfig as ModelConfig
 from .params import Params as Params

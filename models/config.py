@@ -1,14 +1,14 @@
-"""The one description that drives the transformer: a frozen, hashable `ModelConfig`."""
+"""The model configuration: a frozen, hashable `ModelConfig`."""
 
 import dataclasses
 
 from .rope import RopeConfig
 
 MAX_LAYERS = 4096
-"""No model comes near it; a configuration with more is damaged."""
+"""Maximum number of layers, above that of any model. A configuration with more is damaged."""
 
 _MOST_TOKENS = 2**31 - 1
-"""Positions are counted in int32."""
+"""Maximum number of tokens, because positions are int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,24 +16,27 @@ class ModelConfig:
     """A decoder-only transformer of the Llama lineage.
 
     Attributes:
-        family: Hugging Face `model_type` whose tensor names and tokenizer habits the checkpoint follows.
+        family: Hugging Face `model_type`, which determines tensor names and tokenizer behaviour.
         vocab_size: V.
         hidden_size: D, width of the residual stream.
         intermediate_size: F, width of the gated MLP.
         num_layers: L.
         num_heads: N, query heads.
-        num_kv_heads: K, key-value heads; N is a multiple of K.
-        head_dim: H; need not be D / N.
-        max_position: the window in tokens, as the checkpoint states it; `context_length` includes linear and YaRN scaling.
+        num_kv_heads: K, key-value heads. N is a multiple of K.
+        head_dim: H, not necessarily D / N.
+        max_position: the window in tokens, as in the checkpoint. `context_length` includes linear and YaRN scaling.
         rope: rotary embedding.
         norm_eps: epsilon of every RMS norm.
-        tied: the output head is the embedding.
+        tied: whether the output head is the embedding.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
-        qk_norm: RMS norm over each query and key head before rotation (Qwen3).
-        sandwich_norms: a second norm after attention and after the MLP (GLM-4-0414).
-        windows: sliding attention window of each layer in tokens, None where attention is full.
+        qk_norm: whether each query and key head has an RMS norm before rotation (Qwen3).
+        sandwich_norms: whether attention and MLP have a second norm after them (GLM-4-0414).
+        windows: sliding attention window of each layer in tokens, None for full attention.
         eos: token ids that end a sequence.
-        bos: token id that starts one, where the family uses it.
+        bos: token id that starts a sequence, if the family uses one.
+
+    Raises:
+        ValueError: a size is out of range, or sizes are inconsistent.
     """
 
     family: str
@@ -68,13 +71,15 @@ class ModelConfig:
             "head_dim",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise ValueError(f"{name}={getattr(self, name)} is too small. Give 1 or more.")
         if self.max_position < 1 or any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"max_position={self.max_position} and windows={self.windows} must be at least one token")
+            raise ValueError(
+                f"max_position={self.max_position} and windows={self.windows} are not valid. Give at least one token."
+            )
         if self.num_layers > MAX_LAYERS:
-            raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
+            raise ValueError(f"num_layers={self.num_layers} is too large. Give at most {MAX_LAYERS}.")
         if not 0 < self.norm_eps < 1:
-            raise ValueError(f"norm_eps={self.norm_eps} must lie between 0 and 1")
+            raise ValueError(f"norm_eps={self.norm_eps} is out of range. Give a number between 0 and 1.")
         for name, tokens in (("eos", self.eos), ("bos", () if self.bos is None else (self.bos,))):
             for token in tokens:
                 if not 0 <= token < self.vocab_size:
@@ -83,23 +88,25 @@ class ModelConfig:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if len(self.windows) != self.num_layers:
             raise ValueError(
-                f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one per layer"
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers. Give one per layer."
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
-                "each KV head serves the same number of query heads"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}. "
+                "Give a multiple, because each KV head serves the same number of query heads."
             )
         if self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim:
-            raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
+            raise ValueError(
+                f"rope.dim={self.rope.dim} is not valid. Give an even number of at most head_dim={self.head_dim}."
+            )
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model reads at once: its window, as far as linear scaling or YaRN extends what the checkpoint states."""
+        """The model's window in tokens: that of the checkpoint, extended by linear scaling or YaRN."""
         scaling = self.rope.scaling
         extended = self.max_position if scaling is None else scaling.extended(self.max_position)
         return min(max(self.max_position, extended), _MOST_TOKENS)
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes a full cache spends on one token over all layers: a key and a value in every KV head."""
+        """Bytes of a full cache per token over all layers: a key and a value in every KV head."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

@@ -1,9 +1,9 @@
-"""Parameters: a pytree of weights that carries its configuration and tokenizer as static fields.
+"""Parameters: a pytree of weights with its configuration and tokenizer as static fields.
 
-Shapes come first: `abstract(config)` is the single place that knows them; random initialisation, conversion and sharding
-all start from it. Projections are stored as checkpoints store them, [out, in]: tensors then go from a memory map to the
-device untouched, and on CPU the matrix-vector products of decoding read contiguous rows (1.1 to 2× faster than [in, out]
-at the default model's projection shapes).
+`abstract(config)` is the only place that defines shapes. Random initialisation, conversion and sharding start from it.
+Projections are stored as checkpoints store them, [out, in]. Tensors therefore move from a memory map to the device
+unchanged. On CPU, the matrix-vector products of decoding read contiguous rows (1.1 to 2 times as fast as [in, out] at
+the default model's shapes).
 """
 
 import dataclasses
@@ -26,15 +26,18 @@ PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 """Matrices of a layer, by the last part of their names."""
 
 TABLES = frozenset({"embed", "head"})
-"""Matrices with a row for each token of the vocabulary."""
+"""Matrices with one row per token of the vocabulary."""
 
 GROUP = 32
-"""Inputs that share a scale and a minimum where four bits are made of floats."""
+"""Inputs that share a scale and a minimum when float weights are quantised to 4 bits."""
 
 
 @flax.struct.dataclass
 class Attention:
-    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim."""
+    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH].
+
+    N query heads, K KV heads, H head dim, D model dim.
+    """
 
     q: Matrix
     k: Matrix
@@ -50,7 +53,7 @@ class Attention:
 
 @flax.struct.dataclass
 class MLP:
-    """Gated MLP: down(silu(gate(x)) * up(x)); gate and up [F, D], down [D, F]. D model dim, F hidden dim."""
+    """Gated MLP: down(silu(gate(x)) * up(x)). gate and up [F, D], down [D, F]. D model dim, F hidden dim."""
 
     gate: Matrix
     up: Matrix
@@ -74,11 +77,11 @@ class Block:
 
 @flax.struct.dataclass
 class Params:
-    """A whole model; embed and head [V, D]. V vocabulary, D model dim.
+    """A whole model. embed and head are [V, D]. V vocabulary, D model dim.
 
-    Matrices may be in 8 or 4 bits, and stay so (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is None where the embedding serves as
-    output head. `config` and `tokenizer` are static: they take part in tree equality, not in arithmetic. The tokenizer (None for a model
-    without text) compares by content.
+    Matrices may be quantised to 8 or 4 bits, and are used as such (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is
+    None if the embedding is the output head. `config` and `tokenizer` are static: they take part in tree equality, not
+    in arithmetic. The tokenizer (None for a model without text) is compared by content.
     """
 
     embed: Matrix
@@ -90,11 +93,11 @@ class Params:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Floating-point type of activations and cache, and of all weights that are not in 8 or 4 bits."""
+        """Floating-point dtype of activations, cache, and all weights that are not quantised."""
         return self.norm.dtype
 
     def __repr__(self) -> str:
-        """Which model this is and what it takes. Leaves may be anything, as in what `jax.tree.map` makes of parameters."""
+        """The model and its size. Leaves may be anything, because `jax.tree.map` makes such trees of parameters."""
         c, leaves = self.config, jax.tree.leaves(self)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
         weights = jax.tree.leaves(self, is_leaf=is_quantized)
@@ -113,7 +116,7 @@ class Params:
 
 
 def without_text(params: Params) -> Params:
-    """The same weights without the tokenizer and the ids of begin and end tokens, which no program depends on."""
+    """Return the same weights without tokenizer and begin and end tokens, on which no program depends."""
     return dataclasses.replace(params, tokenizer=None, config=dataclasses.replace(params.config, eos=(), bos=None))
 
 
@@ -124,12 +127,17 @@ def abstract(
     weights: str = "float",
     embedding: str = "float",
 ) -> Params:
-    """The shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves; nothing is allocated.
+    """Return the shapes of a model's parameters as `jax.ShapeDtypeStruct` leaves, without allocating anything.
 
     Args:
-        dtype: type of what is not in 8 or 4 bits.
-        weights: "float", "int8" or "int4": of the layers' matrices.
-        embedding: the same, of embedding and head.
+        config: the model.
+        dtype: dtype of weights that are not quantised.
+        tokenizer: the tokenizer, if any.
+        weights: "float", "int8" or "int4", format of the layers' matrices.
+        embedding: the same, for embedding and head.
+
+    Raises:
+        ValueError: a format is unknown, or a matrix cannot be quantised to 4 bits.
     """
     c = config
     array = functools.partial(_struct, dtype=dtype)
@@ -176,30 +184,30 @@ def abstract(
 
 
 def kind_of(name: str, weights: Any, embedding: Any) -> Any:
-    """Which of two kinds, of the layers' matrices and of embedding and head, a parameter has; "float" if it is neither."""
+    """Return `weights` for the name of a layer's matrix, `embedding` for embedding and head, otherwise "float"."""
     last = name.rpartition(".")[-1]
     return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
 
 
 def quantized_shape(leaf: Any, kind: str) -> Any:
-    """The shapes of a matrix as "int8" or "int4" hold it; a "float" one as it is."""
+    """Return the shapes of a matrix quantised to "int8" or "int4". "float" returns it as it is."""
     if kind == "float":
         return leaf
     outputs, inputs = leaf.shape
     if kind == "int8":
         return Int8Matrix(_struct(outputs, inputs, dtype=jnp.int8), _struct(outputs, dtype=jnp.float32))
     if kind != "int4":
-        raise ValueError(f"weights in {kind!r}; give float, int8 or int4")
+        raise ValueError(f"weights={kind!r} is unknown. Give float, int8 or int4.")
     group = math.gcd(inputs, GROUP)
     if group % 2:
-        raise ValueError(f"{inputs} inputs of a matrix cannot be in 4 bits: two are in a byte")
+        raise ValueError(f"a matrix with {inputs} inputs cannot be quantised to 4 bits, with two in a byte. Use int8.")
     levels = _struct(outputs, group // 2, inputs // group, dtype=jnp.uint8)
     scale = _struct(outputs, inputs // group, dtype=jnp.float16)
     return GroupedMatrix(levels, scale, scale)
 
 
 def retyped(params: Params, dtype: Any) -> Params:
-    """The shapes of these parameters with others' floating-point type; what is in 8 or 4 bits stays."""
+    """Return the shapes of these parameters with another floating-point dtype. Quantised weights keep theirs."""
     return jax.tree.map(
         lambda weight: (
             jax.tree.map(lambda x: _struct(*x.shape, dtype=x.dtype), weight)
@@ -219,12 +227,15 @@ def init(
     weights: str = "float",
     embedding: str = "float",
 ) -> Params:
-    """Random parameters: matrices normal with variance 1/fan-in (in 8 and 4 bits uniform with the same), norm gains one, biases zero.
+    """Return random parameters: matrices with variance 1/fan-in, norm gains one, biases zero.
 
-    Meant for tests and for benchmarks at a real model's shape. Weights are made on the device, by one small program for each
-    shape that occurs (one program for all of them takes minutes to compile).
+    For tests, and for benchmarks at a real model's shape. Float matrices are normal, and quantised ones uniform.
+    Weights are made on the device, by one small program per shape. (One program for all of them takes minutes to
+    compile.)
 
     Args:
+        config: the model.
+        key: random key.
         dtype, tokenizer, weights, embedding: as for `abstract`.
     """
     shapes = abstract(config, dtype, tokenizer, weights, embedding)
@@ -236,24 +247,24 @@ def init(
 
 
 def count(params: Params) -> int:
-    """Number of parameters (also of an `abstract` tree)."""
+    """Number of parameters, also of an `abstract` tree."""
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(params, is_leaf=is_quantized))
 
 
 def nbytes(params: Params) -> int:
-    """Bytes of all weights (also of an `abstract` tree)."""
+    """Bytes of all weights, also of an `abstract` tree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def same_shapes(params: Params, other: Params) -> bool:
-    """Whether programs for one take the other: a model of the same configuration, each weight of the same shape and type."""
+    """Whether programs for one accept the other: equal configurations, and equal shapes and dtypes of all weights."""
     bare = [dataclasses.replace(each, tokenizer=None) for each in (params, other)]
     leaves = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(each)] for each in bare]
     return jax.tree.structure(bare[0]) == jax.tree.structure(bare[1]) and leaves[0] == leaves[1]
 
 
 def tree_map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
-    """Map `f(name, leaf)` over the leaves; names look like ``layers.3.attn.q``."""
+    """Map `f(name, leaf)` over the leaves. Names look like ``layers.3.attn.q``."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: f(name_of(path), leaf), params)
 
 
@@ -267,7 +278,7 @@ def _struct(*shape: int, dtype: Any) -> Any:
 
 
 def initial(name: str, leaf: Any, key: PRNGKeyArray) -> Any:
-    """One random parameter of this shape, see `init`. Of the name it matters whether it is ``embed``, or ends with ``bias``."""
+    """Return one random parameter of this shape, see `init`. Names that are ``embed`` or end with ``bias`` matter."""
     if len(leaf.shape) == 2:
         deviation = 1.0 if name == "embed" else leaf.shape[1] ** -0.5
         if is_quantized(leaf):
@@ -282,7 +293,7 @@ def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any)
 
 
 def _uniform(key: PRNGKeyArray, deviation: float, shapes: Any) -> Any:
-    """A matrix of random levels, whose scales (and minima, where the lowest level is 0) give its numbers mean 0 and this deviation."""
+    """Return a matrix of random codes whose scales (and minima, if codes begin at 0) give mean 0 and this deviation."""
     levels = _bits(key, shapes.levels.shape, shapes.levels.dtype)
     count = 16 if shapes.kind == "int4" else 256
     scale = deviation / ((count**2 - 1) / 12) ** 0.5

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for benchmarks and memory plans that need no weights."""
+"""Shapes of well-known models, for benchmarks and memory plans without weights."""
 
 from .config import ModelConfig
 from .rope import Llama3, RopeConfig
@@ -77,11 +77,11 @@ _HUB = {
     "qwen/qwen2.5-7b": "qwen2.5-7b",
     "huggingfacetb/smollm2-135m": "smollm2-135m",
 }
-"""Presets by the Hugging Face hub's ids, in small letters, of the models that are not tuned."""
+"""Presets by Hugging Face hub id of the base models, in lower case."""
 
 
 def find_preset(name: str) -> ModelConfig | None:
-    """The shape of this name, or of this model on the hub, tuned to follow instructions or not; None if it is not here."""
+    """Return the shape of a preset, or of a model on the hub, base or instruction-tuned. None if there is none."""
     base = name.lower()
     for ending in ("-instruct", "-hf", "-chat"):
         base = base.removesuffix(ending)

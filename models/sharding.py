@@ -1,10 +1,13 @@
-"""Where a model's weights lie on a mesh: what a user asks for, and which axis of each is dealt to which devices.
+"""Sharding of a model's weights on a mesh: the user's axes, and which devices shard which axis of a weight.
 
-A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
-them hold the same heads and divide only the matrices. So do the devices along `sequence`, which share the slots of these heads' caches
-besides. KV heads, with the query heads that read them, are dealt among `heads` devices; the columns of the two matrices that end a
-layer's halves, the MLP's width and the vocabulary among all that share the model (`kvjax.cache.shard`). What does not divide is padded
-with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the vocabulary are cut off.
+A mesh shards rows along `data` and the model along `model`. If the model has fewer KV heads than `model` has devices,
+several devices have the same heads and shard only the matrices. Devices along `sequence` do so as well, and also shard
+the slots of these heads' caches.
+
+KV heads, with the query heads that read them, are sharded over `heads` devices. The columns of o and down, the MLP's
+width and the vocabulary are sharded over all devices that share the model (`kvjax.cache.shard`). Sizes that do not
+divide are padded with zeros, which do not change results: silu(0) · 0 is 0, and logits beyond the vocabulary are cut
+off.
 """
 
 import math
@@ -28,84 +31,88 @@ from .config import ModelConfig
 from .params import Params, abstract, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"
-"""Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary; slots of a cache, and again matrices and the vocabulary."""
+"""Axes of a user's mesh: rows; KV heads, matrices and vocabulary; cache slots, and again matrices and vocabulary."""
 
 _ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
     ("gate", "up", "gate_bias", "up_bias", "embed", "head"), MODEL
 )
-"""By the last part of a parameter's name: the mesh axes that its outputs, its first axis, are dealt along."""
+"""Mesh axes of a parameter's outputs (its first axis), by the last part of its name."""
 
 _COLUMNS = ("o", "down")
-"""Matrices whose inputs are dealt along `MODEL`: the last axis, that of groups of inputs in a matrix of 4 bits."""
+"""Matrices whose inputs are sharded along `MODEL`: the last axis, which is that of groups in a 4-bit matrix."""
 
 _FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
-"""Arrays of a matrix in 8 or 4 bits, which follow its name."""
+"""Arrays of a quantised matrix, whose names follow the matrix's name."""
 
 _ALLOWED = (
-    'give a jax.sharding.Mesh with some of the axes "data" (rows), "model" (KV heads and matrices) and "sequence" (slots of the cache, and '
-    'matrices), or text such as "data=2,model=4"'
+    'Give a jax.sharding.Mesh with some of the axes "data" (rows), "model" (KV heads and matrices) and "sequence" (slots of the cache, and '
+    'matrices), or text such as "data=2,model=4".'
 )
 
 
 def get_mesh(mesh: Mesh | str) -> Mesh:
-    """A mesh of the axes `data`, `model` and `sequence`, from one that has some of them, or from text such as "data=2,model=4".
+    """Return a mesh with the axes `data`, `model` and `sequence`.
 
-    Has NCCL, unless it is told otherwise or has begun already, make graphs of its kernels alone: with nodes for events in them, which are for
-    programs that communicate in a graph and outside of one at the same time, CUDA takes no loop.
+    This sets NCCL_GRAPH_MIXING_SUPPORT=0, unless the variable is set. With mixing support, NCCL adds event nodes to
+    CUDA graphs, and CUDA does not allow loops in such graphs. The setting has no effect if NCCL has started already.
+
+    Args:
+        mesh: a mesh with some of the axes, or text such as "data=2,model=4".
 
     Raises:
-        ValueError: it has other axes, or there are fewer devices than it asks for.
+        ValueError: the mesh has other axes, or there are fewer devices than it needs.
     """
     if isinstance(mesh, str):
         sizes = parse_mesh(mesh)
         axes, count, there = tuple(sizes), math.prod(sizes.values()), jax.devices()
         if count > len(there):
-            raise ValueError(f"mesh={mesh!r} asks for {count} devices, but there are {len(there)}; give a smaller mesh")
+            raise ValueError(f"mesh={mesh!r} needs {count} devices, but there are {len(there)}. Give a smaller mesh.")
         return get_mesh(Mesh(np.asarray(there[:count]).reshape(tuple(sizes.values())), axes))
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
+        raise ValueError(f"mesh={shown(mesh)} is not a mesh. {_ALLOWED}")
     _check_axes(mesh)
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names])
     processes = {device.process_index for device in devices.flat}
     if jax.process_count() > 1 and jax.process_index() not in processes:
         raise ValueError(
-            f"the mesh has {devices.size} devices, none of them in process {jax.process_index()} of {jax.process_count()}; give one with devices of "
-            f"every process, of which there are {jax.device_count()} in all"
+            f"the mesh has {devices.size} devices, none of them in process {jax.process_index()} of {jax.process_count()}. Give one with devices of "
+            f"every process. All processes together have {jax.device_count()}."
         )
     return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
 
 
 def is_of_one_process(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Whether all of a mesh's devices are this process' own."""
+    """Whether all of a mesh's devices belong to this process."""
     return isinstance(mesh, Mesh) and all(x.process_index == jax.process_index() for x in mesh.devices.flat)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of a mesh's axes, from text such as "data=2,model=4".
+    """Parse the sizes of a mesh's axes from text such as "data=2,model=4".
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not of this form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (x.strip() for x in part.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
-            raise ValueError(f"mesh={text!r}; {_ALLOWED}")
+            raise ValueError(f"mesh={text!r} is not a mesh. {_ALLOWED}")
         sizes[axis] = int(size)
     return sizes
 
 
 def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
-    """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
+    """Return how the devices of a mesh shard a model. `ONE_DEVICE` without a mesh.
 
     Args:
-        mesh: an abstract one has some of the axes, too.
-        joint_heads: whether each device is to have all KV heads. Then those along `model` share slots, as along `sequence`: caches of
-            unequal sizes come to equal bytes so.
+        mesh: a mesh, possibly abstract, with some of the axes, or text.
+        config: the model.
+        joint_heads: whether each device has all KV heads. Devices along `model` then shard slots, as along `sequence`,
+            so that caches of unequal sizes take equal bytes.
 
     Raises:
-        ValueError: see `get_mesh`, also of an abstract mesh; or the model's query heads cannot be dealt among devices that hold the same KV heads.
+        ValueError: see `get_mesh`. Or the model's query heads cannot be divided among devices with the same KV heads.
     """
     if mesh is None:
         return ONE_DEVICE
@@ -117,8 +124,8 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
     if width % (copies * slots):
         asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
         raise ValueError(
-            f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
-            f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
+            f"{asked}: {heads} times {copies * slots} devices cannot shard {config.num_heads} query heads of {config.head_dim} on "
+            f"{config.num_kv_heads} KV heads. Give a number of devices that divides {config.num_heads * config.head_dim}."
         )
     axes = DATA, HEADS, COPIES, SLOTS
     sizes = (data, 1, 1, copies * slots) if joint_heads else (data, heads, copies, slots)
@@ -128,7 +135,7 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
 
 
 def partition(name: str, ndim: int) -> PartitionSpec:
-    """How the parameter of this name is dealt; names as `tree_map_named` gives them."""
+    """How the parameter of this name is sharded. Names are those of `tree_map_named`."""
     part = _matrix(name).rpartition(".")[2]
     if part in _COLUMNS:
         return PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim > 1 else PartitionSpec()
@@ -147,9 +154,9 @@ def _partitions(tree: Any, ndims: tuple[int, ...]) -> Params:
 
 
 def place(shard: Shard, name: str, weight: Any) -> Any:
-    """One parameter, padded and put where it belongs; of a `jax.ShapeDtypeStruct`, the shape with its place.
+    """Pad one parameter and place it on its devices. A `jax.ShapeDtypeStruct` gets its padded shape and sharding.
 
-    One that is there already is not copied.
+    A parameter that is already in place is not copied.
 
     Raises:
         ValueError: inputs that share a scale would be on different devices.
@@ -160,14 +167,16 @@ def place(shard: Shard, name: str, weight: Any) -> Any:
 
 
 def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slice | None], Any]) -> Any:
-    """One parameter where it belongs, of which a process reads no more than its own devices are to have, and that once.
+    """Place one parameter, reading only the part that this process' devices need, once.
 
-    The process holds that much on the host besides.
+    The process needs that much host memory in addition.
 
     Args:
-        shapes: of the parameter, or of the arrays of a matrix in 8 or 4 bits.
-        read: `read(rows, columns)` gives one row or more on the host, and of a matrix columns of its last axis, that of the levels where it is in
-            8 or 4 bits; or all columns, where they cannot be read apart.
+        shard: how devices shard the model.
+        name: name of the parameter.
+        shapes: shapes of the parameter, or of the arrays of a quantised matrix.
+        read: `read(rows, columns)` returns one or more rows on the host, with these columns of a matrix's last axis
+            (for a quantised matrix, of its codes), or with all columns, if they cannot be read separately.
 
     Raises:
         ValueError: as `place`.
@@ -182,7 +191,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
             for index, array in zip(indices, wanted, strict=True)
         )
         parts.setdefault(part, []).append(device)
-    together: dict[Any, list[Any]] = {}  # parts that lie side by side are read at once
+    together: dict[Any, list[Any]] = {}  # adjacent parts are read at once
     by_rows, by_columns = (_runs({part[0][axis] for part in parts}) for axis in (0, -1))
     for part in parts:
         together.setdefault((by_rows[part[0][0]], by_columns[part[0][-1]]), []).append(part)
@@ -191,7 +200,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
         rows = _within(rows, own[0].shape[0])
         columns = _within(columns, own[0].shape[-1]) if own[0].ndim > 1 else None
         if any(each.start == each.stop for each in (rows, columns) if each is not None):
-            found, cut = [np.zeros((0,) * shape.ndim, shape.dtype) for shape in own], True  # padding alone
+            found, cut = [np.zeros((0,) * shape.ndim, shape.dtype) for shape in own], True  # only padding
         else:
             found = jax.tree.leaves(read(rows, columns))
             cut = columns is not None and found[0].shape[-1] == columns.stop - columns.start
@@ -209,7 +218,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
 
 
 def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each range the one that it makes with all that are next to it."""
+    """Map each range to its union with all adjacent ranges."""
     found: list[list[tuple[int, int]]] = []
     for each in sorted(ranges):
         if found and found[-1][-1][1] == each[0]:
@@ -220,12 +229,12 @@ def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]
 
 
 def _within(part: tuple[int, int], size: int) -> slice:
-    """A range without what is padding."""
+    """A range without padding."""
     return slice(*(min(end, size) for end in part))
 
 
 def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The array, with zeros behind it where the shape is larger."""
+    """The array, padded with zeros to a shape."""
     if array.shape == tuple(shape):
         return array
     whole = np.zeros(shape, array.dtype)
@@ -236,9 +245,12 @@ def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 def init_on(
     shard: Shard, config: ModelConfig, key: PRNGKeyArray, dtype: Any, weights: str = "float", embedding: str = "float"
 ) -> Params:
-    """Random parameters where they belong, as `init` makes them; of those on a mesh each device makes its own part alone.
+    """Return random parameters in place, as `init` makes them. On a mesh, each device makes only its part.
 
     Args:
+        shard: how devices shard the model.
+        config: the model.
+        key: random key.
         dtype, weights, embedding: as for `abstract`.
 
     Raises:
@@ -254,7 +266,7 @@ def init_on(
 def compile_init_on(
     shard: Shard, config: ModelConfig, dtype: Any, weights: str = "float", embedding: str = "float"
 ) -> None:
-    """Have the programs of `init_on` for a mesh in the compilation cache. (Those for one device are small, and compiled at once.)"""
+    """Compile the programs of `init_on` for a mesh into the compilation cache. (Those for one device are small.)"""
     if shard.mesh is None:
         return
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -263,7 +275,7 @@ def compile_init_on(
 
 
 def _making(shard: Shard, config: ModelConfig, dtype: Any, weights: str, embedding: str) -> tuple[list[Any], Any]:
-    """For each parameter the program that makes it of a key, and the tree of all parameters."""
+    """Return the program that makes each parameter from a key, and the tree of all parameters."""
     shapes = abstract(config, dtype, weights=weights, embedding=embedding)
     paths, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
     programs: list[Any] = []
@@ -288,15 +300,17 @@ def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeS
 
 
 def place_all(shard: Shard, params: Params) -> Params:
-    """All parameters where they belong on a mesh; errors as for `place`."""
+    """Place all parameters on a mesh. Errors as for `place`."""
     return tree_map_named(lambda name, leaf: _placed(shard, name, leaf), params)
 
 
 def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The shape of a parameter that a mesh may have padded without what it was padded with.
+    """Shape of a parameter without the padding of a mesh.
 
     Args:
-        matrix: shapes of parameters, by name.
+        name: name of the parameter.
+        shape: its shape, possibly padded.
+        matrix: unpadded shapes by name.
     """
     outputs, *inputs = matrix[_matrix(name)]
     padded = len(inputs) == 1 and len(shape) == 2 and (name.endswith(".levels") or _matrix(name) == name)
@@ -304,7 +318,7 @@ def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int
 
 
 def unpadded(params: Params) -> Params:
-    """Parameters without what a mesh may have padded them with; where they are."""
+    """Return parameters without the padding of a mesh, on the same devices."""
     if mesh_of(params) is None:
         return params
     whole = abstract(params.config)
@@ -318,7 +332,7 @@ def unpadded(params: Params) -> Params:
 
 
 def mesh_of(params: Params) -> Mesh | None:
-    """The mesh that weights lie on, with the axes `data`, `model` and `sequence`; None if that is one device."""
+    """The mesh of the weights, with the axes `data`, `model` and `sequence`. None for one device."""
     sharding = getattr(params.norm, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
@@ -327,7 +341,7 @@ def mesh_of(params: Params) -> Mesh | None:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that arrays, or shapes with places, take on each device."""
+    """Bytes that arrays, or shapes with shardings, take on each device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -336,7 +350,7 @@ def bytes_per_device(tree: Any) -> int:
 
 def _check_axes(mesh: Mesh | AbstractMesh) -> None:
     if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
-        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
+        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}. {_ALLOWED}")
 
 
 def _placed(shard: Shard, name: str, array: Any) -> Any:
@@ -350,20 +364,20 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
             f"model={shard.model} devices" if shard.slots == 1 else f"{shard.model} devices along model and sequence"
         )
         raise ValueError(
-            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which {sharing} do not divide; give a number of devices that "
-            "does, or other weights, such as int8"
+            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which {sharing} do not divide. Give a number of devices that "
+            "does, or other weights, such as int8."
         )
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
-    if isinstance(array, np.ndarray):  # from a file: each device is sent its part alone
+    if isinstance(array, np.ndarray):  # from a file: each device gets only its part
         whole = np.pad(array, padding) if any(more for _, more in padding) else array
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
     return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
 
 
 def _matrix(name: str) -> str:
-    """The name of the parameter that an array is of."""
+    """The name of the parameter that an array belongs to."""
     matrix, _, field = name.rpartition(".")
     return matrix if field in _FIELDS else name
 

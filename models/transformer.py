@@ -1,11 +1,11 @@
 """The transformer's forward pass, as plain functions over a parameter pytree.
 
-One block serves four uses, which differ only in what attention sees: `forward` (every position, no cache), `prefill` (a
-prompt in, a cache out), `read_block` (a part of a text in, cache updated) and `decode_step` (one token in, cache updated). The cache is reached through the functions of a policy's
-layers alone, so nothing here knows any method.
+One block serves four functions, which differ only in attention: `forward` (every position, no cache), `prefill` (a
+prompt in, a cache out), `read_block` (a block of a text in, cache updated) and `decode_step` (one token in, cache
+updated). The cache is accessed only through the functions of a policy's layers, so this module contains no method.
 
-Layers are unrolled: each has weights and a cache of its own shape, and a scan would copy both (measured on an H200 at the
-Llama-3.1-8B shape: 4.94 ms per token unrolled, 17.95 scanned).
+Layers are unrolled. Each layer has weights and a cache of its own shape, and a scan would copy both. (On an H200 at the
+Llama-3.1-8B shape, a token takes 4.94 ms unrolled and 17.95 ms scanned.)
 """
 
 from collections.abc import Callable, Sequence
@@ -42,29 +42,29 @@ HEAD_BLOCK = 256
 """Positions that go through the vocabulary head at a time when a whole text is scored."""
 
 SMALL_SUM = 16384
-"""Numbers that devices add up in float32, whatever the type of the model: 64 KiB take as long to send as 32."""
+"""Maximum size of an all-reduce in float32 for any model dtype: 64 KiB take as long to send as 32."""
 
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
 
 Fused = Callable[[Array, Array], tuple[Array, tuple[Array, Array, Array]]]
-"""From the residual stream and a layer's attention to the residual stream after it and the next layer's q, k and v."""
+"""Maps the residual stream and a layer's attention to the new residual stream and the next layer's q, k and v."""
 
 AttendAt = Callable[[int, Array, Array, Array], Array]
-"""Attention of any layer, which comes first."""
+"""Attention of any layer. The index of the layer is the first argument."""
 
 
 @any_rank
 def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Logits of every position, float32, attending to all tokens before it. Rows may be padded on the right."""
+    """Return logits [B, T, V] of every position in float32, with causal attention. Rows may be right-padded."""
     return _logits(params, hidden(params, tokens))
 
 
 @any_rank
 def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, from the second on.
+    """Log-probability of each token given the tokens before it, from the second token on.
 
-    The same forward pass, but only `HEAD_BLOCK` positions at a time go through the vocabulary head: no [B, T, V] array.
+    Only `HEAD_BLOCK` positions at a time go through the vocabulary head, so there is no [B, T, V] array.
     """
     x = hidden(params, tokens, shard=shard)[:, :-1]
     batch, length, width = x.shape
@@ -85,11 +85,13 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE
 def hidden(
     params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "B T D"]:
-    """The residual stream after the last layer, each position attending to all before it.
+    """The residual stream after the last layer, with causal attention.
 
     Args:
-        attend: attention to take instead, for studies of what a model needs of it.
-        shard: how devices share the model.
+        params: the model.
+        tokens: token ids.
+        attend: replaces causal attention, for studies.
+        shard: how devices shard the model.
     """
     config = params.config
     rope = config.rope.resolve(tokens.shape[1])
@@ -111,9 +113,11 @@ def prefill(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read a right-padded prompt.
+    """Prefill a right-padded prompt.
 
     Args:
+        params: the model.
+        tokens: token ids.
         lengths: tokens in each row.
         total: tokens that each row will reach with its new ones.
         caches: the policy's functions for each layer.
@@ -137,7 +141,8 @@ def prefill(
             with calling(cache, "prefill"):
                 state, carry = cache.prefill(prompt, around(carry))
             out = _prompt_attention(spec, prompt)
-            # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
+            # The barrier makes XLA compress before the next layer. Otherwise it compresses at the end, and keeps all layers'
+            # keys and values until then.
             out, state = jax.lax.optimization_barrier((out, state))
             states.append(state)
             return out
@@ -155,7 +160,18 @@ def decode_step(
     pos: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token per row, at original position `pos`; logits of the next, and the states with it appended."""
+    """Process one token per row at original position `pos`.
+
+    Args:
+        params: the model.
+        states: one state per layer.
+        token: token ids.
+        pos: original positions.
+        caches: the policy's functions for each layer.
+
+    Returns:
+        Logits of the next token, and the states with the token appended. `compress` is not called.
+    """
     config, layers, shard = params.config, params.layers, caches[0].spec.shard
     x = before = _embed(params, token, shard)
     heads: tuple[Array, Array, Array] | None = None
@@ -190,12 +206,16 @@ def read_block(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read a block of a text, right-padded, into the caches; what tokens attend to is in `CacheLayer.read_block`.
+    """Process a right-padded block of a text (chunked prefill). See `CacheLayer.read_block` for its attention.
 
     Args:
+        params: the model.
+        states: one state per layer.
+        tokens: token ids.
         pos: original position of each row's first token.
-        count: tokens in each row; the caches of a row without one stay as they are, and its logits mean nothing.
+        count: tokens in each row. In rows with 0, caches do not change, and logits are arbitrary.
         total: tokens that each row will reach with its new ones.
+        caches: the policy's functions for each layer.
 
     Returns:
         Logits of each row's last token, and the states.
@@ -230,7 +250,10 @@ def read_block(
 
 
 def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"]:
-    """Attention of a whole prompt. Of devices with the same KV heads each computes the query heads that its columns multiply, if they are whole."""
+    """Attention of a whole prompt.
+
+    Devices with the same KV heads each compute the query heads that their columns multiply, if these are whole.
+    """
     shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
     q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
     own, part = divmod(spec.num_heads, shard.same_heads)
@@ -244,7 +267,7 @@ def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     if shard.model == 1:
         return lookup(params.embed, tokens, params.dtype)
-    own = params.embed.shape[0]  # the vocabulary is dealt in order
+    own = params.embed.shape[0]  # the vocabulary is sharded in order
     row = tokens - shard.model_index() * own
     mine = (row >= 0) & (row < own)
     vectors = lookup(params.embed, jnp.where(mine, row, 0), params.dtype)
@@ -254,7 +277,7 @@ def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
 def _block(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "... D"]:
-    """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
+    """One transformer block: attention and MLP, each normed before (and in some families after) and added to `x`."""
     out = attend(*_heads_of(config, layer, x))
     return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
@@ -262,7 +285,7 @@ def _block(
 def _surrounded(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
 ) -> Carry:
-    """The carry for a layer that reads `x`, with what is around its attention if it asks for that."""
+    """The carry of a layer with input `x`, including `Surroundings` if the layer declares them."""
     if not cache.surroundings:
         return carry
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
@@ -277,15 +300,15 @@ def _surrounded(
 
 
 def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
-    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer that reads `x`."""
+    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`."""
     p = layer.attn
     return _shaped(config, layer, projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, config.norm_eps)))
 
 
 def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) -> Fused | None:
-    """One operation for the rest of `layer` and the heads of the `following` layer.
+    """One operation for the rest of `layer` and the q, k, v of the `following` layer.
 
-    None where the model has biases or norms between the matrices, or where devices all-reduce between them.
+    None if the model has biases or norms between the matrices, or if devices all-reduce between them.
     """
     p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
     between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
@@ -302,7 +325,7 @@ def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) ->
 
 
 def _shaped(config: ModelConfig, layer: Block, products: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """A layer's q, k and v by heads, with biases and norms where the family has them."""
+    """A layer's q, k and v by heads, with the family's biases and norms."""
     p, (q, k, v) = layer.attn, products
     return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
 
@@ -314,9 +337,9 @@ def _rest(
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
 ) -> Array:
-    """The residual stream after a layer whose attention is `out`."""
+    """The residual stream after a layer with attention output `out`."""
     p, mlp = layer.attn, layer.mlp
-    if out.shape[-1] == config.num_heads // shard.heads * config.head_dim:  # and not this device's columns alone
+    if out.shape[-1] == config.num_heads // shard.heads * config.head_dim:  # otherwise only this device's columns
         out = shard.own_columns(out)
     x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm, shard)
     h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
@@ -326,11 +349,11 @@ def _rest(
 def _joined(
     config: ModelConfig, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard
 ) -> Array:
-    """The residual stream `x` with what `w` makes of `h` added."""
+    """The residual stream `x` plus the projection of `h` by `w`."""
     if shard.model > 1:
         exact = (
             x.size <= SMALL_SUM
-        )  # each device's part is rounded before they are added up, unless that is no more to send
+        )  # partial sums stay in float32 if that costs nothing, otherwise they are rounded before the all-reduce
         (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
         y = shard.sum_over_model(y).astype(x.dtype)
     elif bias is None and norm is None:
@@ -358,7 +381,7 @@ def _biased(y: Array, bias: Array | None) -> Array:
 
 
 def _queries_ahead(params: Params, layer: int, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
-    """The queries that a layer would have for the attention input of the one before it, whose residual stream was `x`."""
+    """Queries of a layer, computed from the attention input of the previous layer, whose residual stream was `x`."""
     config, p = params.config, params.layers[layer].attn
     (q,) = projection(x, p.q, norm=Norm(params.layers[layer - 1].attn_norm, config.norm_eps))
     return _heads(config, q, p.q_bias, p.q_norm)
@@ -373,4 +396,4 @@ def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Ar
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     head = params.embed if params.head is None else params.head
     (logits,) = projection(x, head, norm=Norm(params.norm, params.config.norm_eps), dtype=jnp.float32)
-    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # padded where devices do not divide it
+    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # without the padding for even shards

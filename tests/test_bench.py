@@ -339,7 +339,7 @@ def test_policies_of_others_and_random_statistics(small: Case) -> None:
     name, settings = read_policy("recompress(snapkv:32;every=8)")
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
     assert policy == kvjax.get_policy("recompress(snapkv:32;every=8)").bind(small.config)
-    with pytest.raises(ValueError, match="close the bracket"):
+    with pytest.raises(ValueError, match="Close it with"):
         read_policy("recompress(snapkv:32")
     name, settings = read_policy("triattention:32,every=8,window=4,profile=random")
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
@@ -387,7 +387,7 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "'--devices'" in bench("--devices", "0")
     assert "'int9'; give any of float, int8, int4" in " ".join(bench("--weights", "float,int9").split())
     assert "--weights" in bench("--weights", "int8,int8")
-    assert "mesh='wheels=2'; give a jax.sharding.Mesh" in " ".join(bench("--mesh", "wheels=2").split())
+    assert "mesh='wheels=2' is not a mesh. Give a jax.sharding.Mesh" in " ".join(bench("--mesh", "wheels=2").split())
     assert "--devices: processes" in bench("--mesh", "model=2", "--devices", "2")
     assert not list(tmp_path.iterdir())
 

@@ -44,7 +44,7 @@ def test_text_that_is_no_mesh(text):
 
 
 def test_meshes_that_cannot_be(tiny):
-    with pytest.raises(ValueError, match="asks for 4096 devices, but there"):
+    with pytest.raises(ValueError, match="needs 4096 devices, but there"):
         kvjax.generate(tiny, [1, 2], mesh="data=64,model=64")
     with pytest.raises(ValueError, match=r"axes \['x'\]"):
         kvjax.generate(tiny, [1, 2], mesh=Mesh(np.asarray(jax.devices()[:1]), ("x",)))

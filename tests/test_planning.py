@@ -227,7 +227,7 @@ def test_what_is_refused(tiny) -> None:
     with pytest.raises(ValueError, match="batch=0"):
         kvjax.plan(tiny.config, device="t4", batch=0)
     (way,) = kvjax.plan("llama-3.1-8b", device="h200", mesh="model=3", weights="float", context=1000)
-    assert "cannot share 32 query heads" in (way.refused or "")
+    assert "cannot shard 32 query heads" in (way.refused or "")
     assert not way.fits
 
 

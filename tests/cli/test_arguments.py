@@ -269,7 +269,7 @@ def test_policies_nested_too_deep(refused, files: dict[str, Path], policy: str) 
         said = refused(*arguments)
         assert "brackets are nested more than 32 deep. Nest fewer policies" in said
         assert len(said) < 400
-    assert "close the bracket" in refused("generate", "x", "--policy", "by_head(a=full;profile=(a)")
+    assert "a bracket is open. Close it with )" in refused("generate", "x", "--policy", "by_head(a=full;profile=(a)")
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_scalings() -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs a number low_freq_factor"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "short_factor has 1 numbers; give one for each of 4 rotated pairs",
+            "short_factor has 1 numbers. Give one for each of 4 rotated pairs",
         ),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         (

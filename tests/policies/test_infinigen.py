@@ -143,7 +143,7 @@ def test_profiles_that_do_not_fit(tmp_path):
     for damage, says in (
         ((PROFILE.matrices[0], "not base85"), "one text of packed numbers per layer"),
         ((PROFILE.matrices[0], PROFILE.matrices[0][:-10]), "one text of packed numbers per layer"),
-        (('"version": 3', '"version": 2'), "skew profile of version 2, but this kvjax reads 3; make one with"),
+        (('"version": 3', '"version": 2'), "skew profile of version 2, but this kvjax reads 3. Make one with"),
         (('"matrices"', '"scores"'), "is not a skew profile: it has"),
     ):
         PROFILE.save(file)

@@ -92,7 +92,7 @@ def test_what_is_said_of_a_policy_does_not_change():
 def test_a_budget_is_taken_by_policies_that_have_none(policy):
     plain = get_policy(policy)
     assert get_policy(policy, budget=64) == get_policy(policy, budget=0.2) == plain
-    with pytest.raises(PolicyError, match="budget=-3 is not valid. Give a positive"):
+    with pytest.raises(PolicyError, match=r"budget=-3 is not valid\. Give a positive"):
         get_policy(policy, budget=-3)
 
 
@@ -192,7 +192,7 @@ def test_ones_own_policy_is_checked_as_it_is_declared():
     assert isinstance(Whole(budget=np.int64(64)).budget, int)
     with pytest.raises(PolicyError, match=r"whole: budget=0\.5 is not valid\. Give a whole number"):
         get_policy(Whole(), budget=0.5)
-    with pytest.raises(PolicyError, match="whole: budget=-1 is not valid. Give a positive whole number"):
+    with pytest.raises(PolicyError, match=r"whole: budget=-1 is not valid\. Give a positive whole number"):
         Whole(budget=-1)
 
 

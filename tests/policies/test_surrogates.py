@@ -451,7 +451,7 @@ def test_bad_hyperparameters():
     ):
         with pytest.raises(PolicyError, match=says):
             FastKVzip(**options)
-    with pytest.raises(PolicyError, match="window=-1 is too small. Give 0 or more"):
+    with pytest.raises(PolicyError, match=r"window=-1 is too small\. Give 0 or more"):
         KVzap(window=-1)
     with pytest.raises(PolicyError, match="budget of 3 gives 3 slots"):
         FastKVzip(budget=3)

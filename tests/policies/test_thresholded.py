@@ -182,7 +182,7 @@ def test_it_decodes_within_what_was_predicted(text, tiny):
         ),
         (lambda: thresholded(KNorm(budget=64), 0.0), "gives 64 slots, but the latest 128 tokens are always kept"),
         (lambda: thresholded(KNorm(), 0.0, window=-1), "window=-1 is too small. Give 0"),
-        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan; give a number"),
+        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan is not valid. Give a number"),
         (lambda: get_policy("thresholded(knorm)"), "threshold= is missing, and thresholded has no default"),
         (lambda: get_policy("thresholded(knorm; threshold=low)"), "threshold='low'"),
     ],
