@@ -1,4 +1,4 @@
-"""Measuring what a policy costs in quality."""
+"""Evaluation: how a policy affects the quality of a model's output."""
 
 from . import ruler as ruler
 from .gsm8k import GSM8K as GSM8K

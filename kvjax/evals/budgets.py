@@ -1,4 +1,4 @@
-"""Budgets at which policies hold the same bytes: a nominal ratio means different things to different methods."""
+"""Budgets at which policies take equal bytes, because equal nominal ratios take different bytes."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ _STEP, _TRIES = 32, 64
 
 
 def bytes_held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any) -> int:
-    """Bytes that one row holds, on device and host together."""
+    """Bytes of one row's cache, on device and host together."""
     shape = config, 1, prompt, new, dtype
     return policy.nbytes(*shape) + policy.host_nbytes(*shape)
 
@@ -20,11 +20,14 @@ def bytes_held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype
 def row_bytes(
     policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any, block: int | None = None
 ) -> dict[str, int]:
-    """Bytes that one row holds as one device has it, whatever mesh it is on, by the names that result files have for them.
+    """Bytes of one row's cache, by the names of result files. They are those of one device without a mesh.
 
     Args:
-        prompt, new: tokens of the longest prompt of the batch, and room for new ones.
-        block: tokens of a block, where prompts are read in blocks.
+        policy: the policy.
+        config: the model.
+        prompt, new: tokens of the longest prompt of the batch, and maximum number of new tokens.
+        dtype: dtype of keys and values.
+        block: block size of chunked prefill in tokens, if any.
     """
     engine = Engine(config, policy, prompt_len=prompt, max_new_tokens=new, block=block, dtype=dtype)
     names = "cache_bytes", "host_cache_bytes", "full_cache_bytes"
@@ -32,13 +35,18 @@ def row_bytes(
 
 
 def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: int, dtype: Any) -> Policy:
-    """The policy with the largest budget, in tokens, at which it holds no more than `target` bytes.
+    """Return the policy with the largest budget, in tokens, whose cache takes at most `target` bytes.
 
     Args:
-        prompt, new: tokens of the longest prompt and room for new ones.
+        policy: the policy.
+        target: bytes of one row's cache.
+        config: the model.
+        prompt, new: tokens of the longest prompt, and maximum number of new tokens.
+        dtype: dtype of keys and values.
 
     Returns:
-        Where the policy holds more whatever its budget, it with the smallest one that works; a policy without a budget as it is.
+        The policy. If every budget takes more bytes, it has the smallest budget that works. A policy without a budget
+        is returned as it is.
 
     Raises:
         PolicyError: no budget works for a sequence of this length.
@@ -47,7 +55,7 @@ def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: 
         return policy
 
     def fits(budget: int) -> bool | None:
-        """Whether that budget's bytes do; None where the policy cannot work with it, as with one too small."""
+        """Whether a budget fits. None if the policy cannot work with it, for example because it is too small."""
         try:
             tried = get_policy(policy, budget=budget).bind(config)
             tried.validate(prompt + new)
@@ -55,14 +63,14 @@ def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: 
         except PolicyError:
             return None
 
-    low, high = 0, prompt + new + 1  # what fits or is too small, and what does not fit or is all there is
+    low, high = 0, prompt + new + 1  # low fits or is too small for the policy, high does not fit or is the maximum
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle) is False:
             high = middle
         else:
             low = middle
-    # Some policies hold less at a larger budget, where sizes of layers are rounded: a larger one may fit as well.
+    # Rounding of layer sizes makes some policies smaller at a larger budget, so a larger one may fit as well.
     step = max(_STEP, low // _TRIES)
     low = next((larger for larger in range(min(2 * low, prompt + new), low, -step) if fits(larger)), low)
     if low and fits(low):

@@ -1,10 +1,10 @@
-"""How near attention under a policy comes to full attention, by layer and head, without decoding a token.
+"""Fidelity: how close attention under a policy is to full attention, by layer and head, without decoding.
 
-A text is read once by the plain model. Every layer's own queries, keys and values are then given to a policy: a prompt, and the
-tokens after it one by one. What attention reads of each token is found by giving it values that name their tokens: it is exact for
-policies that evict, merge, select or move tokens alike, as long as they choose by queries and keys, not by values.
+The plain model processes a text once. The queries, keys and values of every layer are then given to a policy: a prompt,
+and the tokens after it one by one. To find what attention reads, values are one-hot vectors of their tokens. This is
+exact for policies that evict, merge, select or move tokens, if they choose by queries and keys and not by values.
 
-Over a mesh the model's devices read the text together; the policy is then given what they found by one device of each process.
+On a mesh, all devices process the text together. One device of each process then runs the policy.
 """
 
 import dataclasses
@@ -32,14 +32,17 @@ from kvjax.runtime.program import Partition, Program
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """One policy's attention beside full attention: L layers, N query heads, averaged over the queries after the prompt.
+    """A policy's attention compared with full attention.
+
+    L layers, N query heads, averaged over the queries after the prompt.
 
     Attributes:
-        recall: share of the tokens with the most attention that the policy still reads.
-        output_error: |o' - o| / |o|, of attention outputs o in full and o' under the policy.
-        cosine: of the angle between the two attention distributions over all tokens.
-        jaccard: of any two layers, prompt tokens that both read at some step over those that either does, averaged over KV heads.
-        cache_bytes: bytes that the policy's cache holds, on device and host together.
+        recall: share of the most attended tokens that the policy still reads.
+        output_error: |o' - o| / |o| of attention outputs o with the full cache and o' with the policy.
+        cosine: cosine of the two attention distributions over all tokens.
+        jaccard: for any two layers, number of prompt tokens that both read at some step, divided by those that either
+            reads, averaged over KV heads.
+        cache_bytes: bytes of the policy's cache, on device and host together.
     """
 
     recall: Float[np.ndarray, "L N"]
@@ -49,7 +52,7 @@ class Fidelity:
     cache_bytes: int
 
     def means(self) -> dict[str, float]:
-        """Each measure over all layers and heads; of the Jaccard similarity, over adjacent layers."""
+        """Mean of each measure over all layers and heads. The Jaccard similarity is averaged over adjacent layers."""
         adjacent = np.diagonal(self.jaccard, offset=1)
         return {
             "recall": float(np.mean(self.recall)),
@@ -60,7 +63,7 @@ class Fidelity:
 
 
 class Reading(NamedTuple):
-    """What the plain model's attention works with on a text of T tokens: unrotated queries and keys, and values, by layer."""
+    """Attention inputs of the plain model on a text of T tokens, by layer: unrotated queries and keys, and values."""
 
     q: tuple[Float[Array, "T N H"], ...]
     k: tuple[Float[Array, "T K H"], ...]
@@ -68,16 +71,18 @@ class Reading(NamedTuple):
 
 
 def read(params: Params, tokens: Sequence[int], mesh: Mesh | str | None = None) -> Reading:
-    """Read a text once, for any number of policies.
+    """Process a text once, for any number of policies.
 
     Args:
-        mesh: devices to read it with, as for `kvjax.Engine`. There is one text, so those along "data" all do the same.
+        params: the model.
+        tokens: token ids.
+        mesh: devices, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
 
     Raises:
         ValueError: the text is empty.
     """
     if not len(tokens):
-        raise ValueError("the text is empty; give a prompt and at least one token more")
+        raise ValueError("the text is empty. Give a prompt and at least one more token.")
     params, mesh = on_mesh(params, mesh)
     shard = get_shard(mesh, params.config)
     specs = tuple(spec.on(shard) for spec in layer_specs(params.config, shard.data, len(tokens), 0, params.dtype))
@@ -98,20 +103,22 @@ def fidelity(
     """Compare a policy's attention with full attention, for every token after the prompt.
 
     Args:
-        reading: of the whole text.
-        prompt: how many of its tokens are the prompt.
-        budget: as for `generate`, where a fraction is one of the whole text.
-        top: tokens with the most full attention that count as important, of each query.
+        params: the model.
+        reading: result of `read` for the whole text.
+        prompt: number of tokens of the prompt.
+        policy: the policy.
+        budget: as for `generate`. A fraction is relative to the whole text.
+        top: number of most attended tokens of each query that count for `recall`.
 
     Raises:
-        ValueError: nothing comes before or after the prompt's end, or `top` is less than 1.
+        ValueError: the prompt is empty or the whole text, or `top` is less than 1.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     total, dim = len(reading.k[0]), params.config.head_dim
     if not 0 < prompt < total:
-        raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
+        raise ValueError(f"prompt={prompt} is out of range for a text of {total} tokens. Give 1 to {total - 1}.")
     if top < 1:
-        raise ValueError(f"top={top}; give 1 or more")
+        raise ValueError(f"top={top} is too small. Give 1 or more.")
     policy = get_policy(policy, budget=budget).bind(params.config)
     policy.validate(total)
     rows = 1 + -(-total // dim)
@@ -143,7 +150,7 @@ def fidelity(
 
 @dataclasses.dataclass(frozen=True)
 class _ReaderLayer(CacheLayer[Policy]):
-    """Keeps of a prompt what attention is given."""
+    """Keeps the attention inputs of a prompt."""
 
     def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
         return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
@@ -155,13 +162,13 @@ def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[
 
 
 def _dealt(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
-    """How `read_text` is dealt to the devices of a mesh."""
+    """How `read_text` is sharded over a mesh."""
     shard, by_heads = specs[0].shard, PartitionSpec(None, HEADS)
     return None if shard.mesh is None else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(specs))
 
 
 read_text = Program(_read, static=1, partition=_dealt)
-"""`read_text(specs, params, tokens)`: queries, keys and values of a text [1, T], by layer, compiled; of devices' own heads on a mesh."""
+"""`read_text(specs, params, tokens)`: compiled; queries, keys and values of a text [1, T], by layer. Heads are sharded on a mesh."""
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -169,7 +176,7 @@ read_text = Program(_read, static=1, partition=_dealt)
 def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: Reading) -> tuple[Array, ...]:
     """Attention outputs of every token after the prompt, by layer: [S, rows, N, H].
 
-    Row 0 has the real values, row r the values that name tokens (r - 1) H to r H - 1: one-hot vectors.
+    Row 0 has the real values. Row r has one-hot values for tokens (r - 1) H to r H - 1.
     """
     rows, total = specs[0].batch, len(reading.k[0])
     lengths = jnp.full((rows,), prompt, jnp.int32)
@@ -217,7 +224,7 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
 @partial(jax.jit, static_argnums=(0, 1))
 @any_rank
 def _attention(spec: LayerSpec, prompt: int, q: Array, k: Array) -> Float[Array, "S N T"]:
-    """Full attention's probabilities of every token after the prompt."""
+    """Probabilities of full attention for every token after the prompt."""
     position = jnp.arange(len(k), dtype=jnp.int32)[:, None]
     q, k = spec.rope.rotate(q, position)[prompt:], spec.rope.rotate(k, position)
     group = q.shape[1] // k.shape[1]
@@ -243,7 +250,12 @@ def sweep(
     """`fidelity` of several policies on one text.
 
     Args:
-        progress: called with policies done and in all.
+        params: the model.
+        tokens: token ids of the text.
+        prompt: number of tokens of the prompt.
+        policies: the policies.
+        top: as for `fidelity`.
+        progress: called with the number of policies done, and of all.
         mesh: as for `read`.
     """
     reading, found = read(params, tokens, mesh), []

@@ -1,4 +1,4 @@
-"""How likely given texts are to follow given contexts, read through what a policy kept of each context."""
+"""Log-likelihood of continuations, given contexts that a policy has compressed."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from .perplexity import read
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """One continuation.
+    """The score of one continuation.
 
     Attributes:
         logprob: natural logarithm of its probability, given its context.
-        greedy: whether each of its tokens is the top-1 token.
+        greedy: whether each of its tokens is the most probable one.
     """
 
     logprob: float
@@ -40,21 +40,23 @@ def following(
 ) -> list[Following]:
     """Score continuations of contexts, both as token ids.
 
-    A context but for its last token is prefilled and compressed; that token and the continuation are then read one by one, so that
-    all predictions come from the compressed cache. Of a context of one token nothing is compressed before.
+    A context without its last token is prefilled and compressed. That token and the continuation are then processed one
+    by one, so all predictions use the compressed cache. A context of one token has nothing to compress.
 
     Args:
-        pairs: contexts and continuations, none of them empty; each gets what it would get alone.
-        batch: pairs that run together.
-        progress: called with pairs done and in all.
-        mesh: devices to run over, as for `kvjax.Engine`; of pairs that run together, those along "data" have as many each.
+        params: the model.
+        policy: the policy.
+        pairs: contexts and continuations, none of them empty. Results do not depend on the batch.
+        batch: number of pairs that run together.
+        progress: called with the number of pairs done, and of all.
+        mesh: devices, as for `kvjax.Engine`. Pairs that run together are divided evenly along "data".
 
     Raises:
         ValueError: a context or continuation is empty.
         PolicyError: the policy cannot work with these lengths.
     """
     if not all(context and continuation for context, continuation in pairs):
-        raise ValueError("a context or a continuation is empty; give at least one token of each")
+        raise ValueError("a context or a continuation is empty. Give at least one token of each.")
     policy = policy.bind(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
@@ -67,7 +69,7 @@ def following(
         rows = -(-min(batch, len(group)) // data) * data
         for at in range(0, len(group), rows):
             chosen = group[at : at + rows]
-            # Filled up, so that all batches of a group share one compiled program.
+            # Padded, so that all batches of a group share one compiled program.
             padded = [pairs[i] for i in [*chosen, *chosen[-1:] * (rows - len(chosen))]]
             found |= dict(zip(chosen, _score(params, policy, padded, new_tokens, mesh), strict=False))
             if progress is not None:
@@ -76,7 +78,7 @@ def following(
 
 
 def _score(params: Params, policy: Policy, pairs: Sequence[Any], new_tokens: int, mesh: Mesh | None) -> list[Following]:
-    """One batch, whose continuations have up to `new_tokens` tokens."""
+    """Score one batch, whose continuations have up to `new_tokens` tokens."""
     before = np.asarray([len(context) - 1 for context, _ in pairs])
     engine = Engine(
         params, policy, batch=len(pairs), prompt_len=int(before.max()), max_new_tokens=new_tokens, mesh=mesh

@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021): word problems after solved examples, eight or fifty (many-shot, ChunkKV section 4.1), or to reason about."""
+"""GSM8K (Cobbe et al. 2021): word problems, few-shot, many-shot (ChunkKV, section 4.1), or with reasoning."""
 
 import dataclasses
 import re
@@ -21,20 +21,20 @@ _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
 @dataclasses.dataclass(frozen=True)
 class GSM8K:
-    r"""The examples are what a cache policy compresses, the problem is the question.
+    r"""A cache policy compresses the solved examples, and the problem is the question.
 
-    Without examples the problem is what is compressed, and the model is asked, in its chat template if it has one, to reason step by step
-    and put its answer in \boxed{}: then long chains are what fills the cache.
+    Without examples (`shots=0`), the policy compresses the problem, and the question asks for step-by-step reasoning
+    with the answer in \boxed{}, in the model's chat template if it has one. Long reasoning then fills the cache.
 
     Attributes:
         file: problems, one JSON object with `question` and `answer` per line.
-        examples_file: solved examples, in the same form; None if there are to be none.
-        shots: how many of them come first, or 0; the published many-shot setting has 50, of more than 4k tokens.
-        samples: how many problems, from the file's beginning; None takes all.
-        extract: "flexible" takes the number after "####" or in a box, or the answer's last one where there is none; "strict" only the
-            former.
-        seed: which examples, and in which order; the same for all problems.
-        max_new_tokens: of a solution; None for 256 after examples, and 1024 without.
+        examples_file: solved examples in the same form, or None.
+        shots: number of solved examples, or 0. The published many-shot setting has 50, with more than 4k tokens.
+        samples: number of problems from the beginning of the file. None for all.
+        extract: "strict" accepts the number after "####" or in a box. "flexible" otherwise accepts the answer's last
+            number.
+        seed: of the choice and order of examples, which are the same for all problems.
+        max_new_tokens: maximum tokens of a solution. None for 256 with examples, and 1024 without.
     """
 
     file: str
@@ -47,17 +47,17 @@ class GSM8K:
 
     def __post_init__(self) -> None:
         if self.extract not in ("flexible", "strict"):
-            raise ValueError(f"extract={self.extract!r}; give 'flexible' or 'strict'")
+            raise ValueError(f"extract={self.extract!r} is unknown. Give 'flexible' or 'strict'.")
         if self.shots < 0 or any(number is not None and number < 1 for number in (self.samples, self.max_new_tokens)):
             raise ValueError(
-                f"shots={self.shots}, samples={self.samples}, max_new_tokens={self.max_new_tokens}; give 0 or more shots, and 1 or more "
-                "of the others, or None"
+                f"shots={self.shots}, samples={self.samples}, max_new_tokens={self.max_new_tokens}: a number is too small. Give 0 or more "
+                "shots, and 1 or more of the others, or None."
             )
         if self.shots and self.examples_file is None:
-            raise ValueError(f"shots={self.shots}, but no examples_file; give a file of solved examples, or shots=0")
+            raise ValueError(f"shots={self.shots} needs examples_file. Give a file of solved examples, or shots=0.")
 
     def check(self) -> None:
-        """Read the files, and raise what `examples` would."""
+        """Read the files, and raise the errors of `examples`."""
         _read(self.file)
         self._solved()
 
@@ -68,14 +68,15 @@ class GSM8K:
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of a solution."""
+        """Maximum tokens of a solution."""
         return self.max_new_tokens or (256 if self.shots else 1024)
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One for each problem.
+        """One example per problem.
 
         Raises:
-            ValueError: a line of a file is not of GSM8K's form (JSON with a question, and an answer that ends in #### NUMBER), or it has fewer solved examples than are asked for.
+            ValueError: a line is not JSON with a question and an answer that ends in #### NUMBER, or the file has too
+                few solved examples.
         """
         if not self.shots:
             return [
@@ -106,7 +107,7 @@ class GSM8K:
             return []
         solved = _read(self.examples_file)
         if self.shots > len(solved):
-            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
+            raise ValueError(f"shots={self.shots} is too large: {self.examples_file} has {len(solved)} solved examples")
         return solved
 
     def score(self, answer: str, example: Example) -> float:
@@ -116,7 +117,7 @@ class GSM8K:
 
 
 def _final(answer: str, extract: str) -> str | None:
-    """The number that an answer arrives at, in digits alone."""
+    """The final number of an answer, in digits."""
     answer = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ",", spoken(answer))  # LaTeX's thousands
     marked, box = re.search(rf"####\s*({_NUMBER})", answer), last_box(answer)
     if marked or box is not None:

@@ -1,4 +1,4 @@
-"""Text for needles to be hidden in: a sentence repeated, or any text cut into sentences."""
+"""Haystacks for needles: a repeated sentence, or any text cut into sentences."""
 
 import itertools
 import random
@@ -13,19 +13,19 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @cache
 def sentences(text: str) -> tuple[str, ...]:
-    """A text's sentences, white space normalised.
+    """Split a text into sentences, with white space normalised.
 
     Raises:
         ValueError: there are none.
     """
     found = tuple(" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text) if part.strip())
     if not found:
-        raise ValueError("the haystack is empty; give a text of some sentences")
+        raise ValueError("the haystack is empty. Give a text with sentences.")
     return found
 
 
 def hide(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float], separator: str) -> str:
-    """The hay with needle i behind a share `depths[i]` of its units; needles of one depth in order."""
+    """Insert needle i after a share `depths[i]` of the hay's units. Needles of equal depth stay in order."""
     behind: dict[int, list[str]] = {}
     for needle, depth in zip(needles, depths, strict=True):
         behind.setdefault(round(depth * len(hay)), []).append(needle)
@@ -37,12 +37,12 @@ def hide(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float], se
 
 
 def repeated(units: Sequence[str], count: int) -> list[str]:
-    """`count` units, from the start again where they run out."""
+    """Return `count` units, repeated from the start if necessary."""
     return list(itertools.islice(itertools.cycle(units), count))
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """A random number of so many digits, the first not 0."""
+    """A random number with `digits` digits, the first of which is not 0."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -52,5 +52,5 @@ def identifier(rng: random.Random) -> str:
 
 
 def seeded(*parts: object) -> random.Random:
-    """A generator of its own for these parts, the same on every machine."""
+    """A random generator seeded by these parts, the same on every machine."""
     return random.Random("/".join(map(str, parts)))

@@ -1,6 +1,6 @@
-"""Whether a solution arrives at the right answer: what it puts in a box, or else the last thing it says, by value and not by spelling.
+"""Comparing a solution's answer with a reference by value: the content of its last box, or its last expression.
 
-Expressions are read and compared by math-verify (Kydlíček et al., Hugging Face), which has sympy compute with them, in a process of its own.
+math-verify (Kydlíček et al., Hugging Face) parses and compares expressions with sympy, in a separate process.
 """
 
 import atexit
@@ -18,17 +18,17 @@ from typing import Literal, get_args
 from kvjax.extras import optional
 
 Extract = Literal["flexible", "strict"]
-"""What counts as the answer: what is in the last box, or "strict" only that and "flexible" the last number or formula where there is none."""
+"""What counts as the answer: the last box ("strict"), or else the last number or formula ("flexible")."""
 
 EXTRACTS = get_args(Extract)
 
 SECONDS = 20
-"""Most time for one answer; the process that takes more is ended."""
+"""Maximum time for one answer, after which the process is killed."""
 
 _BOX = r"\\(?:boxed|fbox)\s*"
 _BRACE = re.compile(
     rf"(?P<box>{_BOX}\{{)"
-    # Without braces: a number, or a command or letter with what follows it in braces or as a digit.
+    # Without braces: a number, or a command or letter followed by digits or braces.
     rf"|{_BOX}(?P<bare>-?\d+(?:[.,/]\d+)*|(?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))(?:\d|\{{[^{{}}]*\}})*)"
     r"|(?<!\\)[{}]"
 )
@@ -36,14 +36,15 @@ _BRACE = re.compile(
 
 @cache
 def check() -> None:
-    """Raise ImportError if what compares answers is not installed."""
+    """Raise ImportError if the package that compares answers is not installed."""
     optional("math_verify", "comparing answers to problems of mathematics")
 
 
 def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool:
     r"""Whether a solution's answer has the value of a reference in LaTeX, such as "42" or r"\frac{1}{2}".
 
-    Of a model that thinks first, what follows the thought counts, and where the thought does not end nothing. An answer that takes too long to compute with is wrong.
+    For a model that thinks first, only text after the thought counts, and nothing if the thought does not end. An
+    answer that takes too long to evaluate is wrong.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -57,12 +58,12 @@ def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool
 
 
 def spoken(solution: str) -> str:
-    """What a model says when it has thought: nothing of a thought that begins and does not end; all where no thought is marked."""
+    """The text after a model's thought. Empty if a thought does not end, and everything if there is none."""
     return solution.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""What is in the last \boxed{...} that is closed, or that has no braces, as in \boxed7; None if there is none."""
+    r"""Content of the last closed \boxed{...}, or of one without braces, as in \boxed7. None if there is none."""
     opened: list[tuple[int, bool]] = []
     last, found = -1, None
     for brace in _BRACE.finditer(text):
@@ -78,14 +79,14 @@ def last_box(text: str) -> str | None:
 
 
 class _Worker:
-    """The process, which starts when it is first needed, and again after it was ended."""
+    """The process, which starts on first use, and again after it was ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def same(self, reference: str, answer: str) -> bool:
-        """Whether two texts have one value; not, if that takes too long or more than a process can do."""
+        """Whether two texts have one value. False if the comparison takes too long or the process fails."""
         with self._lock:
             process = self._process = self._process or _started()
             assert process.stdin is not None
@@ -102,7 +103,7 @@ class _Worker:
             finally:
                 clock.cancel()
                 if not found.endswith("\n"):
-                    self.end()  # also if it was interrupted, or the next to ask would get its answer
+                    self.end()  # also after an interruption, or the next call would get this answer
             return found.strip() == "true"
 
     def end(self) -> None:
@@ -125,14 +126,14 @@ def _started() -> "subprocess.Popen[str]":
     if process.stdout.readline().strip() != "ready":
         _end(process)
         raise RuntimeError(
-            "the process that compares answers does not start; look whether `import math_verify` works in a Python of its own"
+            "the process that compares answers does not start. Check whether `import math_verify` works in a new Python process."
         )
     return process
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
-    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes, and waits
+    with contextlib.suppress(BrokenPipeError), process:  # closes its pipes, and waits
         pass
 
 

@@ -1,4 +1,4 @@
-r"""Competition problems, whose solutions end in \boxed{...}: MATH-500 (Hendrycks et al. 2021, Lightman et al. 2023), and AIME's."""
+r"""Competition problems with boxed answers: MATH-500 (Hendrycks et al. 2021, Lightman et al. 2023) and AIME."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,22 +16,23 @@ from .task import Example, Format
 Benchmark = Literal["math500", "aime"]
 
 ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
-"""How Qwen2.5-Math and DeepSeek-R1 are asked."""
+"""The prompt of Qwen2.5-Math and DeepSeek-R1."""
 
 _NEW_TOKENS = {"math500": 2048, "aime": 8192}
 
 
 @dataclasses.dataclass(frozen=True)
 class MathProblems:
-    """The problem is what a cache policy compresses before a model reasons; the request to do so is the question.
+    """A cache policy compresses the problem before the model reasons. The question is the request to reason.
 
     Attributes:
-        file: problems, as JSON lines or as one list: of MATH-500 with `problem` and `answer`, and `subject` and `level` where they are
-            there, by which results are broken down; of AIME with `problem` (or `question`) and `answer`, a whole number.
-        benchmark: "math500", whose answers are formulas, or "aime", from 0 to 999.
-        samples: how many problems, from the file's beginning; None takes all.
-        max_new_tokens: of a solution; None for 2048 of MATH-500 and 8192 of AIME. Published results of reasoning models allow 16384 and more.
-        extract: "flexible" takes the last formula or number where nothing is boxed; "strict" takes only what is.
+        file: problems, as JSON lines or as one list. MATH-500 has `problem` and `answer`, and optionally `subject` and
+            `level`, by which results are broken down. AIME has `problem` (or `question`) and `answer`, a whole number.
+        benchmark: "math500", whose answers are formulas, or "aime", whose answers are 0 to 999.
+        samples: number of problems from the beginning of the file. None for all.
+        max_new_tokens: maximum tokens of a solution. None for 2048 (MATH-500) and 8192 (AIME). Published results of
+            reasoning models allow 16384 and more.
+        extract: "strict" accepts only boxed answers. "flexible" otherwise accepts the last formula or number.
     """
 
     file: str
@@ -42,20 +43,20 @@ class MathProblems:
 
     def __post_init__(self) -> None:
         if self.benchmark not in get_args(Benchmark):
-            raise ValueError(f"benchmark={self.benchmark!r}; give one of {', '.join(get_args(Benchmark))}")
+            raise ValueError(f"benchmark={self.benchmark!r} is unknown. Give one of {', '.join(get_args(Benchmark))}.")
         if self.extract not in EXTRACTS:
-            raise ValueError(f"extract={self.extract!r}; give 'flexible' or 'strict'")
+            raise ValueError(f"extract={self.extract!r} is unknown. Give 'flexible' or 'strict'.")
         if any(number is not None and number < 1 for number in (self.samples, self.max_new_tokens)):
             raise ValueError(
-                f"samples={self.samples}, max_new_tokens={self.max_new_tokens}; give 1 or more of each, or None"
+                f"samples={self.samples}, max_new_tokens={self.max_new_tokens}: a number is too small. Give 1 or more, or None."
             )
 
     def check(self) -> None:
-        """Read the file, and raise what `examples` or `score` would.
+        """Read the file, and raise the errors of `examples` and `score`.
 
         Raises:
             ValueError: as `examples`.
-            ImportError: what compares answers is not installed.
+            ImportError: the package that compares answers is not installed.
         """
         self._problems()
         math_answers.check()
@@ -66,10 +67,11 @@ class MathProblems:
         return self.benchmark
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One for each problem.
+        """One example per problem.
 
         Raises:
-            ValueError: a row of the file has no problem or answer, or AIME's is no whole number from 0 to 999.
+            ValueError: a row of the file has no problem or answer, or an answer of AIME is not a whole number from 0 to
+                999.
         """
         return [
             Example(
@@ -92,7 +94,9 @@ class MathProblems:
             for row in found:
                 text = str(row.answer).strip()
                 if not (text.isascii() and text.isdecimal() and int(text) <= 999):
-                    raise ValueError(f"{self.file}: answer {row.answer!r}; AIME's are whole numbers from 0 to 999")
+                    raise ValueError(
+                        f"{self.file}: answer {row.answer!r} is not a whole number from 0 to 999, as AIME's are"
+                    )
         return found
 
 

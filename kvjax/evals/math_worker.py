@@ -1,7 +1,7 @@
-"""A process that compares answers: reads pairs of expressions from its input, a JSON list a line, and writes whether they have one value.
+"""A process that compares answers: reads pairs of expressions, one JSON list per line, and prints the results.
 
-Run as a file by `math_answers`, so that only math-verify is loaded. What a model wrote may keep sympy busy for hours or fill the memory, and
-the clocks of math-verify are exceptions, which may be lost on their way; a process can be ended.
+`math_answers` runs it as a file, so that only math-verify is loaded. A model's answer may keep sympy busy for hours, or
+fill the memory. math-verify's timeouts are exceptions, which can get lost. A process can be killed.
 """
 
 import json
@@ -11,15 +11,15 @@ import sys
 from typing import Any
 
 SECONDS = 5
-"""Most time for reading an expression, and for comparing two, by the clocks of math-verify."""
+"""Maximum time for parsing an expression, and for comparing two, by math-verify's timeouts."""
 
 
 def main() -> None:
     """Answer until the input ends."""
     import math_verify as library
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # so that nobody else's words come between
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whatever it cannot read
+    answers, sys.stdout = sys.stdout, sys.stderr  # keeps other output out of the answers
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every expression that it cannot parse
     forms = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
     seconds: Any = SECONDS if hasattr(signal, "SIGALRM") else None
 

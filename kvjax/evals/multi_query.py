@@ -1,4 +1,7 @@
-"""Many questions of one context, in the style of SCBench (Li et al. 2025, "SCBench: A KV Cache-Centric Analysis of Long-Context Methods")."""
+"""Many questions about one context, as in SCBench.
+
+Li et al. 2025, "SCBench: A KV Cache-Centric Analysis of Long-Context Methods".
+"""
 
 import dataclasses
 import re
@@ -20,20 +23,22 @@ ScoreBy = Literal["any", "all", "number", "f1"]
 
 @dataclasses.dataclass(frozen=True)
 class MultiQuery:
-    """A context is read and compressed once, before any of its questions is known; then they are asked one after the other.
+    """A context is prefilled and compressed once, before its questions are known. Then the questions are asked in turn.
 
-    SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions can be read as they are; its
-    own runner puts an instruction before each context. Its summaries, multiple choices and code, which have metrics of their own, are not here.
+    SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions work
+    unchanged. SCBench's own runner puts an instruction before each context. Its summaries, multiple choice and code
+    tasks have other metrics, and are not implemented.
 
     Attributes:
-        file: JSON lines, or one list, of rows with `context` and `multi_turns`, a list of `input` and `answer` (one, or a list of them).
-        history: what a question follows: the one before it with its "reference" answer, as SCBench has it by default, or with the
-            model's "own", or "none" of the others: each is then asked of the context alone, SCBench's shared context of several requests.
-        score_by: of the reference answers, ignoring case, whether "any" or the share of "all" is in the answer; whether its first whole
-            "number" is the reference; or the best "f1" of words.
-        samples: how many contexts, from the file's beginning; None takes all.
-        turns: how many questions of each; None asks all.
-        max_new_tokens: of an answer.
+        file: JSON lines, or one list, of rows with `context` and `multi_turns`, a list of `input` and `answer` (one, or
+            a list).
+        history: what precedes a question: the previous question with its "reference" answer (SCBench's default) or with
+            the model's "own" answer, or "none", the context alone (SCBench's context shared by several requests).
+        score_by: how answers are scored, ignoring case: "any" reference is in the answer, the share of "all" references
+            in it, its first whole "number" is the reference, or the maximum "f1" of words.
+        samples: number of contexts. None for all.
+        turns: number of questions per context. None for all.
+        max_new_tokens: maximum tokens of an answer.
     """
 
     file: str
@@ -46,17 +51,17 @@ class MultiQuery:
     def __post_init__(self) -> None:
         if self.history not in get_args(History) or self.score_by not in get_args(ScoreBy):
             raise ValueError(
-                f"history={self.history!r}, score_by={self.score_by!r}; give one of {', '.join(get_args(History))}, and one of "
-                f"{', '.join(get_args(ScoreBy))}"
+                f"history={self.history!r}, score_by={self.score_by!r}: a value is unknown. Give one of {', '.join(get_args(History))}, "
+                f"and one of {', '.join(get_args(ScoreBy))}."
             )
         if any(number is not None and number < 1 for number in (self.samples, self.turns, self.max_new_tokens)):
             raise ValueError(
-                f"samples={self.samples}, turns={self.turns}, max_new_tokens={self.max_new_tokens}; give 1 or more (the first two "
-                "may be None)"
+                f"samples={self.samples}, turns={self.turns}, max_new_tokens={self.max_new_tokens}: a number is too small. Give 1 or "
+                "more (the first two may be None)."
             )
 
     def check(self) -> None:
-        """Read the file, and raise what `examples` would."""
+        """Read the file, and raise the errors of `examples`."""
         self._rows()
 
     @property
@@ -65,7 +70,7 @@ class MultiQuery:
         return "multi-query"
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One for each question, context by context.
+        """One example per question, context by context.
 
         Raises:
             ValueError: a row of the file has no context, or no questions with answers.
@@ -85,7 +90,7 @@ class MultiQuery:
         ]
 
     def score(self, answer: str, example: Example) -> float:
-        """By `score_by`."""
+        """Score by `score_by`."""
         if self.score_by == "number":
             found = re.search(r"\d+", answer)
             return float(found is not None and found[0] == example.answers[0])
@@ -97,7 +102,7 @@ class MultiQuery:
         return json_lines.read_rows(Path(self.file), _Row, self.samples)
 
 
-_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would be found in whatever is said
+_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would match every answer
 
 
 class _Turn(BaseModel):
@@ -105,7 +110,7 @@ class _Turn(BaseModel):
     answer: _Answer | Annotated[Listed[_Answer], Field(min_length=1)]
 
     def answers(self) -> tuple[str, ...]:
-        """All of them, as text."""
+        """All reference answers, as text."""
         return tuple(map(str, self.answer if isinstance(self.answer, list) else [self.answer]))
 
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text: in windows with the full cache, or streamed token by token through any policy's cache."""
+"""Perplexity of a text: in windows with the full cache, or token by token with any policy's cache."""
 
 import dataclasses
 import hashlib
@@ -27,16 +27,16 @@ from .checkpoint import Checkpoint
 from .report import model_fingerprint
 
 CHUNK = 512
-"""Tokens that are streamed in one call of the compiled loop."""
+"""Tokens that one call of the compiled loop processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Log-probabilities of a text's tokens, in order, and what follows from them.
+    """Log-probabilities of a text's tokens, in order, and the resulting perplexity.
 
     Attributes:
-        logprobs: natural logarithms, one for every predicted token.
-        cache_bytes: bytes of the cache that it was predicted from, as one device has it; 0 where no cache was used.
+        logprobs: natural logarithms, one per predicted token.
+        cache_bytes: bytes of the cache on one device, 0 without a cache.
     """
 
     logprobs: np.ndarray
@@ -53,7 +53,7 @@ class Perplexity:
         return math.exp(self.nll)
 
     def part(self, start: int, stop: int | None = None) -> "Perplexity":
-        """The same of some of the predicted tokens."""
+        """The perplexity of a part of the predicted tokens."""
         return Perplexity(self.logprobs[start:stop], self.cache_bytes)
 
 
@@ -68,31 +68,36 @@ def windowed(
 ) -> Perplexity:
     """Full-cache perplexity over windows of a text, from its start.
 
-    Each window of `window` tokens stands alone: its first token is not predicted, the other `window - 1` are. A last, shorter
-    window is left out.
+    Windows are independent: the first token of a window is not predicted, the other `window - 1` are. A shorter window
+    at the end is skipped.
 
     Args:
-        windows: how many to take; by default all.
-        stride: tokens from the start of one window to that of the next; by default windows do not overlap. Of a window that
-            overlaps the one before, only the tokens that that one did not have are scored, each from a longer context.
-        progress: called with windows done and in all.
-        mesh: devices to run over, as for `kvjax.Engine`: as many windows at once as it has devices along "data".
+        params: the model.
+        tokens: token ids of the text.
+        window: tokens in a window.
+        windows: number of windows. Defaults to all.
+        stride: tokens from the start of one window to the next. By default, windows do not overlap. A window that
+            overlaps the previous one scores only tokens that the previous one does not have.
+        progress: called with the number of windows done, and of all.
+        mesh: devices, as for `kvjax.Engine`. Devices along "data" process different windows.
 
     Raises:
-        ValueError: the text has fewer tokens than are asked for, or the stride is not between 1 and the window.
+        ValueError: the text has too few tokens, or the stride is not between 1 and the window.
     """
     step = window if stride is None else stride
     if not 1 <= step <= window:
-        raise ValueError(f"stride={stride} of windows of {window} tokens; give 1 to {window}")
+        raise ValueError(f"stride={stride} is out of range for windows of {window} tokens. Give 1 to {window}.")
     available = max(0, (len(tokens) - window) // step + 1)
     count = available if windows is None else windows
     if count < 1 or count > available:
-        raise ValueError(f"{count} windows of {window} tokens asked of a text of {len(tokens)}, which has {available}")
+        raise ValueError(
+            f"{count} windows of {window} tokens are requested, but the text of {len(tokens)} tokens has {available}"
+        )
     params, mesh = on_mesh(params, mesh)
     rows, scores = get_shard(mesh, params.config).data, []
     for first in range(0, count, rows):
         chosen = range(first, min(first + rows, count))
-        # Filled up with the last one, where devices would have none.
+        # Padded with the last window, so that every device has one.
         texts = [tokens[i * step : i * step + window] for i in [*chosen, *[chosen[-1]] * (rows - len(chosen))]]
         found = on_host(token_logprobs(params, jnp.asarray(np.asarray(texts, np.int32))))
         for i, row in zip(chosen, found, strict=False):
@@ -111,23 +116,27 @@ def streaming(
     checkpoint: Path | None = None,
     mesh: Mesh | str | None = None,
 ) -> Perplexity:
-    """Perplexity of one text of any length, read token by token into a cache that starts empty.
+    """Perplexity of one text of any length, processed token by token with a cache that starts empty.
 
-    Every token is predicted from what the cache then holds, as in generation: memory is constant whatever the length (TreeKV,
-    section 5.2, Table 1).
+    Every token is predicted from the current cache, as in generation. Memory is constant at any length (TreeKV, section
+    5.2, Table 1).
 
     Args:
-        progress: called with tokens read and in all.
-        checkpoint: a file that the state is saved to every minute, and gone on from if it is there, on whatever devices; removed at the end.
-            Of several processes only the first has the file.
-        mesh: devices to run over, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
+        params: the model.
+        tokens: token ids of the text.
+        policy: the policy.
+        budget: as for `generate`.
+        progress: called with the number of tokens done, and of all.
+        checkpoint: file to save the state to every minute. An existing file is resumed, on any devices. It is removed
+            at the end. With several processes, only the first one accesses the file.
+        mesh: devices, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
 
     Raises:
-        ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
+        ValueError: the text has fewer than two tokens, or the checkpoint belongs to another run.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     if len(tokens) < 2:
-        raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
+        raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict. Give 2 or more.")
     policy = get_policy(policy, budget=budget)
     params, mesh = on_mesh(params, mesh, policy)
     rows = get_shard(mesh, params.config).data
@@ -162,7 +171,7 @@ def streaming(
 
 
 def _resumed(saved: Checkpoint, like: Any, mesh: Mesh | None) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
-    """`saved.load` of the first process that shares a mesh, in each."""
+    """`saved.load` of the first process of a mesh, broadcast to all."""
     found: Any = None
 
     def reached() -> int | None:
@@ -187,19 +196,20 @@ def read(
     save: Callable[[Any, int, Sequence[np.ndarray]], None] | None = None,
     shift: Int[np.ndarray, " B"] | int = 0,
 ) -> tuple[Float[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-    """Read texts one token at a time into caches that hold what comes before position `first`.
+    """Process texts one token at a time, with caches of the tokens before position `first`.
 
     Args:
-        caches: the policy's state of each layer; used up (their buffers are donated).
+        engine: the engine.
+        caches: the policy's state of each layer. Their buffers are donated.
         tokens: whole texts, of one length.
-        first: position of the first token to read; the last token is predicted, not read.
-        progress: called with tokens read and in all.
-        save: called with the caches, the position reached, and the log-probabilities so far, in pieces [B, …], while there is
-            more to read.
-        shift: by how much each text's positions are ahead of its columns in `tokens`, where its beginning is left out.
+        first: position of the first token to process. The last token is only predicted.
+        progress: called with the number of tokens done, and of all.
+        save: called after each chunk but the last, with the caches, the position reached, and the log-probabilities so
+            far, in pieces [B, …].
+        shift: offset of each text's positions from its columns in `tokens`, if its beginning is missing there.
 
     Returns:
-        For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the most probable.
+        For each of the S = T - first - 1 tokens after `first`: its log-probability, and the most probable token.
     """
     last, scores, best = tokens.shape[1] - 1, [], []
     for start in range(first, last, CHUNK):
@@ -223,10 +233,11 @@ def read(
 
 
 def compile_read(engine: Engine, caches: Any) -> None:
-    """Have the program compiled that `read` runs.
+    """Compile the program of `read`.
 
     Args:
-        caches: shapes of the policy's state of each layer, as `engine.reading()[1].caches` has them.
+        engine: the engine.
+        caches: shapes of the policy's state of each layer, as in `engine.reading()[1].caches`.
     """
     texts, pos, count = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((engine.batch, CHUNK), (engine.batch,), ())
@@ -244,9 +255,10 @@ def _stream_chunk(
     start: Int[Array, " B"],
     count: Int[Array, ""],
 ) -> tuple[tuple[Any, ...], Float[Array, "B M"], Int[Array, "B M"]]:
-    """Read `count` tokens, the first of them at each text's position `start`.
+    """Process `count` tokens, beginning at each text's position `start`.
 
-    Returns the caches, the log-probability of what follows each token, and the most probable one.
+    Returns:
+        The caches, the log-probability of the token after each one, and the most probable token.
     """
 
     def read_token(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
@@ -261,7 +273,7 @@ def _stream_chunk(
 
 
 def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
-    """How `stream` is dealt to the devices of a mesh."""
+    """How `stream` is sharded over a mesh."""
     shard = specs[0].shard
     if shard.mesh is None:
         return None
@@ -274,9 +286,9 @@ stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt, canonic
 
 
 def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, compiled; on the mesh where the weights are, if that is so.
+    """Log-probability of each token given the tokens before it. Compiled, and on the weights' mesh if there is one.
 
-    Rows are dealt along "data" if its devices divide them; else each of these does all.
+    Rows are sharded along "data" if their number is divisible, otherwise replicated.
     """
     return _score(get_shard(mesh_of(params), params.config), params, tokens)
 

@@ -1,4 +1,4 @@
-"""What every result file begins with, and result files that a later run can go on with."""
+"""Headers of result files, and result files that a later run can continue."""
 
 import datetime
 import errno
@@ -25,14 +25,14 @@ from kvjax.runtime.mesh import on_host
 from kvjax.runtime.processes import from_first, is_first
 
 _MOST_BYTES = 1 << 29
-"""Of a result file; the rows take up to three times as much memory."""
+"""Maximum size of a result file. Its rows take up to three times as much memory."""
 
 _SAMPLED = 1024
-"""Values of each weight that a model's fingerprint is made of."""
+"""Number of values of each weight in a model's fingerprint."""
 
 
 def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Versions, device and date of a run, the mesh it is over and the flags that XLA was given, if any, and the settings it was made with."""
+    """Versions, device and date of a run, its mesh and XLA flags, if any, and its settings."""
     device = jax.devices()[0]
     over = {} if mesh is None else {"mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())}
     flags = {"xla_flags": found} if (found := os.environ.get("XLA_FLAGS")) else {}
@@ -48,7 +48,7 @@ def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
 
 
 def model_fingerprint(params: Params) -> str:
-    """The architecture (as profiles know it), the type of the weights, and a hash of values from every weight."""
+    """The architecture (as in profiles), the dtype of the weights, and a hash of values from every weight."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(unpadded(params)):
         flat = leaf.reshape(-1)
@@ -58,26 +58,25 @@ def model_fingerprint(params: Params) -> str:
 
 
 class ResultFile:
-    """JSON lines: a header, then one row for every finished part of a run. What is there already is not run again.
+    """JSON lines: a header, then one row per finished part of a run. Parts in the file do not run again.
 
-    A last line without its newline that is not JSON was cut short while it was written. It is left out with a warning, and its part runs
-    again. Anything else that is wrong with a file is an error, and leaves the file as it is.
+    A last line that is not JSON and has no newline was truncated while it was written. It is ignored with a warning,
+    and its part runs again. Any other problem with a file is an error, and leaves the file unchanged.
 
     Args:
-        path: the file; None keeps rows in memory alone.
-        header: as `header` makes it. A file that is there must have been begun with the same settings and versions.
-        kind: what a row is: a pydantic model, a dataclass, or anything that pydantic has an adapter for.
-        check: given each row that is there, in order, says what is wrong with it, or None.
-        mesh: devices that the run is over. Where several processes share them, only the first reads and writes the file, and tells the others
-            which rows are there.
+        path: the file. None keeps rows in memory only.
+        header: result of `header`. An existing file must have the same settings and versions.
+        kind: type of a row: a pydantic model, a dataclass, or any type with a pydantic adapter.
+        check: returns the problem of an existing row, or None. Called for each row in order.
+        mesh: devices of the run. With several processes, only the first one accesses the file, and broadcasts its rows.
 
     Attributes:
-        header: of the file, as it was begun.
+        header: header of the file, as it was begun.
         rows: all rows so far.
 
     Raises:
-        ValueError: the file is not a result file, or of another run, or a row is not what it should be; the message says what
-            differs, or which line it is.
+        ValueError: the file is not a result file, belongs to another run, or has an invalid row. The message has the
+            difference, or the line.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class ResultFile:
             self.header, self.rows = from_first(mesh, lambda: self._begin(path, kind, check))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, and have them on disk."""
+        """Add rows, and write them to disk."""
         self.rows += rows
         if self.path is not None:
             append(self.path, "".join(strict_json.dumps(row) + "\n" for row in rows))
@@ -103,11 +102,9 @@ class ResultFile:
     def _begin(
         self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Header and rows of the file; of a new one, which is made, ours and none."""
+        """Header and rows of the file. A new file is created with our header."""
         if path.is_fifo():
-            raise user_files.NotRegularError(
-                errno.EINVAL, "a pipe cannot be gone on with; give a regular file", str(path)
-            )
+            raise user_files.NotRegularError(errno.EINVAL, "a pipe cannot be resumed. Give a regular file.", str(path))
         if path.exists() and path.stat().st_size:
             return self._resume(path, kind, check)
         write(path, strict_json.dumps({"header": self.header}) + "\n")
@@ -126,17 +123,17 @@ class ResultFile:
         _, first = next(lines, (1, b""))
         begun = _begun(path, first)
         different = [
-            f"{group} {name}: {begun[group].get(name)!r} there, {self.header[group].get(name)!r} now"
+            f"{group} {name}: {begun[group].get(name)!r} in the file, {self.header[group].get(name)!r} now"
             for group in ("settings", "versions")
             for name in {**begun[group], **self.header[group]}
             if begun[group].get(name) != self.header[group].get(name)
         ]
         if different:
-            raise ValueError(f"{path} holds results of another run ({'; '.join(different)}); give another path")
+            raise ValueError(f"{path} has results of another run ({'; '.join(different)}). Give another path.")
         if cut:
             number = content.count(b"\n") + 1
             warnings.warn(
-                f"{path}, line {number}: cut short as it was written; it is left out, and its part run again",
+                f"{path}, line {number}: truncated while it was written. It is ignored, and its part runs again.",
                 stacklevel=7,
             )
         rows = []
@@ -145,7 +142,7 @@ class ResultFile:
             rows.append(strict_json.loads(line))
             if (wrong := check(rows[-1])) is not None:
                 raise ValueError(
-                    f"{path}, line {number}: {wrong}; remove the line to have it run again, or give another path"
+                    f"{path}, line {number}: {wrong}. Remove the line to run it again, or give another path."
                 )
         if content != whole:
             write(path, content)
@@ -153,10 +150,10 @@ class ResultFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a result file that is complete.
+    """Return the rows of a complete result file.
 
     Raises:
-        ValueError: it is no result file, or a line is not JSON.
+        ValueError: it is not a result file, or a line is not JSON.
     """
     lines = json_lines.numbered(user_files.read_bytes(path, _MOST_BYTES))
     _, first = next(lines, (1, b""))
@@ -165,14 +162,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _begun(path: Path, line: bytes) -> dict[str, Any]:
-    """The header of a result file, from its first line."""
+    """Parse the header of a result file from its first line."""
     try:
         begun = strict_json.loads(line)["header"]
         if all(isinstance(begun[group], dict) for group in ("settings", "versions")):
             return begun
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path")
+    raise ValueError(f"{path} exists, but is not a result file of kvjax. Give another path.")
 
 
 def _is_json(line: bytes) -> bool:

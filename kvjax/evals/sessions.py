@@ -1,4 +1,4 @@
-"""Asking the questions of one context: the context is read and compressed once, in a `Session`, and not again for any of them."""
+"""Several questions about one context, which is prefilled and compressed once, in a `Session`."""
 
 import dataclasses
 import time
@@ -18,14 +18,15 @@ from .task import Example, Format
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question, its answer, and what they took.
+    """A question, its answer, and the resources used.
 
     Attributes:
         reply: the answer.
-        context_tokens, question_tokens: what was read before it: the context, and of what follows it what no question before it had read.
-        cache_bytes, host_cache_bytes, full_cache_bytes: what the session's cache holds, and what a full one would, as one device has them.
-        prefill_seconds: this question's share of reading and compressing the context.
-        decode_seconds: reading the question and answering it.
+        context_tokens, question_tokens: tokens of the context, and tokens after it that no earlier question processed.
+        cache_bytes, host_cache_bytes, full_cache_bytes: bytes of the session's cache, and of a full cache, on one
+            device.
+        prefill_seconds: this question's share of prefilling and compressing the context.
+        decode_seconds: time to process the question and answer it.
     """
 
     reply: Reply
@@ -46,19 +47,27 @@ def ask(
     prefill_block: int | None,
     mesh: Mesh | None = None,
 ) -> list[Asked]:
-    """Answers to the examples of one session, in their order; on a mesh, as `Session`.
+    """Answer the examples of one session, in their order.
+
+    Args:
+        params: the model.
+        policy: the policy.
+        form: how examples become tokens.
+        examples: examples with one context.
+        prefill_block: block size of chunked prefill, if any.
+        mesh: devices, as for `Session`.
 
     Raises:
-        ValueError: one of them has stop strings, which a session's answers do not end at.
+        ValueError: an example has stop strings, which sessions do not support.
         PolicyError: the policy cannot serve sequences of that length.
     """
     if any(example.stop for example in examples):
-        raise ValueError("questions of a session have stop strings; leave them out, answers there end by themselves")
+        raise ValueError("sessions do not support stop strings. Leave them out: answers end by themselves.")
     context, questions, most = plan(form, examples)
     begun = time.perf_counter()
     session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block, mesh=mesh)
     prefill_seconds = time.perf_counter() - begun - session.compile_seconds
-    sizes = params.config, len(context) - 1, most + 1, params.dtype  # the context's last token is read afterwards
+    sizes = params.config, len(context) - 1, most + 1, params.dtype  # the context's last token is processed afterwards
     held: dict[str, Any] = {
         **row_bytes(policy, *sizes, prefill_block),
         "prefill_seconds": prefill_seconds / len(examples),
@@ -74,7 +83,7 @@ def ask(
             and question[:1] == asked.tokens[-1:]
             and question[0] in params.config.eos
         ):
-            question = question[1:]  # the end token that the answer before it has already
+            question = question[1:]  # the previous answer already has this end token
         reply = asked.generate(question, example.max_new_tokens)
         seconds = time.perf_counter() - begun - (session.compile_seconds - compiled)
         found.append(Asked(reply, question_tokens=len(question), decode_seconds=seconds, **held))
@@ -84,7 +93,7 @@ def ask(
 
 
 def plan(form: Format, examples: Sequence[Example]) -> tuple[list[int], list[list[int]], int]:
-    """Token ids of a session's context and of its questions, and the most tokens that follow the context."""
+    """Token ids of a session's context and of its questions, and the maximum number of tokens after the context."""
     context, first = form.encode(examples[0])
     if examples[0].history == "none":
         questions = [form.encode(example)[1] for example in examples]

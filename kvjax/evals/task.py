@@ -1,4 +1,4 @@
-"""What an evaluation task is: examples that a model answers, and a score for each answer."""
+"""Evaluation tasks: examples that a model answers, and a score for each answer."""
 
 import contextlib
 import dataclasses
@@ -9,26 +9,26 @@ from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 
 History = Literal["reference", "own", "none"]
-"""What a question of a session follows: the one before it and the reference answer to that, or the model's own, or just the context."""
+"""What precedes a session's question: the previous one with its reference answer or the model's own, or nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A context, a question about it, and what counts as right.
+    """A context, a question about it, and reference answers.
 
     Attributes:
-        context: what the cache policy compresses.
-        question: what follows the context; not empty.
+        context: text that the cache policy compresses.
+        question: text after the context, not empty.
         answers: reference answers.
-        max_new_tokens: most tokens that the model may answer with.
-        prefix: how the answer begins; written for the model.
+        max_new_tokens: maximum tokens of the model's answer.
+        prefix: beginning of the answer, given to the model.
         stop: strings that end the answer.
-        chat: whether a chat model gets this in its chat template; completions (of code, of few-shot lists) go without.
-        choices: what there is to choose from, where the task is to classify.
-        labels: what results are broken down by, such as a needle's depth.
-        session: examples of the same number have one context, which is read and compressed once; then they are asked in their order.
-            None for one that is asked by itself.
-        history: what it follows there.
+        chat: whether chat models get the example in their chat template. Completions (code, few-shot lists) do without.
+        choices: classes of a classification task.
+        labels: values by which results are broken down, such as a needle's depth.
+        session: number of the session. Examples of a session have one context, which is compressed once, and are asked
+            in order. None for a separate example.
+        history: what precedes the question in a session.
     """
 
     context: str
@@ -49,18 +49,18 @@ class Format:
     """How examples become tokens.
 
     Attributes:
-        tokenizer: the model's own.
-        chat: whether examples that allow it are put in the model's chat template, as one user message.
+        tokenizer: the model's tokenizer.
+        chat: whether to put examples that allow it in the model's chat template, as one user message.
     """
 
     tokenizer: Tokenizer
     chat: bool = False
 
     def encode(self, example: Example) -> tuple[list[int], list[int]]:
-        """Token ids of what is compressed, and of what follows it.
+        """Return token ids of the part that is compressed, and of the part after it.
 
-        The two are tokenised apart, so that a run sees the same tokens whether its policy knows the question or not. What the
-        template puts behind the message, and the answer's prefix, belong to what follows.
+        The two parts are tokenised separately, so question-aware and question-agnostic runs see the same tokens. Text
+        of the template after the message, and the answer's prefix, belong to the second part.
 
         Raises:
             ValueError: the model has no chat template, or its template changes the message.
@@ -77,10 +77,10 @@ class Format:
         return self.tokenizer.encode(context, add_special=False), self.tokenizer.encode(following, add_special=False)
 
     def encode_next(self, example: Example) -> list[int]:
-        """Token ids of a question that follows the answer to another one: in a chat, as the user's next message.
+        """Return token ids of a question after the answer to another one: in a chat, as the user's next message.
 
         Raises:
-            ValueError: the model has no chat template, or its template leaves earlier answers out.
+            ValueError: the model has no chat template, or its template drops earlier answers.
         """
         if not (self.chat and example.chat):
             return self.tokenizer.encode(example.question + example.prefix, add_special=False)
@@ -91,32 +91,32 @@ class Format:
         return self.tokenizer.encode(text + example.prefix.lstrip(), add_special=False)
 
     def count(self, example: Example) -> int:
-        """Tokens of the whole: prompt, question and the longest answer."""
+        """Number of tokens of prompt, question and the longest answer."""
         context, question = self.encode(example)
         return len(context) + len(question) + example.max_new_tokens
 
 
 @contextlib.contextmanager
 def _without_chat() -> Iterator[None]:
-    """Say how to do without a template that refuses the messages, or leaves one out."""
+    """Context manager that adds the fix to errors of a chat template."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error}; use chat=False") from error
+        raise ValueError(f"{error}. Use chat=False.") from error
 
 
 class Task(Protocol):
-    """Examples and their scores. A task is a frozen dataclass: its fields are its settings, which result files record."""
+    """Examples and their scores. A task is a frozen dataclass whose fields are settings, which result files record."""
 
     @property
     def name(self) -> str:
-        """What results call it."""
+        """Name of the task in results."""
         ...
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """All examples, the same each time."""
+        """All examples, the same on every call."""
         ...
 
     def score(self, answer: str, example: Example) -> float:
-        """From 0 (wrong) to 1 (right)."""
+        """Score of an answer, from 0 (wrong) to 1 (right)."""
         ...

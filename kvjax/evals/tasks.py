@@ -1,4 +1,4 @@
-"""Tasks by name, from the few things that a user gives: lengths, samples, a seed, files."""
+"""Tasks by name, made from a user's inputs: lengths, samples, a seed, files."""
 
 import dataclasses
 from pathlib import Path
@@ -15,28 +15,30 @@ from .needle import Kind, NeedleInAHaystack
 from .task import History
 
 MEASURES = ("perplexity", "fidelity")
-"""What is measured on a text, with no answers to score."""
+"""Measurements on a text, without answers to score."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What tasks are made from; each takes what it knows of.
+    """Inputs of tasks. Each task uses the ones that apply to it.
 
     Attributes:
-        lengths: tokens of prompt and answer, or of the text that is read; None: the task's own. Only needles take several.
-        samples: examples, of a needle task for each length and depth; None: 1 of needles, 20 of RULER, else all there are.
-        seed: of what is drawn.
-        depths: of needles, as shares of the haystack.
-        text: a plain text: haystack, or what perplexity and fidelity are measured on.
-        data: LongBench's jsonl file or the folder of them, problems of GSM8K, MATH-500 or AIME, contexts with many questions, or the
-            questions of RULER's QA tasks.
+        lengths: tokens of prompt and answer, or of the text. None for the task's default. Only needle tasks take
+            several.
+        samples: number of examples, for a needle task per length and depth. None for 1 (needles), 20 (RULER) or all.
+        seed: of all draws.
+        depths: depths of needles, as shares of the haystack.
+        text: a plain text: haystack, or the text of perplexity and fidelity.
+        data: LongBench's jsonl file or their folder, problems of GSM8K, MATH-500 or AIME, contexts with many questions,
+            or questions of RULER's QA tasks.
         examples: GSM8K's solved examples.
-        shots: how many of them; with none of them GSM8K is asked of a model that reasons.
-        window, stride: perplexity in windows of so many tokens, that begin so far from one another, in place of streaming.
-        queries: tokens at the text's end that fidelity compares the attention of.
-        max_new_tokens: of an answer to problems of mathematics and to questions of one context; None: the task's own.
-        history: what the questions of one context follow, see `MultiQuery`.
-        score_by: how answers to them are scored, see `MultiQuery`.
+        shots: number of solved examples. With 0, GSM8K asks for step-by-step reasoning.
+        window, stride: tokens of a window, and from window to window, for perplexity in windows instead of streaming.
+        queries: number of tokens at the text's end whose attention fidelity compares.
+        max_new_tokens: maximum tokens of an answer to mathematical problems and to questions about one context. None
+            for the task's default.
+        history: what precedes questions about one context, see `MultiQuery`.
+        score_by: how their answers are scored, see `MultiQuery`.
     """
 
     lengths: tuple[int, ...] | None = None
@@ -55,13 +57,13 @@ class Inputs:
     score_by: ScoreBy = "any"
 
     def length(self, default: int) -> int:
-        """The one length that most tasks take.
+        """The single length that most tasks take.
 
         Raises:
             ValueError: there are several.
         """
         if self.lengths is not None and len(self.lengths) != 1:
-            raise ValueError(f"lengths {self.lengths}: only needle tasks take several; give one")
+            raise ValueError(f"lengths {self.lengths}: only needle tasks take several lengths. Give one.")
         return default if self.lengths is None else self.lengths[0]
 
     def read_text(self) -> str | None:
@@ -69,46 +71,48 @@ class Inputs:
         return None if self.text is None else read_text(self.text)
 
     def file(self, field: str, what: str) -> str:
-        """The path that `field` holds.
+        """The path in `field`.
 
         Raises:
             ValueError: there is none.
         """
         path: Path | None = getattr(self, field)
         if path is None:
-            raise ValueError(f"no {what}; give it as --{field} FILE")
+            raise ValueError(f"no {what} is given. Give it as --{field} FILE.")
         return str(path)
 
 
 def task_names() -> tuple[str, ...]:
-    """All names that `make_task` knows, and the `MEASURES`."""
+    """All names that `make_task` accepts, and the `MEASURES`."""
     needles = (f"needle-{kind}" for kind in get_args(Kind))
     named = (f"longbench-{name}" for name in longbench.tasks())
     return (*MEASURES, *needles, *ruler.TASKS, *named, "gsm8k", *get_args(Benchmark), "multi-query")
 
 
 def task_name(asked: str) -> str:
-    """The one of `task_names` that is asked for, of which only letters and digits matter, and not their case.
+    """Find the task of a name, of which only letters and digits matter, without case.
 
     Raises:
-        ValueError: there is none such; the message names all, and the nearest.
+        ValueError: there is none. The message lists all names, and suggests the nearest.
     """
     found = same(asked, task_names())
     if found is None:
-        raise ValueError(f"unknown task {asked!r}; there are {', '.join(task_names())}.{hint(asked, task_names())}")
+        raise ValueError(f"unknown task {asked!r}. Give one of {', '.join(task_names())}.{hint(asked, task_names())}")
     return found
 
 
 def make_task(
     name: str, inputs: Inputs, window: int
 ) -> NeedleInAHaystack | ruler.RulerTask | longbench.LongBench | GSM8K | MathProblems | MultiQuery:
-    """The task of that name.
+    """Make the task of a name.
 
     Args:
-        window: tokens that the model was trained on, which prompts of LongBench are cut to.
+        name: name of the task.
+        inputs: its inputs.
+        window: the model's window in tokens, to which prompts of LongBench are cut.
 
     Raises:
-        ValueError: the name is unknown, or something that the task needs is not given.
+        ValueError: the name is unknown, or an input that the task needs is missing.
     """
     name = task_name(name)
     if name.startswith("needle-") and name.removeprefix("needle-") in get_args(Kind):
@@ -155,4 +159,4 @@ def make_task(
             inputs.samples,
             **({} if inputs.max_new_tokens is None else {"max_new_tokens": inputs.max_new_tokens}),
         )
-    raise ValueError(f"{name} is measured on a text; it has no examples")
+    raise ValueError(f"{name} is measured on a text and has no examples")

@@ -33,7 +33,7 @@ def test_perplexity(kvjax_command, checkpoint, book, tmp_path):
     assert again == streamed
     other = kvjax_command(*arguments, "--policy", "streaming_llm", "--budget", 48)
     assert other.exit_code == 1
-    assert "holds results of another run" in other.stderr
+    assert "has results of another run" in other.stderr
     whole = run(kvjax_command, *arguments[:-3], "--window", 50, "--stride", 25, "--json")
     assert whole["count"] == 99
     assert whole["value"] > 1
@@ -91,7 +91,7 @@ def test_a_needle_map(kvjax_command, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("eval", "nope"), "unknown task 'nope'; there are perplexity"),
+        (("eval", "nope"), "unknown task 'nope'. Give one of perplexity"),
         (("eval", "perplexity", "--text", "nowhere.txt"), "nowhere.txt: no such file"),
         (("eval", "vt", "--policy", "nope"), "unknown policy"),
         (("eval", "vt", "--plot", "map.png"), "give a needle task"),

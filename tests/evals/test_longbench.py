@@ -181,7 +181,7 @@ def test_a_question_too_long_is_cut_itself(talker):
 
 
 def test_what_is_no_longbench(tmp_path, talker):
-    with pytest.raises(ValueError, match="there are narrativeqa"):
+    with pytest.raises(ValueError, match="Give one of narrativeqa"):
         LongBench("nope", "file")
     for content, says in (
         ("nothing", "line 1: not JSON"),

@@ -108,7 +108,7 @@ def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     with out.open("a") as file:
         file.write('{"example": 5, "sco')
     seen = []
-    with pytest.warns(UserWarning, match="cut short"):
+    with pytest.warns(UserWarning, match="truncated"):
         resumed = evaluate(talker, SMALL, policy, chat=False, out=out, progress=lambda *done: seen.append(done))
     assert seen[0] == (len(calls[0]), 6)
     assert sorted(calls[0] + calls[2]) == list(range(6))
@@ -117,7 +117,7 @@ def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     again = evaluate(talker, SMALL, policy, chat=False, out=out)
     assert again.rows == resumed.rows
     assert len(calls) == 3
-    with pytest.raises(ValueError, match=r"holds results of another run .*query_aware"):
+    with pytest.raises(ValueError, match=r"has results of another run .*query_aware"):
         evaluate(talker, SMALL, policy, chat=False, query_aware=True, out=out)
     with pytest.raises(ValueError, match="policy"):
         evaluate(talker, SMALL, policy, budget=32, chat=False, out=out)
@@ -151,5 +151,5 @@ def test_what_is_no_needle_task(options, says):
 def test_what_cannot_be_run(talker, tiny):
     with pytest.raises(ValueError, match="no tokenizer"):
         evaluate(tiny, SMALL)
-    with pytest.raises(ValueError, match="cannot hold the shortest example"):
+    with pytest.raises(ValueError, match="is too small for the shortest example"):
         evaluate(talker, dataclasses.replace(SMALL, lengths=(100,)))

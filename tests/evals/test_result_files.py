@@ -63,7 +63,7 @@ def test_a_last_line_that_was_cut_short_is_run_again(run, part, ending):
     rows = run()
     *lines, last = run.out.read_bytes().split(b"\n")[:-1]
     run.out.write_bytes(b"\n".join(lines) + b"\n" + last[: int(part * len(last))] + ending)
-    with pytest.warns(UserWarning, match=r"needle.jsonl, line 4: cut short"):
+    with pytest.warns(UserWarning, match=r"needle.jsonl, line 4: truncated"):
         assert (run(), run.asked) == (rows, 1)
     assert run.out.read_bytes() == b"\n".join([*lines, last]) + b"\n"
 
@@ -72,7 +72,7 @@ def test_a_cut_within_a_character(run):
     rows = run()
     content = run.out.read_bytes()
     run.out.write_bytes(content[: content.rindex("語".encode()) + 1])
-    with pytest.warns(UserWarning, match="cut short"):
+    with pytest.warns(UserWarning, match="truncated"):
         assert (run(), run.asked) == (rows, 1)
 
 
@@ -141,12 +141,12 @@ def test_damage_in_the_middle_is_told_and_left_alone(run, line, says):
     "content", [b"{", b"[]", b'{"header": {}}', b'{"header": {"settings": 1, "versions": 2}}', b"\xff"]
 )
 def test_what_is_no_result_file_is_left_alone(run, content):
-    refused(run, content, "is there, but is not a result file of kvjax; give another path")
+    refused(run, content, "exists, but is not a result file of kvjax. Give another path")
 
 
 def test_a_pipe_or_an_enormous_file_is_no_result_file(run):
     os.mkfifo(run.out)
-    with pytest.raises(OSError, match="a pipe cannot be gone on with; give a regular file"):
+    with pytest.raises(OSError, match="a pipe cannot be resumed. Give a regular file"):
         run()
     run.out.unlink()
     with run.out.open("wb") as stream:
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_told(state, tmp_path):
     ]
     for each in [*damaged, b"PK\x03\x04", b"\x93NUMPY"]:
         file.write_bytes(each)
-        with pytest.raises(ValueError, match=r"state.npz is no checkpoint that can be read"):
+        with pytest.raises(ValueError, match=r"state.npz is not a readable checkpoint"):
             load(file)
 
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_is_a_file_of_its_own_size(state, tmp_path):
     whole, load = state
     with np.load(whole) as found:
         np.savez_compressed(tmp_path / "packed.npz", **found)
-    with pytest.raises(ValueError, match=r"no checkpoint that can be read \(it is compressed\)"):
+    with pytest.raises(ValueError, match=r"not a readable checkpoint \(it is compressed\)"):
         load(tmp_path / "packed.npz")
     os.mkfifo(tmp_path / "pipe.npz")
     with pytest.raises(OSError, match="a regular file was expected"):

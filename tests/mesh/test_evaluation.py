@@ -205,4 +205,4 @@ def test_a_file_of_another_run_ends_both(folder, tmp_path):
     asked = ["eval", "perplexity", "--model", str(folder / "small"), "--text", str(folder / "text.txt")]
     asked += ["--length", "64", "--mesh", "data=2,model=2"]
     for error in processes.kvjax(asked, tmp_path / "out.jsonl", tmp_path / "other.jsonl", failing=True):
-        assert "out.jsonl is there, but is not a result file" in error
+        assert "out.jsonl exists, but is not a result file" in error

@@ -1,7 +1,8 @@
-"""LongBench's metrics (Bai et al. 2023, Table 1), as its published scorer computes them: from 0 to 1, one reference at a time.
+"""LongBench's metrics (Bai et al. 2023, Table 1), computed as by its published scorer: 0 to 1, for one reference.
 
-ROUGE-L is the `rouge` package's, Chinese words are jieba's, and edit similarity is fuzzywuzzy's in pure Python (that of difflib,
-rounded to whole percents): what LongBench asks to be installed. With python-Levenshtein at hand fuzzywuzzy gives other values.
+ROUGE-L is that of the `rouge` package, and Chinese words are those of jieba. Edit similarity is that of fuzzywuzzy in
+pure Python: difflib's, rounded to whole percents. LongBench asks to install these packages. With python-Levenshtein
+installed, fuzzywuzzy gives other values.
 """
 
 import difflib
@@ -26,7 +27,7 @@ def check(metric: str) -> None:
 
 
 def f1(answer: str, reference: str) -> float:
-    """F1 of the words in common, without case, punctuation and articles (SQuAD's)."""
+    """F1 of the common words, without case, punctuation and articles (SQuAD's)."""
 
     def words(text: str) -> list[str]:
         bare = "".join(character for character in text.lower() if character not in string.punctuation)
@@ -36,7 +37,7 @@ def f1(answer: str, reference: str) -> float:
 
 
 def f1_zh(answer: str, reference: str) -> float:
-    """F1 of the Chinese words in common, without case, punctuation and white space."""
+    """F1 of the common Chinese words, without case, punctuation and white space."""
     left_out = set(string.punctuation + _CHINESE_PUNCTUATION)
 
     def words(text: str) -> list[str]:
@@ -47,24 +48,25 @@ def f1_zh(answer: str, reference: str) -> float:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """F of ROUGE-L over all sentences; 0 where the answer has no words."""
+    """F-measure of ROUGE-L over all sentences, 0 if the answer has no words."""
     try:
         scores: Any = _rouge().get_scores([answer], [reference], avg=True)
     except (ValueError, RecursionError):
-        # No words; or a sentence too long for the package, for which LongBench's scorer gives nothing either.
+        # No words, or a sentence too long for the package, for which LongBench's scorer gives 0 as well.
         return 0.0
     return float(scores["rouge-l"]["f"])
 
 
 def rouge_l_zh(answer: str, reference: str) -> float:
-    """The same of Chinese words."""
+    """`rouge_l` of Chinese words."""
     return rouge_l(*(" ".join(_jieba().cut(text, cut_all=False)) for text in (answer, reference)))
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the answer names, if the right one is among them.
+    """1 / number of classes that the answer names, if the right one is among them, otherwise 0.
 
-    A named class that is part of the right one's name does not count; as published, the one after it is then not looked at.
+    A named class that is part of the right one's name does not count. As in the published scorer, the class after it is
+    then not checked.
     """
     named = [name for name in classes if name in answer]
     at = 0
@@ -76,12 +78,12 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 
 def retrieval(answer: str, reference: str) -> float:
-    """Share of the answer's numbers that are the right paragraph's, of a reference such as "Paragraph 7"."""
+    """Share of the answer's numbers that are the right paragraph's, for a reference such as "Paragraph 7"."""
     return count(answer, _number(reference, r"Paragraph (\d+)"))
 
 
 def retrieval_zh(answer: str, reference: str) -> float:
-    """The same, of a reference such as "段落7"."""
+    """`retrieval` for a reference such as "段落7"."""
     return count(answer, _number(reference, r"段落(\d+)"))
 
 
@@ -92,7 +94,7 @@ def count(answer: str, reference: str) -> float:
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """Likeness of the reference and the answer's first line that is neither a comment nor a code fence."""
+    """Similarity of the reference and the answer's first line that is neither a comment nor a code fence."""
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
@@ -109,7 +111,7 @@ def _overlap(answer: Sequence[str], reference: Sequence[str]) -> float:
 def _number(reference: str, pattern: str) -> str:
     found = re.search(pattern, reference)
     if found is None:
-        raise ValueError(f"reference {reference!r} names no paragraph; it should match {pattern!r}")
+        raise ValueError(f"reference {reference!r} names no paragraph. It must match {pattern!r}.")
     return found[1]
 
 
@@ -121,5 +123,5 @@ def _rouge() -> Any:
 @cache
 def _jieba() -> Any:
     module = optional("jieba", "LongBench's scoring of Chinese")
-    module.setLogLevel("WARNING")  # it logs where it keeps its dictionary
+    module.setLogLevel("WARNING")  # otherwise it logs the path of its dictionary
     return module

@@ -1,4 +1,4 @@
-"""What RULER's tasks share: a length, a number of samples, a seed."""
+"""Base of RULER's tasks: length, number of samples, seed."""
 
 import dataclasses
 import random
@@ -13,13 +13,13 @@ from .scoring import match_all
 
 @dataclasses.dataclass(frozen=True)
 class RulerTask:
-    """Base of RULER's tasks; subclasses draw one example.
+    """Base of RULER's tasks. Subclasses draw one example.
 
     Attributes:
-        length: tokens of prompt and longest answer, by the model's tokenizer; examples come as near to it from below as their
-            units (sentences, words, documents) allow.
-        samples: examples, each drawn apart (the paper has 500).
-        seed: what all draws depend on, besides the length and the example's number.
+        length: maximum tokens of prompt and answer, by the model's tokenizer. Examples are as long as their units
+            (sentences, words, documents) allow.
+        samples: number of examples, drawn independently (500 in the paper).
+        seed: of all draws, with the length and the index of the example.
     """
 
     kind: ClassVar[str]
@@ -49,16 +49,16 @@ class RulerTask:
         return [dataclasses.replace(example, labels={"length": self.length}) for example in drawn]
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """Example `index`, drawn by generators seeded with `seed`."""
+        """Return example `index`, drawn by generators with this seed."""
         raise NotImplementedError
 
     def score(self, answer: str, example: Example) -> float:
-        """By string matching."""
+        """Score by string matching."""
         return match_all(answer, example.answers)
 
 
 def distinct(draw: Callable[[random.Random], str], rng: random.Random, count: int) -> list[str]:
-    """`count` different draws."""
+    """Return `count` different draws."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw(rng)] = None

@@ -1,4 +1,4 @@
-"""The words that RULER draws: those of the `wonderwords` package."""
+"""RULER's vocabulary: the words of the `wonderwords` package."""
 
 from functools import cache
 
@@ -14,5 +14,5 @@ def category(name: str) -> tuple[str, ...]:
 
 @cache
 def all_words() -> tuple[str, ...]:
-    """Nouns, adjectives and verbs, sorted."""
+    """All nouns, adjectives and verbs, sorted."""
     return tuple(sorted({word for name in ("noun", "adjective", "verb") for word in category(name)}))
