@@ -101,8 +101,8 @@ class CaMLayer(StreamingLayer[CaM]):
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], MergingCache, Carry]:
         out, probs = self.read(state.cache, token, probs=True)
         assert probs is not None
-        # This zero depends on the output. It tells XLA that values are read before `compress` changes them, which saves
-        # a copy of the cache. (XLA removes an optimization barrier too early.)
+        # This zero depends on the output, so XLA schedules the read of values before `compress` changes them. Otherwise it
+        # copies the cache. (XLA removes an optimization barrier too early.)
         read = 0.0 * out[:, 0, 0].astype(jnp.float32)
         mass = state.mass + probs + read[:, None, None]
         return out, dataclasses.replace(state, mass=mass), carry

@@ -123,7 +123,7 @@ class TriAttention(PromptScorer):
         a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
         c, s = (x[:, :, None, None] for x in (c * a - s * b, s * a + c * b))  # [B, D, 1, 1, F]
 
-        k_real, k_imaginary = pairs(spec.rope, k)  # keys include the rotation's amplitude once, queries once more
+        k_real, k_imaginary = pairs(spec.rope, k)  # keys include the rotation's amplitude; `factor` is that of queries
         by_distance = jnp.einsum("bdkgf,btkf->bkgdt", factor * (real * c - imaginary * s), k_real, precision="highest")
         by_distance += jnp.einsum(
             "bdkgf,btkf->bkgdt", factor * (real * s + imaginary * c), k_imaginary, precision="highest"

@@ -27,8 +27,8 @@ def check_unbound(policy: Policy, block: int | None = None, *, over_mesh: bool =
         over_mesh: whether the policy will run over a mesh.
 
     Raises:
-        PolicyError: weights are missing that do not come with kvjax, parts of the policy do not go together, or the
-            policy supports no chunked prefill or mesh and is asked for it.
+        PolicyError: weights are missing that do not come with kvjax, or parts of the policy do not go together. Also if
+            the policy does not support chunked prefill or a mesh, and it is requested.
     """
     for part in _parts(policy):
         if getattr(part, "source", "") and getattr(part, "weights", "") is None:

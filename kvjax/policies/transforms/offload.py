@@ -257,7 +257,7 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
 
     - A policy that reads its whole cache: the layer's whole cache moves. The device has the keys and values of one
       layer, and a step moves those of all layers. If `compress` computes with keys or values (`chelsea`), they move
-      once more for it, and changed ones move back, after every step.
+      again for it, and changed ones move back, after every step.
     - A policy with sparse attention (a `SparseLayer`, such as `clusterkv` has): selected tokens move, unless one of the
       head's last `steps` queries selected them, too. Those selections stay on the device (section IV-D of ClusterKV),
       as do the first tokens and the tail, which every query reads. This works per token: tokens of a cluster that was
@@ -273,8 +273,8 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
         steps, fetch: see `Offloaded`.
 
     Raises:
-        PolicyError: `steps` is negative, (once a model is known) the default device has no such memory, or (with its
-            layers) the policy has keys and values outside of a `LayerCache`, as `adakv` and quantised policies do.
+        PolicyError: `steps` is negative. Once a model is known, also if the default device has no such memory, or if the
+            policy has keys and values outside of a `LayerCache`, as `adakv` and quantised policies do.
     """
     return Offloaded(policy, steps, fetch)
 
