@@ -37,8 +37,8 @@ class AttentionMatching(PromptScorer):
 
     1. Keys: keep those with the largest root mean square of their attention probabilities over the reference queries.
     2. Weights: each kept key counts in attention as that many tokens. Least squares fits the weights to the sums of
-    exponentials over the whole prompt, with each query's exponentials divided by its largest. The weights are clipped
-    to [e^-`bound`, e^`bound`] and refined by `steps` steps of projected gradient descent.
+       exponentials over the whole prompt, with each query's exponentials divided by its largest. The weights are clipped
+       to [e^-`bound`, e^`bound`] and refined by `steps` steps of projected gradient descent.
     3. Values: least squares fits them to the attention output over the whole prompt.
 
     This is the authors' `highest_attention_keys` with queries of a repetition, requested with KVzip's words. If there

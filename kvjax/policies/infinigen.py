@@ -63,11 +63,11 @@ class InfiniGen(Policy):
     attention input, which changes little from layer to layer. Scores are computed in a few directions only:
 
     1. Each head's queries and keys are rotated so that few channels have most of their magnitude. The rotation is given
-    by the singular vectors of a sample text's queries, which `kvjax calibrate infinigen` computes once per model.
+       by the singular vectors of a sample text's queries, which `kvjax calibrate infinigen` computes once per model.
     2. Channels are selected with the largest sums of absolute values over the prompt's queries, and over its keys. Each
-    of the two selects a `share` of the head dim, rounded down. The union has up to twice as many.
+       of the two selects a `share` of the head dim, rounded down. The union has up to twice as many.
     3. The number of tokens to read is the average over heads of the tokens whose score is within `alpha` of their
-    head's highest. Each head reads its highest-scoring ones.
+       head's highest. Each head reads its highest-scoring ones.
 
     The selection is known before the layer begins, which gives time to fetch it from host memory:
     `offloaded(InfiniGen())`.

@@ -34,8 +34,7 @@ class PromptScorer(Policy):
 
     Class attributes:
         scores_whole_prompts: whether `scores` needs a whole prompt. Chunked prefill is then not supported.
-        keeps_highest: whether the policy keeps its highest scores, and `keep_mask` accepts other scores and budgets
-            (see `critical`).
+        keeps_highest: whether the policy keeps its highest scores, and `keep_mask` takes others (see `critical`).
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
