@@ -340,11 +340,15 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def as_if_alone(params: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
-    """What a batch generates, each of whose rows generates what its prompt does alone."""
+def as_if_alone(params: Any, prompts: list[list[int]], *, atol: float = 2e-5, **options: Any) -> list[Any]:
+    """What a batch generates, each of whose rows generates what its prompt does alone.
+
+    Args:
+        atol: by how much log-probabilities may differ.
+    """
     together = kvjax.generate(params, prompts, **options)
     for prompt, got in zip(prompts, together, strict=True):
         alone = kvjax.generate(params, prompt, **options)
         assert alone.tokens == got.tokens
-        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=2e-5)
+        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=atol)
     return together

@@ -215,7 +215,8 @@ def test_the_newest_token_is_never_lost(policy):
 @pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 @each(TIGHT)
 def test_rows_are_independent(policy, tiny):
-    as_if_alone(tiny, PROMPTS, policy=policy, **GREEDY)
+    fits = policy.info.fits  # least squares, which make differences of other shapes' rounding larger
+    as_if_alone(tiny, PROMPTS, policy=policy, atol=1e-4 if fits else 2e-5, **GREEDY)
 
 
 @each(FRACTION)
