@@ -178,7 +178,7 @@ def test_what_has_come_while_it_ran_is_not_replaced(
     else:
         inside = out / "letters" if comes == "folder" else out
         writes_while(monkeypatch, "safetensors", lambda: inside.mkdir(parents=True))
-    with pytest.raises(CheckpointError, match="out: there is something now, which is left as it is"):
+    with pytest.raises(CheckpointError, match="out: something else is there now and was kept"):
         convert(tmp_path / "hf", out, format="safetensors")
     if comes == "file":
         assert out.read_text() == "theirs"
