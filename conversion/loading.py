@@ -41,18 +41,18 @@ def load(
     """Load a model. Tensors stream from the file to the device one at a time.
 
     Args:
-        source: one of these; None loads the default model, as does its name "SmolLM2-135M-Instruct" in any case:
+        source: one of these; None loads the default model, as does its name "SmolLM2-135M-Instruct", whatever its case:
             a Hugging Face directory or hub id (``owner/name``),
             a GGUF file (the first file of a split model),
             or a directory that `convert` or `save` wrote.
         dtype: type of parameters, activations and cache: float32, bfloat16 or float16. The default is float32 on CPU
             and the checkpoint's own type elsewhere (bfloat16 for quantised checkpoints).
-        weights: how matrices of the layers are stored in memory:
-            "float": as `dtype`.
-            "int8": symmetric, with one scale per output.
-            "int4": groups of 32, each with a scale and a minimum. A matrix that the file stores in 4 bits keeps its codes.
-            "as stored": codes in 8 or 4 bits are kept without loss. This covers GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1,
-            Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors, and checkpoints that `convert` wrote.
+        weights: how matrices of the layers are stored in memory.
+            "float" uses `dtype`.
+            "int8" is symmetric, with one scale per output.
+            "int4" has groups of 32 inputs with a scale and a minimum. A matrix that the file stores in 4 bits keeps its codes.
+            "as stored" keeps codes in 8 or 4 bits without loss. This covers GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+            Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors, and checkpoints that `convert` wrote.
             None means "float" for a GGUF file and "as stored" otherwise.
         embedding: the same for embedding and head. The default is "as stored" if `weights` is, and "float" otherwise.
         tokenizer: replaces the checkpoint's tokenizer: a directory with a ``tokenizer.json``, a GGUF file, a hub id, or

@@ -142,9 +142,7 @@ def test_caches_larger_than_the_memory(letters, nothing_runs):
     ):
         with (
             warnings.catch_warnings(action="ignore"),
-            pytest.raises(
-                ValueError, match=r"a cache of .* by .* exceed the .* of memory here; give fewer tokens"
-            ),
+            pytest.raises(ValueError, match=r"a cache of .* by .* exceed the .* of memory here; give fewer tokens"),
         ):
             call()
     with pytest.raises(ValueError, match=f"are more tokens together than positions count; give {2**30} or fewer"):

@@ -108,7 +108,9 @@ def gated_attention(
         q, k: unrotated queries and keys.
         v: values.
         gates: weight of full attention of each KV head.
-        recent: number of tokens up to and including the query's own.
+        rope: rotary embedding.
+        sinks: number of first tokens that streaming attention sees.
+        recent: number of last tokens that streaming attention sees, including the query's own.
         window: sliding attention window of the layer in tokens, if it has one.
     """
     batch, length, heads, dim = q.shape

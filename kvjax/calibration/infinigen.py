@@ -41,6 +41,7 @@ def skewing_matrices(
         params: the model.
         samples: token ids of texts of equal length, processed one by one. (The published code uses 2048 tokens of one
             book.)
+        settings: none are used.
         progress: called with the number of finished samples and of all samples.
     """
     total = 0.0

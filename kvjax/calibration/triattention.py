@@ -44,6 +44,7 @@ def mean_queries(
         params: the model.
         samples: token ids of texts of equal length, processed one by one. (The published script uses one text of up to
             32768 tokens.)
+        settings: none are used.
         progress: called with the number of finished samples and of all samples.
     """
     total = 0.0

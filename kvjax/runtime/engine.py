@@ -83,12 +83,12 @@ class Engine:
         dtype: type of the weights; by default that of `model`, or bfloat16 for a configuration.
         mesh: devices to run on: a `jax.sharding.Mesh`, or text such as "data=2,model=4". By default, weights that are
             on a mesh run there. With an `AbstractMesh` the engine only reports sizes. The axes are optional:
-            "data": shards sequences.
-            "model": shards KV heads, weight matrices and the vocabulary. With fewer KV heads than devices, several
-            devices hold the same heads. If the policy couples heads (`PolicyInfo.joint_heads`), all devices hold all heads
-            and share slots.
-            "sequence": shards the slots of the cache, and weight matrices and the vocabulary. Caches whose slots cannot be
-            sharded are replicated (`repeated_cache_bytes`).
+            "data" shards the batch.
+            "model" shards KV heads, weight matrices and the vocabulary. With fewer KV heads than devices, several
+            devices hold the same heads. If the policy couples heads (`PolicyInfo.joint_heads`), devices along "model" all
+            hold all heads, and share slots instead.
+            "sequence" shards the slots of the cache, and also weight matrices and the vocabulary. Caches whose slots
+            cannot be sharded are replicated (`repeated_cache_bytes`).
 
     Attributes:
         config: the model's configuration.

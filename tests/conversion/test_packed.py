@@ -258,7 +258,9 @@ def test_what_is_not_read_is_said(tmp_path: Path, layout: str, change: dict[str,
 
 def test_odd_groups_of_4_bits_are_refused(tmp_path: Path) -> None:
     write(tmp_path, gptq(4, sym=False, group=1))
-    with pytest.raises(CheckpointError, match=r"proj\.weight has groups of 1 inputs; with 4 bits, the number has to be even"):
+    with pytest.raises(
+        CheckpointError, match=r"proj\.weight has groups of 1 inputs; with 4 bits, the number has to be even"
+    ):
         load(tmp_path)
 
 
@@ -477,7 +479,9 @@ def test_groups_of_inputs_are_bounded(name: str, end: str, group: int) -> None:
 @pytest.mark.parametrize("group", [3, 5])
 def test_odd_groups_in_four_bits(group: int) -> None:
     """Two numbers are in a byte; in 8 bits any number may share a scale."""
-    with pytest.raises(CheckpointError, match=rf"m.weight has groups of {group} inputs; with 4 bits, the number has to be even"):
+    with pytest.raises(
+        CheckpointError, match=rf"m.weight has groups of {group} inputs; with 4 bits, the number has to be even"
+    ):
         one(gptq(4, sym=False, group=group), inputs=32 * group)
     tensor, numbers = one(gptq(8, sym=False, group=group), inputs=32 * group)
     np.testing.assert_array_equal(numbers_of(tensor), numbers)
