@@ -250,7 +250,7 @@ def print_row(row: dict[str, Any]) -> None:
         parts.append(f"TTFT {row['ttft_s']:.3f} s")
     parts.append(f"{row['tpot_ms']:.3f} ms per token")
     if row.get("times_floor") is not None:
-        parts.append(f"{row['times_floor']:.2f} × floor")
+        parts.append(f"{row['times_floor']:.2f} × bandwidth bound")
     parts.append(f"{row['tokens_per_s']:.1f} tokens/s")
     parts.append(f"cache {console.size(row['cache_bytes'])}, peak {console.size(row['peak_bytes'])}")
     if row.get("compile_s") is not None:

@@ -283,7 +283,9 @@ def test_what_the_offsets_should_be_is_told(tmp_path: Path) -> None:
     content, (at, tensor) = file.read_bytes(), tensor_infos(file)["blk.0.attn_q.weight"]
     expected = int(tensor.field.parts[5][0])
     file.write_bytes(content[: at + 4] + (expected - 32).to_bytes(8, "little") + content[at + 12 :])
-    with pytest.raises(CheckpointError, match=rf"blk.0.attn_q.weight has offset {expected - 32}, .* end at {expected} by their types"):
+    with pytest.raises(
+        CheckpointError, match=rf"blk.0.attn_q.weight has offset {expected - 32}, .* end at {expected} by their types"
+    ):
         load(file)
     file.write_bytes(content + bytes(32))
     with pytest.raises(CheckpointError, match=r"32 bytes follow tensor blk.1.\S+, which is the last"):
