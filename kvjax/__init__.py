@@ -1,9 +1,9 @@
-"""kvjax: the KV cache of Llama- and Qwen-family language models, kept within a budget.
+"""kvjax: KV cache compression within a budget, for Llama- and Qwen-family language models.
 
     params = kvjax.load()
     print(kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text)
 
-Names are imported when they are first used, so that the command line can answer without waiting for JAX.
+Names are imported on first use, so that the command line does not wait for JAX.
 """
 
 import importlib

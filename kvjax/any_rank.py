@@ -1,4 +1,4 @@
-"""Broadcasting in kvjax's own code, which is right whatever `jax_numpy_rank_promotion` says of the caller's."""
+"""Rank promotion within kvjax, independent of the caller's `jax_numpy_rank_promotion`."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def any_rank(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, in which arrays of different ranks broadcast also where the flag is "raise" or "warn"."""
+    """Allow rank promotion within a function, even if the flag is "raise" or "warn"."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Arguments as people pass them: numbers of Python, NumPy or JAX made plain, and values shown in errors."""
+"""Validates arguments: converts numbers of Python, NumPy or JAX, and formats values for error messages."""
 
 import reprlib
 import sys
@@ -10,9 +10,10 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Python's number for a scalar of NumPy or JAX, or for an array of no dimensions; anything else as it is.
+    """Convert a scalar of NumPy or JAX, or an array without dimensions, to a Python number. Other values are returned unchanged.
 
-    A float of fewer than 64 bits becomes the shortest decimal that rounds to it: `np.float32(0.2)` is 0.2, and not 0.20000000298.
+    A float of fewer than 64 bits becomes the shortest decimal that rounds to it: `np.float32(0.2)` becomes 0.2 instead
+    of 0.20000000298.
     """
     if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.ndim:
         return value
@@ -21,10 +22,10 @@ def plain(value: Any) -> Any:
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number, `least` or more.
+    """Validate a whole number of at least `least`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not such a number.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
@@ -33,14 +34,14 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 MOST = 2**30
-"""Of tokens and rows: positions are 32-bit numbers, and sizes are rounded up."""
+"""Maximum number of tokens or rows. Positions are 32-bit numbers, and sizes are rounded up."""
 
 
 def amount(name: str, value: Any, least: int = 1) -> int:
-    """A number of tokens or rows, from `least` to `MOST`.
+    """Validate a number of tokens or rows, from `least` to `MOST`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not such a number.
     """
     found = whole(name, value, least)
     if found > MOST:
@@ -49,10 +50,10 @@ def amount(name: str, value: Any, least: int = 1) -> int:
 
 
 def wholes(name: str, values: Any, count: int | None, least: int | None = None) -> list[int]:
-    """A list of `count` whole numbers, or of any number of them, each `least` or more.
+    """Validate a list of `count` whole numbers (any number if None), each at least `least`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not such a list.
     """
     if isinstance(values, np.ndarray | jax.Array) and values.ndim == 1:
         values = np.asarray(values).tolist()
@@ -63,10 +64,10 @@ def wholes(name: str, values: Any, count: int | None, least: int | None = None) 
 
 
 def number(name: str, value: Any, ok: Callable[[float], bool], allowed: str) -> float:
-    """A finite number that is `ok`.
+    """Validate a finite number for which `ok` is true.
 
     Raises:
-        ValueError: it is none; the message says what is `allowed`.
+        ValueError: the value is not such a number. The message ends with `allowed`, which describes allowed numbers.
     """
     found = plain(value)
     finite = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= sys.float_info.max
@@ -76,14 +77,14 @@ def number(name: str, value: Any, ok: Callable[[float], bool], allowed: str) -> 
 
 
 def shown(value: Any) -> str:
-    """A value and its type, in a few words."""
+    """Describe a value and its type briefly."""
     if isinstance(value, np.ndarray | jax.Array) and value.ndim:
         return f"an array of shape {value.shape} and type {value.dtype}"
     return f"{short(value)} ({type(value).__name__})"
 
 
 def short(value: Any, max_length: int = 60) -> str:
-    """`repr`, of long values the beginning and the end: of lists a few items, of others `max_length` characters."""
+    """`repr` with long values abbreviated: lists to a few items, other values to `max_length` characters."""
     form = reprlib.Repr()
     form.maxstring = form.maxother = max_length
     return form.repr(value)

@@ -1,4 +1,4 @@
-"""Packages that only some parts need, imported when one does; and how those that are missing are had."""
+"""Imports optional packages on first use, and reports how to install missing ones."""
 
 import importlib
 import importlib.metadata
@@ -12,31 +12,36 @@ from packaging.requirements import Requirement
 def optional(module: str, purpose: str, extra: str = "eval") -> Any:
     """Import a module of an extra.
 
+    Args:
+        module: the module's name.
+        purpose: what needs it, for the message.
+        extra: the extra.
+
     Raises:
-        ImportError: it is not installed; the message says how it is.
+        ImportError: the module is not installed. The message has the command that installs it.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some are old, and warn of themselves
+            warnings.simplefilter("ignore")  # old packages warn about themselves
             return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(f"{purpose} needs {module.partition('.')[0]}: {install(extra)} ({error})") from None
 
 
 def import_matplotlib() -> tuple[Any, Any]:
-    """Matplotlib's module of figures, which need no display, and its colour maps.
+    """Import matplotlib's figure module, which needs no display, and its colour maps.
 
     Raises:
-        ImportError: it is not installed; the message says how it is.
+        ImportError: matplotlib is not installed. The message has the command that installs it.
     """
     return optional("matplotlib.figure", "a picture", "plot"), optional("matplotlib", "a picture", "plot").colormaps
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra's packages by their own names, which works wherever kvjax itself came from."""
+    """Command that installs an extra's packages by their own names. It works however kvjax was installed."""
     try:
         lines = importlib.metadata.requires("kvjax") or ()
-    except importlib.metadata.PackageNotFoundError:  # used from a checkout that is not installed
+    except importlib.metadata.PackageNotFoundError:  # in a checkout that is not installed
         lines = ()
     packages = []
     for line in lines:

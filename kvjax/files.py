@@ -1,7 +1,8 @@
-"""Files and folders that are written whole or not at all, and that take the place of nothing but what may be replaced.
+"""Writes files and directories atomically, and replaces only what may be replaced.
 
-What is being written lies in a scratch folder beside its place, ``.NAME.xxxxxxxx.kvjax``, whose lock the system gives up when the
-process ends, however it ends. So the next one to write there knows what a killed one has left, and clears it up.
+Output is written to a scratch directory next to its destination, ``.NAME.xxxxxxxx.kvjax``, which contains a lock. The
+system releases the lock when the process ends. The next writer thus recognises what a killed process left, and cleans
+it up.
 """
 
 import contextlib
@@ -21,32 +22,33 @@ import filelock
 from kvjax.user_files import expanded
 
 _ENDING, _RANDOM = ".kvjax", "?" * 8
-"""How names of scratch folders end, and the part of them that `tempfile` makes up."""
+"""Suffix of scratch directories, and a pattern for the part that `tempfile` generates."""
 
 _PATIENCE = 5.0
 """Seconds that a pipe's reader has to open it."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-"""Errors of a disk that is full or fails, of a quota, and of a limit on files' sizes."""
+"""Errors of a full or failing disk, a quota, or a limit on file size."""
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"
-"""In a scratch folder: the lock, what is being written, and what was in its place."""
+"""Contents of a scratch directory: the lock, the output, and what was at its destination."""
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file as `writing` does; text as UTF-8."""
+    """Write a file atomically, as `writing` does. Text is encoded as UTF-8."""
     with writing(path) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """A binary stream to a file that is there, in place of an older one, only once the block has ended without an error.
+    """Open a binary stream whose file appears, or replaces an older one, only if the block ends without an error.
 
-    Folders above it are made. A link is followed. Devices and pipes (``/dev/null``, ``/dev/stdout``) are written to, never replaced.
+    Parent directories are created and links are followed. Devices and pipes (``/dev/null``, ``/dev/stdout``) are
+    written to, never replaced.
 
     Raises:
-        OSError: something is there that is no file, as a folder, or the file cannot be made.
+        OSError: the path is something else, such as a directory, or the file cannot be written.
     """
     path = expanded(path)
     mode = _mode(path)
@@ -72,15 +74,15 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def directory(path: str | Path, check: Callable[[Path], None] | None = None) -> Iterator[Path]:
-    """An empty folder that becomes `path` once the block has ended without an error; a link is followed.
+    """Make an empty directory that becomes `path` if the block ends without an error. Links are followed.
 
     Args:
-        path: the place; folders above it are made.
-        check: raises unless a folder or file may be replaced. It gets what was at `path`, once that has been moved aside; if it
-            raises, that goes back. Without it nothing is replaced.
+        path: the destination. Parent directories are created.
+        check: raises if the existing file or directory must not be replaced. It is called with what was at `path`,
+            after that has been moved aside; if it raises, that is moved back. Without `check`, nothing is replaced.
 
     Raises:
-        FileExistsError: something is at `path` that may not be replaced, perhaps since a moment ago. It is left as it is.
+        FileExistsError: `path` exists, perhaps only since a moment ago, and must not be replaced. It remains unchanged.
     """
     path = expanded(path)
     place = Path(os.path.realpath(path))
@@ -95,13 +97,11 @@ def directory(path: str | Path, check: Callable[[Path], None] | None = None) -> 
             _claim(new, place)
         except FileExistsError as error:
             kept = f"; what was there before is in {old}" if os.path.lexists(old) else ""
-            raise FileExistsError(
-                errno.EEXIST, f"there is something now, which is left as it is{kept}", str(path)
-            ) from error
+            raise FileExistsError(errno.EEXIST, f"something else is there now and was kept{kept}", str(path)) from error
 
 
 def _open_device(path: str | Path) -> int:
-    """A descriptor to write to a device or pipe. A pipe that nobody reads is waited for only so long."""
+    """Open a device or pipe for writing. Waits only a few seconds for a pipe's reader."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -118,10 +118,10 @@ def _open_device(path: str | Path) -> int:
 
 
 def append(path: str | Path, content: str) -> None:
-    """Add text to a file, as UTF-8.
+    """Append text to a file, as UTF-8.
 
     Raises:
-        OSError: it cannot be written, or not all of it.
+        OSError: the text cannot be written completely.
     """
     with _naming(path), open(expanded(path), "a", encoding="utf-8") as stream:
         stream.write(content)
@@ -129,7 +129,7 @@ def append(path: str | Path, content: str) -> None:
 
 @contextlib.contextmanager
 def _naming(path: str | Path) -> Iterator[None]:
-    """Errors of writing say of which file: those of a full disk do not."""
+    """Add the file name to errors of writing, which those of a full disk lack."""
     try:
         yield
     except OSError as error:
@@ -139,11 +139,11 @@ def _naming(path: str | Path) -> Iterator[None]:
 
 
 def recover(path: str | Path) -> None:
-    """Clear up what killed processes have left beside `path`; what one had moved aside, and not yet replaced, goes back."""
+    """Clean up what killed processes left next to `path`, and restore what they moved aside but did not replace."""
     place = Path(os.path.realpath(expanded(path)))
     for folder in place.parent.glob(f".{glob.escape(place.name)}.{_RANDOM}{_ENDING}"):
         if (folder / _LOCK).is_file():
-            # A lock that somebody has, or that cannot be had at all: the folder is not known to be abandoned.
+            # If the lock is taken or unavailable, the directory may still be in use.
             with contextlib.suppress(filelock.Timeout, OSError), filelock.FileLock(folder / _LOCK, timeout=0):
                 _settle(folder, place)
 
@@ -160,7 +160,7 @@ def _scratch(place: Path) -> Iterator[Path]:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(place)) from None
     lock = filelock.FileLock(folder / _LOCK, timeout=0)
-    with contextlib.suppress(OSError):  # where there are no locks, nobody will take the folder for abandoned
+    with contextlib.suppress(OSError):  # without locks, the directory never counts as abandoned
         lock.acquire()
     try:
         yield folder
@@ -170,11 +170,11 @@ def _scratch(place: Path) -> Iterator[Path]:
 
 
 def _claim(new: Path, place: Path) -> None:
-    """Move a folder to where nothing is."""
+    """Move a directory to a path where nothing exists."""
     if os.name != "posix":
         new.rename(place)
         return
-    place.mkdir()  # it fails if anything is there, where renaming would replace an empty folder
+    place.mkdir()  # fails if anything exists, whereas renaming would replace an empty directory
     try:
         new.rename(place)
     except BaseException:
@@ -184,7 +184,7 @@ def _claim(new: Path, place: Path) -> None:
 
 
 def _settle(folder: Path, place: Path) -> None:
-    """Remove a scratch folder, after giving back what it holds of others."""
+    """Remove a scratch directory, after restoring what was moved into it."""
     old = folder / _OLD
     if os.path.lexists(old) and os.path.lexists(folder / _NEW):
         if os.path.lexists(place):
@@ -194,7 +194,7 @@ def _settle(folder: Path, place: Path) -> None:
 
 
 def _mode(path: str | Path) -> int | None:
-    """Type and permissions of what is at a path, or where it links to; None if there is nothing."""
+    """Type and permissions of a path, with links followed; None if it does not exist."""
     try:
         return os.stat(path).st_mode
     except FileNotFoundError:

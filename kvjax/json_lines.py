@@ -1,4 +1,4 @@
-"""JSON lines, one object per line, of which each is what it should be: or the message says which line of which file is not."""
+"""Reads and validates JSON lines, one object per line. Errors name the file and the line."""
 
 import io
 import itertools
@@ -15,33 +15,32 @@ T = TypeVar("T")
 
 
 class _FailFast(FailFast):
-    """Pydantic's, which unions cannot hash."""
+    """Pydantic's class with a hash, which unions need."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(self.fail_fast)
 
 
 Listed = Annotated[list[T], _FailFast()]
-"""A list in a `kind`, of which only the first wrong item is told: a file may have millions."""
+"""A list that reports only its first invalid item, as a file may have millions."""
 
 _MOST_LINE = 1 << 24
-"""Bytes of a line. Errors hold Python's objects of a line several times, which take up to 25 times as much memory."""
+"""Limit on the bytes of a line. Errors hold the Python objects of a line several times, at up to 25 times its size."""
 
 _MARK = b"\xef\xbb\xbf"
-"""Which some editors open UTF-8 with."""
+"""Byte order mark, with which some editors begin UTF-8 files."""
 
 
 class FormError(ValueError):
-    """A JSON document is not what it should be."""
+    """A JSON document does not match the expected type."""
 
 
 def read(path: Path, kind: type[T], max_lines: int | None = None) -> list[T]:
-    """All lines of a file, or the first `max_lines`, as `kind`: a pydantic model or a dataclass. Blank lines count for nothing.
+    """Read the lines of a file (the first `max_lines`, if given) as `kind`, a pydantic model or a dataclass. Blank lines are skipped.
 
     Raises:
-        ValueError: there is no line, or one is not UTF-8, not JSON, or lacks something that `kind` has or has it otherwise; or the file is
-            too large.
-        OSError: the file cannot be read, or is not a regular one.
+        ValueError: the file is empty or too large, or a line is not UTF-8, not JSON, or does not match `kind`.
+        OSError: the file cannot be read, or is not a regular file.
     """
     return _read(path, user_files.read_bytes(path).removeprefix(_MARK), kind, max_lines)
 
@@ -55,7 +54,7 @@ def _read(path: Path, content: bytes, kind: type[T], max_lines: int | None) -> l
 
 
 def read_rows(path: Path, kind: type[T], max_rows: int | None = None) -> list[T]:
-    """The same of a file of JSON lines, or of one JSON document that is a list of rows.
+    """Read a file of JSON lines, or of one JSON document that is a list of rows, as `kind`.
 
     Raises:
         ValueError, OSError: as `read`.
@@ -79,16 +78,16 @@ def read_rows(path: Path, kind: type[T], max_rows: int | None = None) -> list[T]
 
 
 def numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
-    r"""The lines that are not blank, with their numbers.
+    r"""Lines that are not blank, with their numbers.
 
-    A line ends with \n alone: JSON has U+0085, U+2028 and U+2029 as they are inside its strings, where `str.splitlines` would cut.
+    Only \n ends a line. JSON strings may contain U+0085, U+2028 and U+2029, at which `str.splitlines` would split.
     """
     lines = enumerate(io.BytesIO(content), 1)
     return ((number, line.removesuffix(b"\n")) for number, line in lines if line.strip())
 
 
 def parsed(path: Path, number: int, line: bytes, kind: Any) -> Any:
-    """One line as `kind`.
+    """Parse one line as `kind`.
 
     Raises:
         ValueError: as `read`.
@@ -102,22 +101,22 @@ def parsed(path: Path, number: int, line: bytes, kind: Any) -> Any:
 
 
 def validated(text: bytes, kind: Any) -> Any:
-    """A JSON document as `kind`.
+    """Parse a JSON document as `kind`.
 
     Raises:
-        FormError: it lacks something that `kind` has, or has it otherwise.
-        ValueError: it is not UTF-8, or not JSON.
+        FormError: the document does not match `kind`.
+        ValueError: the document is not UTF-8, or not JSON.
     """
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
-            strict_json.loads(text)  # says where
+            strict_json.loads(text)  # raises with the position
         raise FormError(complaint(error)) from None
 
 
 def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, as "where: what (what was found)"."""
+    """First error of a validation, as "where: what (what was found)"."""
     first: Any = error.errors(include_url=False)[0]
     what = first["msg"].removeprefix("Value error, ")
     where = ".".join(map(str, first["loc"]))
@@ -126,5 +125,5 @@ def complaint(error: ValidationError) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value, however large it is."""
+    """Beginning of a value of any size."""
     return (repr(value[:60]) if isinstance(value, str) else reprlib.repr(value))[:60]

@@ -1,4 +1,4 @@
-"""Settings written as text, ``name=value``, as the types that their fields are declared with."""
+"""Parses settings written as text, ``name=value``, by the types of their fields."""
 
 import ast
 import types
@@ -6,15 +6,15 @@ import typing
 from typing import Any, Literal, get_args, get_origin
 
 MAX_INT = 2**31 - 1
-"""No count of tokens or examples is larger: positions are 32-bit numbers."""
+"""Maximum count of tokens or examples, as positions are 32-bit numbers."""
 
 
 LITERAL_ERRORS = ValueError, SyntaxError, MemoryError, RecursionError
-"""What Python raises of a text that is no value: the last two where it is nested too deeply."""
+"""Exceptions that Python raises for text that is not a value; the last two for text that is nested too deeply."""
 
 
 def split_setting(setting: str) -> tuple[str, str]:
-    """Name and value in ``name=value``; hyphens of the name count as underscores.
+    """Split ``name=value``. Hyphens in the name count as underscores.
 
     Raises:
         ValueError: there is no equals sign.
@@ -26,14 +26,14 @@ def split_setting(setting: str) -> tuple[str, str]:
 
 
 def parse_value(text: str, hint: Any) -> Any:
-    """A setting's value, as the type its field is declared with.
+    """Parse a value as the declared type of its field.
 
     Args:
-        text: what was written; ``none`` is None where the field allows it.
+        text: the text; ``none`` is None if the field allows it.
         hint: int, float, bool, str, None, a `Literal`, a tuple of these, or a union.
 
     Raises:
-        ValueError: `text` is none of what the field allows, which the message lists.
+        ValueError: the field does not allow the value. The message lists what it allows.
     """
     for kind in _alternatives(hint):
         try:
@@ -65,7 +65,7 @@ def _parse(text: str, kind: Any) -> Any:
 
 
 def _in_range(value: Any) -> Any:
-    """A number that 32 bits hold, or anything else."""
+    """Raise for a number that exceeds 32 bits; return any other value."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return _refuse() if number and not abs(value) <= (MAX_INT if isinstance(value, int) else 3e38) else value
 

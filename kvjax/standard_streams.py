@@ -1,4 +1,4 @@
-"""Standard input, output and errors of a process whose streams may be closed, full, or in another encoding."""
+"""Makes standard streams usable that are closed, full, or in another encoding."""
 
 import codecs
 import contextlib
@@ -9,36 +9,36 @@ import sys
 from typing import Any
 
 EPIPE_EXIT = 141
-"""Exit code after the reader of the output went away, as of a process that SIGPIPE ends."""
+"""Exit code if the reader of the output has gone, as for a process killed by SIGPIPE."""
 
 
 def in_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode, where the locale knows nothing but ASCII.
+    """Restart this process in Python's UTF-8 mode if the locale supports only ASCII.
 
-    Such a locale (`C`) says nothing of arguments, paths and terminals, which are in UTF-8 nearly everywhere.
+    Arguments, paths and terminals are nearly always in UTF-8, whatever such a locale (`C`) implies.
     """
     ascii_only = codecs.lookup(sys.getfilesystemencoding()).name == "ascii"
-    if ascii_only and os.environ.get("PYTHONUTF8") != "1":  # with it, the variable is ignored (python -E)
+    if ascii_only and os.environ.get("PYTHONUTF8") != "1":  # if it is set, Python was told to ignore it (python -E)
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
 
 
 def reason(error: OSError) -> str:
-    """Why a standard stream failed."""
+    """Reason why a standard stream failed."""
     return "it is closed" if error.errno == errno.EBADF else error.strerror or str(error)
 
 
 class Output(io.FileIO):
-    """A descriptor to write to, which fails once.
+    """A descriptor to write to, which fails only once.
 
-    The error names the stream. What is written after it is dropped, so that flushing at exit does not fail again.
+    The first error names the stream. Later output is dropped, so that flushing at exit does not fail again.
 
     Args:
-        descriptor: what to write to.
-        name: what errors call it; None drops the first error too.
+        descriptor: file descriptor to write to.
+        name: name of the stream in errors; None also drops the first error.
 
     Attributes:
-        error: the first one.
+        error: the first error.
     """
 
     def __init__(self, descriptor: int, name: str | None) -> None:
@@ -50,7 +50,7 @@ class Output(io.FileIO):
         """Write bytes.
 
         Raises:
-            OSError: the first time that it fails.
+            OSError: the first write that fails.
         """
         if self.error is None:
             try:
@@ -63,27 +63,29 @@ class Output(io.FileIO):
 
 
 def guard() -> Output:
-    """Replace this process's standard streams by ones that can always be used; gives standard output's descriptor.
+    """Replace this process's standard streams by ones that are always usable. Returns standard output's descriptor.
 
-    Closed ones are opened: reading and writing fail as they do on a closed one, and no file that is opened later takes their place. Text that the
-    encoding of a stream lacks is escaped. Errors of writing to standard error are dropped, for there is nowhere to say them.
+    Closed streams are opened, so that no file that is opened later takes their descriptor. Reading and writing them
+    fails as on a closed stream. Characters that a stream's encoding lacks are escaped. Errors of writing to standard
+    error are dropped, as they cannot be reported.
     """
     for descriptor, mode in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         _open_closed(descriptor, mode)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     elif isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="strict")  # some locales have halves of surrogate pairs for what is no text
+        sys.stdin.reconfigure(errors="strict")  # some locales map invalid bytes to halves of surrogate pairs
     output, errors = Output(1, "standard output"), Output(2, None)
     sys.stdout, sys.stderr = _text(output, sys.stdout), _text(errors, sys.stderr)
     return output
 
 
 def close(output: Output, code: int) -> int:
-    """Flush what `guard` made; the exit code that is right then, which a failed output changes.
+    """Flush the streams of `guard`, and return the exit code, which a failed output changes.
 
     Args:
-        code: of everything else.
+        output: what `guard` returned.
+        code: exit code if the output succeeds.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -108,7 +110,7 @@ def _open_closed(descriptor: int, mode: int) -> None:
 
 
 def _text(raw: Output, like: Any) -> io.TextIOWrapper:
-    """A text stream as Python had it, with errors of encoding escaped."""
+    """A text stream like Python's own, which escapes characters that cannot be encoded."""
     unbuffered = like is not None and like.write_through  # python -u
     return io.TextIOWrapper(
         raw if unbuffered else io.BufferedWriter(raw),  # pyright: ignore[reportArgumentType]  # as Python itself does

@@ -1,4 +1,4 @@
-"""JSON as RFC 8259 has it, which every program reads: without NaN and Infinity, and without halves of surrogate pairs."""
+"""JSON by RFC 8259, which every program can read: without NaN, Infinity and halves of surrogate pairs."""
 
 import json
 import math
@@ -6,19 +6,19 @@ from typing import Any
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """A value as JSON.
+    """Convert a value to JSON.
 
-    Numbers that are not finite become null, halves of surrogate pairs U+FFFD, arrays lists, and what JSON has no form for the text
-    that Python shows.
+    Non-finite numbers become null, halves of surrogate pairs U+FFFD, and arrays lists. Values that JSON cannot express
+    become their text in Python.
     """
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of a JSON document; NaN and Infinity, which some write all the same, are None.
+    """Parse a JSON document. NaN and Infinity, which some programs write, become None.
 
     Raises:
-        ValueError: it is not UTF-8 or not JSON; the message says at which column.
+        ValueError: the document is not UTF-8 or not JSON. The message gives the column.
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -42,7 +42,7 @@ def _plain(value: Any) -> Any:
         return {_characters(key) if isinstance(key, str) else _key(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy's and JAX's
+    if hasattr(value, "tolist"):  # arrays of NumPy and JAX
         return _plain(value.tolist())
     return _characters(str(value))
 

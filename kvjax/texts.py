@@ -1,4 +1,4 @@
-"""Texts from files."""
+"""Reads text files."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from . import user_files
 
 
 def read_text(path: Path) -> str:
-    """A file of plain text in UTF-8.
+    """Read a plain text file in UTF-8.
 
     Raises:
-        ValueError: it is not UTF-8, has zero bytes, as no text has, or has nothing but white space, or it is too large.
-        OSError: it is not there, is no regular file, or cannot be read.
+        ValueError: the file is too large, not UTF-8, contains zero bytes, or has only white space.
+        OSError: the file does not exist, is not a regular file, or cannot be read.
     """
     text = user_files.read_text(path)
     if "\0" in text:

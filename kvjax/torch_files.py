@@ -1,9 +1,10 @@
-"""Tensors of a file that `torch.save` wrote, read without torch, and without running anything that is in it.
+"""Reads tensors from a file of `torch.save`, without torch and without running anything in the file.
 
-Such a file is a zip archive with a pickle, which says what tensors there are, and the bytes of each of them. A pickle can name any function to
-be called; here only those that put tensors together are, by code of this module, and whatever else it names is nothing.
+Such a file is a zip archive with a pickle, which describes the tensors, and the bytes of each tensor. A pickle can call
+any function. Here, only functions that assemble tensors are supported, with implementations in this module. Everything
+else is replaced by an empty object.
 
-A small file can claim, or unpack to, any number of bytes. So there are bounds, and they are checked before anything is unpacked.
+A small file can claim, or unpack to, any number of bytes. Limits are checked before anything is unpacked.
 """
 
 import collections
@@ -30,29 +31,31 @@ _TYPES = {
 }
 
 MOST_BYTES = 1 << 30
-"""Of a file, of what it unpacks to, and of all its tensors: more than published weights of policies have."""
+"""Limit on the bytes of a file, of its unpacked contents, and of its tensors. Published weights of policies are smaller."""
 
 _PICKLE_BYTES = 1 << 22
-"""Of the pickle, which becomes up to a hundred times as many of objects; a model's hundred thousand parameters take less."""
+"""Limit on the bytes of the pickle, whose objects take up to a hundred times as much. A model with a hundred thousand parameters needs less.
+"""
 
 _ENTRIES = 1 << 16
-"""Of the archive, one for each tensor."""
+"""Limit on the entries of the archive, one per tensor."""
 
 _ENTRY = b"PK\x01\x02"
-"""What each begins with in the archive's directory."""
+"""Signature of each entry in the archive's directory."""
 
 _METHODS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
-"""Ways to compress whose pieces can be unpacked within bounds; torch stores without any."""
+"""Compression methods that can be unpacked within limits. torch itself does not compress."""
 
 _PIECE = 1 << 20
-"""Bytes that are unpacked at a time."""
+"""Bytes unpacked at a time."""
 
 
 def read(path: Path) -> Any:
-    """What was saved: dictionaries, lists and numbers as they are, tensors as NumPy arrays (read-only), and anything else as an empty object.
+    """Read what was saved: dictionaries, lists and numbers, with tensors as read-only NumPy arrays. Other objects are empty.
 
     Raises:
-        ValueError: it is no such file, it is damaged, it has tensors of other types than floats and whole numbers, or more than `MOST_BYTES`.
+        ValueError: the file is not such a file, is damaged, has unsupported tensor types, or has more than
+            `MOST_BYTES`.
         OSError: the file cannot be read.
     """
     try:
@@ -61,14 +64,14 @@ def read(path: Path) -> Any:
             if (size := sum(entry.file_size for entry in archive.infolist())) > MOST_BYTES:
                 raise ValueError(f"it unpacks to {size} bytes; at most {MOST_BYTES} are read")
             if any(entry.compress_type not in _METHODS for entry in archive.infolist()):
-                raise ValueError("it is compressed in another way than deflated")
+                raise ValueError("it is compressed, but not with deflate")
             (found,) = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
             folder = found.removesuffix("data.pkl")
             if (
                 folder + "byteorder" in archive.namelist()
                 and bytes(_unpacked(archive, folder + "byteorder")) != b"little"
             ):
-                raise ValueError("its numbers are not stored with the lowest byte first")
+                raise ValueError("its numbers are not little-endian")
             if (size := archive.getinfo(found).file_size) > _PICKLE_BYTES:
                 raise ValueError(f"its list of tensors has {size} bytes; at most {_PICKLE_BYTES} are read")
             listed = bytes(_unpacked(archive, found))
@@ -76,17 +79,17 @@ def read(path: Path) -> Any:
             return _Reader(io.BytesIO(listed), archive, folder).load()
     except OSError:
         raise
-    except Exception as error:  # whatever a damaged archive or pickle leads to
+    except Exception as error:  # a damaged archive or pickle can raise anything
         raise ValueError(
-            f"{path} is no file of torch.save that can be read ({error or type(error).__name__}); give one that torch 1.6 or newer wrote"
+            f"{path} is not a readable file of torch.save ({error or type(error).__name__}); give one that torch 1.6 or newer wrote"
         ) from None
 
 
 def _check_size(path: Path) -> None:
-    """Refuse a file that is too large, or whose archive has too many entries, each of which becomes an object."""
+    """Raise if the file is too large, or its archive has too many entries, as each becomes an object."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if about.st_size > MOST_BYTES:
         raise ValueError(f"it has {about.st_size} bytes; at most {MOST_BYTES} are read")
     if not about.st_size:
@@ -100,7 +103,7 @@ def _check_size(path: Path) -> None:
 
 
 def _unpacked(archive: zipfile.ZipFile, name: str) -> bytearray:
-    """An entry's bytes, as many as the archive says it has; in pieces, since the archive may say fewer than there are."""
+    """Unpack an entry in pieces, up to the size in the archive's directory, which may be wrong."""
     content, at = memoryview(bytearray(archive.getinfo(name).file_size)), 0
     with archive.open(name) as stream:
         while part := stream.read(_PIECE):
@@ -112,7 +115,7 @@ def _unpacked(archive: zipfile.ZipFile, name: str) -> bytearray:
 
 
 def _check_memo(listed: bytes) -> None:
-    """Refuse a pickle that numbers an object higher than it can have objects: memory for all lower numbers would be taken."""
+    """Raise if a pickle numbers an object higher than its number of objects, as memory for all lower numbers would be allocated."""
     for operation, argument, _ in pickletools.genops(listed):
         if operation.name not in ("PUT", "BINPUT", "LONG_BINPUT"):
             continue
@@ -121,7 +124,7 @@ def _check_memo(listed: bytes) -> None:
 
 
 class _Nothing:
-    """In place of an object of an unknown kind: takes whatever it is given, and has none of it."""
+    """Replaces an object of an unsupported type: accepts all calls and data, and stores nothing."""
 
     __slots__ = ()
 
@@ -183,7 +186,7 @@ class _Reader(pickle.Unpickler):
         ):
             raise ValueError(f"a tensor of shape {shape} that does not fit what is stored of it")
         self._left -= math.prod(shape) * numbers.itemsize
-        if self._left < 0:  # many tensors of the same numbers
+        if self._left < 0:  # many tensors may share the same numbers
             raise ValueError(f"its tensors have more than {MOST_BYTES} bytes")
         steps = tuple(stride * numbers.itemsize for stride in strides)
         return np.lib.stride_tricks.as_strided(numbers[start:], shape, steps, writeable=False)

@@ -1,6 +1,6 @@
-"""Files that users name: `~` is their home, and what is read is a regular file that fits in memory.
+"""Reads files that users name. `~` is expanded, and only regular files that fit in memory are read.
 
-To open a pipe may wait forever, and to read a device may fill the memory. So both are refused before they are opened.
+Opening a pipe can block, and reading a device can fill the memory. Both are refused before they are opened.
 """
 
 import errno
@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import BinaryIO
 
 TEXT_BYTES = 1 << 24
-"""Of a plain text, prompts among them: more than any context window. A tokenizer takes 100 to 400 times as much memory."""
+"""Limit on the bytes of a text file, including prompts, beyond any context length. A tokenizer needs 100 to 400 times as much memory."""
 
 DATA_BYTES = 1 << 26
-"""Of JSON: more than any benchmark's questions. Python's objects take up to 25 times as much memory."""
+"""Limit on the bytes of a JSON file, beyond any benchmark's questions. Python objects take up to 25 times as much memory."""
 
 
 class NotRegularError(OSError):
-    """A path is of something else than a regular file."""
+    """A path is not a regular file."""
 
 
 def expanded(path: str | Path) -> Path:
-    """The path, with `~` and `~user` at its beginning replaced by that home. An unknown user's stays as it is."""
+    """Expand `~` and `~user` at the beginning of a path. For an unknown user, the path is returned unchanged."""
     return Path(os.path.expanduser(path))
 
 
 def size(path: str | Path) -> int:
-    """Bytes of a regular file.
+    """Size of a regular file in bytes.
 
     Raises:
-        NotRegularError: it is a directory, a pipe, a socket or a device.
-        OSError: there is no such file.
+        NotRegularError: the path is a directory, a pipe, a socket or a device.
+        OSError: the file does not exist.
     """
     path = expanded(path)
     found = os.stat(path)
@@ -42,11 +42,11 @@ def size(path: str | Path) -> int:
 
 
 def check(path: str | Path, most_bytes: int) -> Path:
-    """The path, `expanded`, of a file that may be read.
+    """Expand the path of a file to read, and validate it.
 
     Raises:
         OSError: as `size`.
-        ValueError: it has more bytes than `most_bytes`.
+        ValueError: the file has more than `most_bytes` bytes.
     """
     if (found := size(path)) > most_bytes:
         raise ValueError(f"{expanded(path)}: {found} bytes; files of at most {most_bytes} bytes are read here")
@@ -54,7 +54,7 @@ def check(path: str | Path, most_bytes: int) -> Path:
 
 
 def opened(path: str | Path, most_bytes: int) -> BinaryIO:
-    """A file to read from. It does not wait, even if a pipe has taken the file's place.
+    """Open a file for reading. Never blocks, even if a pipe has replaced the file.
 
     Raises:
         OSError, ValueError: as `check`, or the file cannot be read.
@@ -63,13 +63,13 @@ def opened(path: str | Path, most_bytes: int) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, most_bytes: int = DATA_BYTES) -> bytes:
-    """The content of a file.
+    """Read the contents of a file.
 
     Raises:
         OSError, ValueError: as `check`, or the file cannot be read.
     """
     with opened(path, most_bytes) as stream:
-        # A file of the kernel may hold more than its size says, or be waited for: then there is nothing.
+        # Files of the kernel may have more bytes than their size, or block; then nothing is returned.
         content: bytes = stream.read(most_bytes + 1) or b""
     if len(content) > most_bytes:
         raise ValueError(f"{expanded(path)}: more than {most_bytes} bytes; files of at most that many are read here")
@@ -77,10 +77,10 @@ def read_bytes(path: str | Path, most_bytes: int = DATA_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most_bytes: int = TEXT_BYTES) -> str:
-    r"""The text of a file in UTF-8; "\r\n" and "\r" become "\n".
+    r"""Read a text file in UTF-8. "\r\n" and "\r" become "\n".
 
     Raises:
-        OSError, ValueError: as `read_bytes`, or it is not UTF-8.
+        OSError, ValueError: as `read_bytes`, or the file is not UTF-8.
     """
     content = read_bytes(path, most_bytes)
     try:

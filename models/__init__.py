@@ -1,4 +1,4 @@
-"""One decoder-only transformer for the Llama lineage: configuration, parameters, rotary embeddings, forward pass."""
+"""A decoder-only transformer for the Llama lineage: configuration, parameters, rotary embeddings and forward pass."""
 
 from .config import ModelConfig as ModelConfig
 from .params import Params as Params

@@ -1,22 +1,22 @@
-"""The one description that drives the transformer: a frozen, hashable `ModelConfig`."""
+"""`ModelConfig`: a frozen, hashable description that fully determines the transformer."""
 
 import dataclasses
 
 from .rope import RopeConfig
 
 MAX_LAYERS = 4096
-"""No model comes near it; a configuration with more is damaged."""
+"""Limit on the number of layers, far above that of any model. A configuration with more is damaged."""
 
 _MOST_TOKENS = 2**31 - 1
-"""Positions are counted in int32."""
+"""Largest position that int32 can count."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama lineage.
+    """Configuration of a decoder-only transformer of the Llama lineage.
 
     Attributes:
-        family: Hugging Face `model_type` whose tensor names and tokenizer habits the checkpoint follows.
+        family: Hugging Face `model_type`, which determines tensor names and tokenizer conventions.
         vocab_size: V.
         hidden_size: D, width of the residual stream.
         intermediate_size: F, width of the gated MLP.
@@ -24,16 +24,19 @@ class ModelConfig:
         num_heads: N, query heads.
         num_kv_heads: K, key-value heads; N is a multiple of K.
         head_dim: H; need not be D / N.
-        max_position: the window in tokens, as the checkpoint states it; `context_length` includes linear and YaRN scaling.
+        max_position: window in tokens, as in the checkpoint. `context_length` includes linear and YaRN scaling.
         rope: rotary embedding.
         norm_eps: epsilon of every RMS norm.
-        tied: the output head is the embedding.
-        qkv_bias, output_bias, mlp_bias: which projections add a bias.
-        qk_norm: RMS norm over each query and key head before rotation (Qwen3).
-        sandwich_norms: a second norm after attention and after the MLP (GLM-4-0414).
-        windows: sliding attention window of each layer in tokens, None where attention is full.
+        tied: whether the output head shares the embedding.
+        qkv_bias, output_bias, mlp_bias: which projections have a bias.
+        qk_norm: whether queries and keys are RMS-normalised per head before rotation (Qwen3).
+        sandwich_norms: whether attention and MLP outputs are normalised too (GLM-4-0414).
+        windows: sliding attention window of each layer in tokens; None for full attention.
         eos: token ids that end a sequence.
-        bos: token id that starts one, where the family uses it.
+        bos: token id that starts a sequence, if the family uses one.
+
+    Raises:
+        ValueError: a value is out of range, or values contradict each other.
     """
 
     family: str
@@ -95,11 +98,11 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model reads at once: its window, as far as linear scaling or YaRN extends what the checkpoint states."""
+        """Context length in tokens: the window, extended by linear scaling or YaRN."""
         scaling = self.rope.scaling
         extended = self.max_position if scaling is None else scaling.extended(self.max_position)
         return min(max(self.max_position, extended), _MOST_TOKENS)
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes a full cache spends on one token over all layers: a key and a value in every KV head."""
+        """Bytes of a full cache per token: a key and a value in every KV head of every layer."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

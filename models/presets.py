@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for benchmarks and memory plans that need no weights."""
+"""Configurations of well-known models, for benchmarks and memory plans that need no weights."""
 
 from .config import ModelConfig
 from .rope import Llama3, RopeConfig
@@ -68,7 +68,7 @@ PRESETS = {
         tied=True,
     ),
 }
-"""Model shapes by name."""
+"""Configurations by name."""
 
 _HUB = {
     "meta-llama/llama-3.1-8b": "llama-3.1-8b",
@@ -77,11 +77,11 @@ _HUB = {
     "qwen/qwen2.5-7b": "qwen2.5-7b",
     "huggingfacetb/smollm2-135m": "smollm2-135m",
 }
-"""Presets by the Hugging Face hub's ids, in small letters, of the models that are not tuned."""
+"""Presets by Hugging Face hub id of the base model, in lower case."""
 
 
 def find_preset(name: str) -> ModelConfig | None:
-    """The shape of this name, or of this model on the hub, tuned to follow instructions or not; None if it is not here."""
+    """Configuration by preset name or hub id, of base or instruction-tuned models; None if there is none."""
     base = name.lower()
     for ending in ("-instruct", "-hf", "-chat"):
         base = base.removesuffix(ending)

@@ -1,9 +1,9 @@
 """Rotary position embeddings: plain, and the four context extensions that the supported families use.
 
-A `RopeConfig` is what a checkpoint says; `RopeConfig.resolve(length)` turns it into a `Rope`, which holds plain numbers
-and rotates arrays. Both are frozen and hashable, so they can be static arguments of a compiled function.
+`RopeConfig` has the values of a checkpoint. `RopeConfig.resolve(length)` returns a `Rope`, which rotates arrays. Both
+are frozen and hashable, so they can be static arguments of a compiled function.
 
-Frequencies are computed in float32 with the same formulas as the reference implementations: at position 8000 one unit in
+Frequencies are computed in float32 with the formulas of the reference implementations. At position 8000, one unit in
 the last place of a frequency is already 5e-4 rad.
 """
 
@@ -18,12 +18,12 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotations of the first `2 * len(inv_freq)` channels of a head; the rest pass through.
+    """Rotates the first `2 * len(inv_freq)` channels of a head. The other channels pass through.
 
     Attributes:
         inv_freq: angle per position of each channel pair, in radians.
-        amplitude: factor on cosine and sine (YaRN's and LongRoPE's attention factor).
-        interleaved: pairs are channels (2i, 2i+1) as in GLM, rather than (i, i + half) as in Llama.
+        amplitude: factor on cosine and sine (attention factor of YaRN and LongRoPE).
+        interleaved: whether pairs are channels (2i, 2i + 1) as in GLM, instead of (i, i + half) as in Llama.
     """
 
     inv_freq: tuple[float, ...]
@@ -31,7 +31,7 @@ class Rope:
     interleaved: bool = False
 
     def rotates_halves_of(self, dim: int) -> bool:
-        """Whether it rotates all of `dim` channels, each of the first half with its like in the second."""
+        """Whether all `dim` channels rotate, and pairs are (i, i + half)."""
         return 2 * len(self.inv_freq) == dim and not self.interleaved
 
     def cos_sin(self, pos: Int[Array, "*S"]) -> tuple[Float[Array, "*S R"], Float[Array, "*S R"]]:
@@ -40,14 +40,14 @@ class Rope:
         return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
 
     def rotate(self, x: Float[Array, "*S H"], pos: Int[Array, "*#S"]) -> Float[Array, "*S H"]:
-        """Rotate each head vector of `x` to the position given for it; float32 inside, dtype of `x` out."""
+        """Rotate each head vector of `x` to its position, in float32. The result has the type of `x`."""
         return self.apply(x, *self.cos_sin(pos))
 
     def rotate_by_table(self, x: Float[Array, "*S H"], pos: Int[Array, "*#S"], size: int) -> Float[Array, "*S H"]:
-        """`rotate` for positions below `size` that differ from head to head.
+        """`rotate` for positions below `size` that differ between heads.
 
-        One table of `size` rows is computed and rows are gathered from it: for a cache of C slots in K heads and L layers
-        that is C sines instead of L·K·C per step (the table is the same expression in every layer, so XLA computes it once).
+        Rows are gathered from one table of `size` rows. A cache of C slots in K heads and L layers then needs C sines
+        per step instead of L·K·C, since XLA computes the table once for all layers.
         """
         cos, sin = self.cos_sin(jnp.arange(size, dtype=jnp.int32))
         return self.apply(x, jnp.take(cos, pos, axis=0, mode="clip"), jnp.take(sin, pos, axis=0, mode="clip"))
@@ -68,33 +68,33 @@ class Rope:
 
 
 NO_ROPE = Rope(inv_freq=())
-"""Rotates nothing: for attention layers that use no rotary embedding, or rotate on their own."""
+"""Rotates nothing: for layers without rotary embedding, or that rotate on their own."""
 
 
 def _require_positive(scaling: Any, *names: str) -> None:
     for name in names:
         value = getattr(scaling, name)
         for number in value if isinstance(value, tuple) else (value,):
-            # Squares of it, times scores, stay within float32.
+            # Products of their squares and scores stay within float32.
             if number is not None and not 1e-6 <= number <= 1e10:
                 raise ValueError(f"rope scaling's {name}={number} must lie between 1e-6 and 1e10")
 
 
 class RopeScaling(Protocol):
-    """A context extension: changes the plain frequencies for a sequence of `length` positions."""
+    """A context extension: changes the frequencies for a sequence of `length` positions."""
 
     def scale(self, inv_freq: np.ndarray, theta: float, length: int) -> tuple[np.ndarray, float]:
-        """The new frequencies and the factor on cosine and sine."""
+        """Scaled frequencies, and the factor on cosine and sine."""
         ...
 
     def extended(self, max_position: int) -> int:
-        """The window in tokens, where a checkpoint states `max_position`."""
+        """Window in tokens, for a checkpoint whose `max_position` is given."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Position interpolation (Chen et al. 2023): every position is divided by `factor`."""
+    """Position interpolation (Chen et al. 2023): divides every position by `factor`."""
 
     factor: float
 
@@ -105,13 +105,13 @@ class Linear:
         return inv_freq / np.float32(self.factor), 1.0
 
     def extended(self, max_position: int) -> int:
-        """Checkpoints state the window before scaling."""
+        """`max_position` of a checkpoint is the window before scaling."""
         return round(max_position * self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: divides long wavelengths by `factor`, keeps short ones, and interpolates in between."""
 
     factor: float
     low_freq_factor: float
@@ -134,7 +134,7 @@ class Llama3:
         return (1 - smooth) * inv_freq / np.float32(self.factor) + smooth * inv_freq, 1.0
 
     def extended(self, max_position: int) -> int:
-        """Checkpoints state the window after scaling."""
+        """`max_position` of a checkpoint is the window after scaling."""
         return max_position
 
 
@@ -156,7 +156,7 @@ class Yarn:
         half = len(inv_freq)
 
         def channel(rotations: float) -> float:
-            """The (fractional) channel that turns this often within the original window."""
+            """The (fractional) channel that rotates this often within the original window."""
             return half * math.log(self.original_max_position / (rotations * 2 * math.pi)) / math.log(theta)
 
         low, high = channel(self.beta_fast), channel(self.beta_slow)
@@ -172,13 +172,13 @@ class Yarn:
         return inv_freq / np.float32(self.factor) * interpolated + inv_freq * (1 - interpolated), factor
 
     def extended(self, max_position: int) -> int:
-        """Some checkpoints state the window before scaling, others after it."""
+        """`max_position` may be the window before or after scaling, so it is not used."""
         return round(self.original_max_position * self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024), as in Phi-3: one factor a channel, another set beyond the original window."""
+    """LongRoPE (Ding et al. 2024), as in Phi-3: one factor per channel, with another set beyond the original window."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -201,19 +201,19 @@ class LongRope:
         return inv_freq / np.asarray(extension, np.float32), factor
 
     def extended(self, max_position: int) -> int:
-        """Checkpoints state the window after scaling."""
+        """`max_position` of a checkpoint is the window after scaling."""
         return max_position
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """What a checkpoint says of its rotary embedding.
+    """Rotary embedding of a checkpoint.
 
     Attributes:
         theta: base of the wavelengths.
-        dim: how many channels of a head are rotated (all, or the first part).
+        dim: number of rotated channels of a head: all, or the first ones.
         interleaved: see `Rope`.
-        scaling: a context extension, if any.
+        scaling: context extension, if any.
     """
 
     theta: float
@@ -233,21 +233,22 @@ class RopeConfig:
 
     @property
     def changes_after(self) -> int | None:
-        """How many positions have one rotation, where longer sequences have another; None where all have the same."""
+        """Sequence length in tokens beyond which the rotation changes; None if it never does."""
         scaling = self.scaling
         if not isinstance(scaling, LongRope) or scaling.short_factor == scaling.long_factor:
             return None
         return int(scaling.original_max_position)
 
     def resolve(self, length: int) -> Rope:
-        """The rotation for a sequence of `length` positions.
+        """Rotation for a sequence of `length` positions.
 
-        Only LongRoPE depends on `length`. All keys of a cache have one rotation, which whoever makes the cache chooses: `generate` by the
-        tokens that are there, and reads them again when they outgrow the original window, as Hugging Face transformers does;
-        `Engine`, `aot_compile` and `Session` by the room that they are made with, as vLLM and llama.cpp do.
+        Only LongRoPE depends on `length`. All keys of a cache have the same rotation. `generate` selects it by the
+        current number of tokens, and prefills again when they outgrow the original window, as Hugging Face transformers
+        does. `Engine`, `aot_compile` and `Session` select it by their maximum length, as vLLM and llama.cpp do.
         """
         exponent = np.arange(0, self.dim, 2).astype(np.float32) / np.float32(self.dim)
-        # The power in float64, rounded once: numpy's float32 power is up to two units off torch's, which is all but exact.
+        # Power in float64, rounded once: numpy's float32 power differs by up to two units in the last place from
+        # torch's nearly exact one.
         inv_freq = np.float32(1) / np.power(self.theta, exponent.astype(np.float64)).astype(np.float32)
         amplitude = 1.0
         if self.scaling is not None:

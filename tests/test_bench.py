@@ -147,7 +147,7 @@ def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: P
 
 
 def test_a_case_that_needs_too_much_is_not_tried(small: Case, tiny: Params) -> None:
-    with pytest.raises(ValueError, match="of the device's memory, of which there are 1000"):
+    with pytest.raises(ValueError, match="of the device's memory, which has 1000"):
         measure.measure(dataclasses.replace(small, prefill=False, new_tokens=4), tiny, bandwidth=None, memory=1000)
 
 

@@ -133,7 +133,7 @@ def test_special_tokens_are_stop_strings(letters):
     model_end = params.replace(config=dataclasses.replace(params.config, eos=(end,)))
     assert kvjax.generate(model_end, "hello", stop=letter, **options).stop_reason == "eos"
     with pytest.raises(
-        ValueError, match=r"stop='<end>x' holds the special token '<end>' and more.*give '<end>' by itself"
+        ValueError, match=r"stop='<end>x' contains the special token '<end>' and other text.*give '<end>' by itself"
     ):
         kvjax.generate(params, "hello", stop=["x", "<end>x"], **options)
 

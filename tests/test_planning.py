@@ -91,7 +91,7 @@ def test_a_large_model_on_four_devices() -> None:
         assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
         assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
         assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are dealt
-        assert any("the same on all" in note for note in way.notes) == (model > 1)
+        assert any("is replicated on all" in note for note in way.notes) == (model > 1)
         assert set(notes) < set(way.notes)
         assert way.fits == (way.peak_bytes <= 105_750_000_000)
         assert bool(way.largest_batch) == way.fits
@@ -118,7 +118,7 @@ def test_slots_are_dealt_where_heads_cannot_be() -> None:
     (tova,) = kvjax.plan(
         config, device="h200", mesh="model=4,sequence=2", context=100_000, policy="tova", weights="float"
     )
-    assert any("100 % of the cache of a device is the same on all 2 that share slots" in note for note in tova.notes)
+    assert any("100 % of the cache of a device is replicated on all 2 that share slots" in note for note in tova.notes)
     assert tova.sums == few.sums
 
 
@@ -253,7 +253,7 @@ def test_the_compiler_is_asked_for_the_mesh(tiny, monkeypatch) -> None:
     assert asked == [None]
     assert (way.memory_by, way.weight_bytes, way.cache_bytes, way.workspace_bytes) == ("compiler", 1000, 100, 134)
     (way,) = kvjax.plan(tiny.config, **options, mesh="data=64")
-    assert any(note.startswith("not compiled: 64 CPU devices are asked for") for note in way.notes)
+    assert any(note.startswith("not compiled: 64 CPU devices are needed") for note in way.notes)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`kvjax draw`: a picture of what policies keep."""
+"""`kvjax draw`: draw which tokens policies keep."""
 
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +42,7 @@ def draw(
 ) -> None:
     """Draw which tokens policies keep.
 
-    Each policy continues the prompt; the picture shows what its cache holds after every token. Needs matplotlib.
+    Each policy continues the prompt. The picture shows the contents of its cache after every token. Needs matplotlib.
     """
     from kvjax.arguments import amount
     from kvjax.plots import kept_tokens, save

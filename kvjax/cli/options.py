@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share."""
 
 import os
 import sys
@@ -39,14 +39,16 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
-PolicyOption = Annotated[str, typer.Option("--policy", "-p", help="How the cache is kept; see `kvjax policies`.")]
+PolicyOption = Annotated[
+    str, typer.Option("--policy", "-p", help="How the KV cache is compressed; see `kvjax policies`.")
+]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
         "--budget",
         "-b",
         metavar="N|FRACTION",
-        help="Cache slots per head: tokens (256), or a fraction of prompt + new (0.2). [default: the policy's own]",
+        help="Cache slots per head: tokens (256), or a fraction of prompt + new tokens (0.2). [default: the policy's own]",
         show_default=False,
     ),
 ]
@@ -66,7 +68,7 @@ WeightsOption = Annotated[
     Weights | None,
     typer.Option(
         "--weights",
-        help="How matrices of the layers are held in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: floats from a GGUF file, "
+        help="Kind of the layers' matrices in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: floats from a GGUF file, "
         "else as stored]",
         show_default=False,
     ),
@@ -75,7 +77,7 @@ EmbeddingOption = Annotated[
     Weights | None,
     typer.Option(
         "--embedding",
-        help="The same, of embedding and head. [default: as stored if weights are, else float]",
+        help="Kind of embedding and head. [default: as stored if weights are, else float]",
         show_default=False,
     ),
 ]
@@ -84,7 +86,7 @@ TokenizerOption = Annotated[
     typer.Option(
         "--tokenizer",
         metavar="SRC",
-        help="Use this tokenizer in place of the model's own: a directory with tokenizer.json, a GGUF file, or a hub id.",
+        help="Tokenizer that replaces the model's: a directory with tokenizer.json, a GGUF file, or a hub id.",
         show_default=False,
     ),
 ]
@@ -93,7 +95,7 @@ PrefillBlockOption = Annotated[
     typer.Option(
         min=1,
         max=checks.MAX_INT,
-        help="Read prompts so many tokens at a time, with compression between; by default whole, if they fit.",
+        help="Chunked prefill: tokens per block. [default: whole prompts, if they fit]",
         show_default=False,
     ),
 ]
@@ -101,8 +103,7 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         metavar="AXES",
-        help="Devices to run over, such as model=4 or data=2,model=4: rows are dealt along data, the model along model, the cache's slots "
-        "along sequence.",
+        help="Mesh of devices, such as model=4 or data=2,model=4: data shards the batch, model the model, and sequence the cache's slots.",
         show_default=False,
     ),
 ]
@@ -110,8 +111,8 @@ DistributedOption = Annotated[
     bool,
     typer.Option(
         "--distributed",
-        help="This is one of several processes that share the mesh, of a launcher that JAX knows (Slurm, MPI, Kubernetes, TPU pods) or "
-        "by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; only the first prints.",
+        help="This is one of several processes that share the mesh, started by a launcher that JAX knows (Slurm, MPI, Kubernetes, TPU pods) or "
+        "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Only the first prints.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
@@ -120,7 +121,7 @@ CompilationCacheOption = Annotated[
     typer.Option(
         "--compilation-cache/--no-compilation-cache",
         envvar="KVJAX_COMPILATION_CACHE",
-        help="Keep compiled programs on disk, so that the next run starts sooner.",
+        help="Keep compiled programs on disk, so that the next run starts faster.",
     ),
 ]
 
@@ -135,7 +136,7 @@ def read_model(
     distributed: bool = False,
     tokenizer: str | None = None,
 ) -> "Params":
-    """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
+    """Load the model of a command. Compiled programs are kept on disk unless the user disables it."""
     from kvjax.conversion import load
     from kvjax.models.sharding import get_mesh
     from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
@@ -151,7 +152,7 @@ def read_model(
     os.environ[VARIABLE] = str(int(compilation_cache))
     keep_unless_refused()
     if mesh is not None:
-        get_mesh(mesh)  # before anything is downloaded
+        get_mesh(mesh)  # validated before anything is downloaded
     with unwatched("Loading the model"):
         matrices, ends = spelt(weights), spelt(embedding)
         show = False if console.is_quiet() else None
@@ -161,18 +162,20 @@ def read_model(
 
 
 def spelt(weights: str | None) -> str | None:
-    """A kind of weights as Python has it."""
+    """Kind of weights, spelled as in Python."""
     return None if weights is None else weights.replace("-", " ")
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, empty: bool = False) -> str:
-    """The prompt, less one newline at the end of a file or stream: editors and `echo` put it there, not the author.
+    """Read the prompt. One newline at the end of a file or stream is dropped, as editors and `echo` add it.
 
     Args:
-        empty: whether it may be empty, as a message of a chat may.
+        prompt: the prompt as an argument; None or "-" reads standard input.
+        file: file with the prompt.
+        empty: whether the prompt may be empty, as chat messages may.
 
     Raises:
-        ValueError: it is empty, or not text.
+        ValueError: the prompt is empty, or not text.
         OSError: the file cannot be read.
     """
     text = _read_prompt(prompt, file)

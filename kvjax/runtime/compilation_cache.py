@@ -1,4 +1,4 @@
-"""Compiled programs on disk, beside the default model."""
+"""Caches compiled programs on disk, in the directory of the default model."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ from kvjax.conversion.default_model import cache_directory
 VARIABLE = "KVJAX_COMPILATION_CACHE"
 
 _LIMIT = 2 * 2**30
-"""Bytes of compiled programs to keep; beyond it the least recently used go."""
+"""Size limit of the cache, in bytes. The least recently used programs are evicted."""
 
 
 def keep_compiled_programs() -> None:
-    """Have JAX keep compiled programs on disk, so that the next process need not compile them again.
+    """Enable JAX's compilation cache on disk, so that later processes do not compile the same programs.
 
-    Does nothing if JAX has been given a place already (`JAX_COMPILATION_CACHE_DIR`), or if the folder cannot be made.
+    Does nothing if a directory is already set (`JAX_COMPILATION_CACHE_DIR`), or if the directory cannot be created.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
@@ -27,24 +27,24 @@ def keep_compiled_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)
-        compilation_cache.reset_cache()  # JAX looks for the folder once, and remembers if there was none
+        compilation_cache.reset_cache()  # JAX looks for the directory only once
 
 
 def keep_unless_refused() -> None:
-    """`keep_compiled_programs`, unless the environment variable `KVJAX_COMPILATION_CACHE` says 0, no, off or false."""
+    """Call `keep_compiled_programs`, unless the environment variable `KVJAX_COMPILATION_CACHE` is 0, no, off or false."""
     if os.environ.get(VARIABLE, "").lower() not in ("0", "no", "off", "false"):
         keep_compiled_programs()
 
 
 @contextlib.contextmanager
 def not_kept() -> Iterator[None]:
-    """Within it, programs are neither written to JAX's cache on disk nor read from it.
+    """Disable JAX's compilation cache on disk within the `with` block.
 
-    For a device that is not here: its programs can be written, but not read again (JAX 0.10 and 0.12 warn and compile anew).
+    Needed for programs of absent devices: they can be written, but not read (JAX 0.10 and 0.12 warn and recompile).
     """
     enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX asks once whether it is enabled, and remembers; the files stay
+    compilation_cache.reset_cache()  # JAX reads the setting only once; the files remain
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Programs compiled ahead of time, for servers: what is compiled and what it takes is known before any request.
+"""Ahead-of-time compilation for servers: programs and their memory are known before the first request.
 
 server = kvjax.aot_compile(params, "treekv", budget=1024, batch=4, prompt_len=8192, max_new_tokens=512)
 print(server.memory.peak)
@@ -22,14 +22,14 @@ from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompiledGenerator:
-    """Two programs for one model shape, policy, batch and length; made by `aot_compile`.
+    """Compiled programs for one model shape, policy, batch size and length. Made by `aot_compile`.
 
     Attributes:
-        engine: has the programs.
+        engine: the engine that owns the programs.
         sampler: how tokens are sampled.
-        eos_ids: token ids that end a row.
-        memory: what the programs take.
-        compile_seconds: time it took to compile them, little if they were found in the compilation cache.
+        eos_ids: token ids that end a sequence.
+        memory: device memory that the programs need.
+        compile_seconds: compile time in seconds, which is short if the programs were in the compilation cache.
     """
 
     engine: Engine
@@ -47,20 +47,22 @@ class CompiledGenerator:
         seed: int = 0,
         stop: str | Sequence[str] = (),
     ) -> Any:
-        """Continue one prompt, or several; nothing is compiled.
+        """Continue one prompt or several, without compiling.
 
-        More prompts than the programs have rows run one batch after the other; where there are fewer, the rest idles.
+        More prompts than the batch size run as several batches. With fewer prompts, the remaining rows idle.
 
         Args:
-            params: weights of the shape and type that the programs are for.
-            prompts: one, or a list; this, `seed` and `stop` as for `kvjax.generate`.
-            max_new_tokens: most tokens to sample; by default as many as the programs were compiled for.
+            params: weights of the shape and type that the programs were compiled for.
+            prompts: one prompt or a list, as for `kvjax.generate`.
+            max_new_tokens: maximum number of tokens to sample; by default the number that the programs were compiled
+                for.
+            seed, stop: as for `kvjax.generate`.
 
         Returns:
-            As `kvjax.generate`: a `Generation`, or a list of them.
+            A `Generation`, or a list of them for a list of prompts.
 
         Raises:
-            ValueError: weights of another shape or type, a prompt that is too long, or more new tokens than there is room for.
+            ValueError: the weights have another shape or type, a prompt is too long, or `max_new_tokens` is too large.
         """
         most = self.engine.max_new_tokens
         asked = check_request(params, most if max_new_tokens is None else max_new_tokens, seed=seed, stop=stop)
@@ -72,7 +74,7 @@ class CompiledGenerator:
         return _Served(self.engine.of(params), params, prompts, request).finish()
 
     def __repr__(self) -> str:
-        """What the programs are for and what they take, in a few lines."""
+        """Sizes and memory of the programs, in a few lines."""
         spec, engine = self.engine.specs[0], self.engine
         return (
             f"CompiledGenerator({engine.config.family}, {spec.dtype.name}, {self.sampler}, eos_ids={self.eos_ids},\n"
@@ -98,21 +100,29 @@ def aot_compile(
     ignore_eos: bool = False,
     mesh: Mesh | str | None = None,
 ) -> CompiledGenerator:
-    """Compile what generation needs, ahead of time. Shapes are enough: no weights need be loaded, and none are touched.
+    """Compile the programs of generation ahead of time. Shapes are enough: weights need not be loaded.
 
     Args:
-        model: weights, or the shape of a model alone.
-        policy, budget: as for `generate`.
-        batch: rows that run together.
-        prompt_len: tokens of the longest prompt; prompts are padded to it, rounded up as `kvjax.cache.bucket` does.
-        max_new_tokens: most tokens to sample in a row. With LongRoPE both numbers together choose the rotation.
-        dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
-        temperature, top_k, top_p, min_p, ignore_eos: as for `generate`.
-        mesh: devices to run over, as for `kvjax.Engine`.
+        model: weights, or a model's configuration.
+        policy, budget: as for `kvjax.generate`.
+        batch: number of sequences per batch.
+        prompt_len: maximum prompt length in tokens. Prompts are padded to it, rounded up by `kvjax.cache.bucket`.
+        max_new_tokens: maximum number of new tokens per sequence. With LongRoPE, `prompt_len + max_new_tokens` selects
+            the rotation.
+        dtype: type of the weights; by default that of `model`, or bfloat16 for a configuration.
+        temperature, top_k, top_p, min_p, ignore_eos: as for `kvjax.generate`.
+        mesh: devices to run on, as for `kvjax.Engine`.
+
+    Returns:
+        The compiled programs.
 
     Raises:
-        ValueError: a number is out of range.
-        PolicyError: the policy is unknown, or cannot work with this budget at this length.
+        ValueError: an argument is out of range.
+        PolicyError: the policy is unknown, or does not support this budget at this length.
+
+    Example:
+        >>> server = kvjax.aot_compile(params, "treekv", budget=1024, prompt_len=8192)
+        >>> server.generate(params, "Once upon a time").text
     """
     prompt_len, max_new_tokens = amount("prompt_len", prompt_len), amount("max_new_tokens", max_new_tokens)
     sampler, ignored = make_sampler(temperature, top_k, top_p, min_p), flag("ignore_eos", ignore_eos)
@@ -124,18 +134,18 @@ def aot_compile(
 
 
 class _Served(Run):
-    """A run of compiled programs: as many rows and as long prompts as they are for, whatever is asked."""
+    """A run on compiled programs, whose batch size and prompt length are fixed."""
 
     def __init__(self, engine: Engine, params: Params, prompt: Any, request: Request) -> None:
         self.engine = engine
-        mesh = None if isinstance(engine.mesh, AbstractMesh) else engine.mesh  # nothing runs on an abstract one
+        mesh = None if isinstance(engine.mesh, AbstractMesh) else engine.mesh  # nothing runs on an abstract mesh
         super().__init__(params, prompt, engine.policy, None, request, mesh=mesh, longest=engine.specs[0].prompt_len)
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine
 
     def most_tokens(self, row: Row) -> int:
-        return self.request.max_new_tokens  # the programs have one rotation
+        return self.request.max_new_tokens  # the programs have only one rotation
 
     def groups(self) -> list[list[int]]:
         batch, rows = self.engine.batch, range(len(self.rows))

@@ -146,7 +146,7 @@ def test_a_vocabulary_smaller_than_a_sample(known):
 
 
 def test_what_cannot_be_read(known, tmp_path):
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="omit it"):
         make_profile(known, "razorattention", [tmp_path])
     with pytest.raises(ValueError, match="1 samples of 1 random tokens"):
         make_profile(known, "razorattention", length=1)

@@ -252,7 +252,7 @@ def test_rope_of_each_kind_of_layers(key: str) -> None:
     assert from_hf(without | WINDOWS | {key: same}).rope.theta == 1e6
     for nested, message in (
         (both, r"rope_parameters of full_attention and sliding_attention differ"),
-        ({"full_attention": FULL}, rf"{key} has no object for sliding_attention, which layers of the model are"),
+        ({"full_attention": FULL}, rf"{key} has no object for sliding_attention, but the model has such layers"),
         ({"main": FULL}, rf"{key} has objects under main; it should have the parameters of all layers, or one object"),
         ({"default": FULL, "full_attention": FULL}, rf"{key} has objects under default, full_attention"),
         (both | {"rope_theta": 1e4}, rf"{key} has objects under full_attention, sliding_attention"),

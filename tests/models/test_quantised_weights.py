@@ -85,7 +85,7 @@ def test_programs_are_for_one_kind_of_weights(held, tiny: Params) -> None:
     for other in (held["int8"], tiny):
         with pytest.raises(ValueError, match="give the weights that they were compiled for"):
             engine.of(other)
-    with pytest.raises(ValueError, match="shapes of weights alone"):
+    with pytest.raises(ValueError, match="params are shapes without weights"):
         kvjax.generate(shapes, [1, 2, 3])
 
 

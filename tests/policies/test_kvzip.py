@@ -318,7 +318,7 @@ def test_programs_without_words_do_not_take_weights_with_a_tokenizer(letters):
     shapes = {"policy": "kvzip:16", "prompt_len": 40, "max_new_tokens": 4}
     engine = kvjax.Engine(letters.config, dtype=letters.dtype, **shapes)
     assert engine.specs[0].words == ()
-    with pytest.raises(ValueError, match=r"kvzip has the model read words.*compile with the weights"):
+    with pytest.raises(ValueError, match=r"kvzip prefills words of its own.*compile with the weights"):
         engine.of(letters)
     assert engine.of(letters.replace(tokenizer=None)).policy == engine.policy
     assert kvjax.Engine(letters, **shapes).of(letters).specs[0].words
