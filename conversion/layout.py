@@ -6,7 +6,7 @@ fused projections hold two or three. Loading slices the rows, writing concatenat
 
 from collections.abc import Mapping
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .hf_config import FAMILIES
 

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
+from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
     BlockWeights,
     Matrix,
@@ -36,9 +37,7 @@ from kvjax.policies.base import Layer as CacheLayer
 from kvjax.policies.capabilities import look_ahead
 from kvjax.policies.surroundings import Surroundings
 
-from .config import ModelConfig
 from .params import MLP, Layer, Params
-from .rope import Rope
 
 HEAD_BLOCK = 256
 """Positions that go through the vocabulary head at a time when a whole text is scored."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax import files, user_files
+from kvjax._util import files, user_files
 
 
 def test_home_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,5 +112,5 @@ def test_nothing_else_opens_files() -> None:
             if calls := opens(ast.parse(file.read_text())):
                 found[name] = calls
     strangers = {name: calls for name, calls in found.items() if name not in ALLOWED}
-    assert not strangers, f"open these by kvjax.user_files: {strangers}"
+    assert not strangers, f"open these by kvjax._util.user_files: {strangers}"
     assert ALLOWED.keys() - found.keys() <= {"user_files.py"}, "these open nothing any more; take them out of ALLOWED"

@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Rope
+from kvjax.config import ModelConfig, Rope
 
 from .shard import ONE_DEVICE, Shard
 

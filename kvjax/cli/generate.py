@@ -90,7 +90,7 @@ def generate(
 
     The KV cache is kept by a policy, within a budget. Text goes to standard output as it comes.
     """
-    from kvjax.arguments import amount
+    from kvjax._util.arguments import amount
     from kvjax.policies.unbound import check_unbound
     from kvjax.runtime.sampling import make_sampler
 

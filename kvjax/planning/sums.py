@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from kvjax.config import ModelConfig
 from kvjax.devices import Device
-from kvjax.models import ModelConfig
 
 SUMS: Mapping[str, tuple[tuple[int, float], ...]] = {"H200": ((8_192, 30e-6), (33_000_000, 185e-6))}
 """Seconds that a sum over devices takes by its bytes, measured inside of a jitted loop: two H200s, NVLink, NCCL by jax 0.11.2."""

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import LayerCache, Prompt, TokenBlock, attend_prompt, in_rows, kept_and_block
 
 from .base import Carry, Layer, State

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import Carry, Layer, Policy, Traits
 from ..capabilities import as_cache

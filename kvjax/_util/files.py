@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import filelock
 
-from kvjax.user_files import expanded
+from .user_files import expanded
 
 _ENDING, _RANDOM = ".kvjax", "?" * 8
 """How names of scratch folders end, and the part of them that `tempfile` makes up."""
