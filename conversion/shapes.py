@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from kvjax.config import PRESETS, ModelConfig, find_preset
+from kvjax.config import PRESETS, ModelConfig
+from kvjax.config.presets import find_preset
 from kvjax.models.params import Params, abstract
 
 from . import default_model, hub
