@@ -2,8 +2,8 @@
 
 A folder has `api.py`, its public functions with an `Op` each (`op.py`), which chooses who computes; `reference.py`, the same in plain
 XLA; `types.py`, if its operations have types of their own; and bodies by backend: `pallas_triton.py` and `pallas_mosaic_tpu.py`.
-Bodies that run on Hopper GPUs alone are in `hopper/`. Where one module a backend would be too long, as the operations of a folder have long bodies, all its bodies are named
-for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
+Kernels that only Hopper GPUs run are in `hopper/`. Where one module a backend would be too long, as the operations of a folder have
+long bodies, all its bodies are named for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
 """
 
 from .block_scores import centroid_scores as centroid_scores
