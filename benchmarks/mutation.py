@@ -58,6 +58,7 @@ FILES = (
     "kvjax/runtime/engine.py",
     "kvjax/runtime/mesh.py",
     "kvjax/planning/*.py",
+    "kvjax/config/*.py",
     "models/*.py",
     "conversion/*.py",
 )
@@ -80,10 +81,10 @@ OWN = {
     "kvjax/runtime/engine.py": "tests/test_engine.py | tests/test_generation.py tests/test_session.py",
     "kvjax/runtime/mesh.py": "tests/test_mesh.py | tests/test_dealt_cache.py tests/test_engine.py",
     **{f"kvjax/planning/{name}.py": "tests/test_planning.py" for name in ("plan", "sums", "workspace")},
-    "models/config.py": "tests/models/test_params.py | tests/conversion/test_hf_config.py tests/test_cache.py",
+    "kvjax/config/model.py": "tests/models/test_params.py | tests/conversion/test_hf_config.py tests/test_cache.py",
     "models/params.py": "tests/models/test_params.py tests/models/test_quantised_weights.py | tests/test_mesh.py",
-    "models/presets.py": "tests/test_planning.py tests/models/test_params.py",
-    "models/rope.py": "tests/models/test_rope.py",
+    "kvjax/config/presets.py": "tests/test_planning.py tests/models/test_params.py",
+    "kvjax/config/rope.py": "tests/models/test_rope.py",
     "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_dealt_cache.py",
     "models/transformer.py": f"{FORWARD} | tests/models tests/test_mesh.py tests/test_prefill_blocks.py tests/evals/test_perplexity.py",
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
@@ -433,7 +434,7 @@ def tests_of(file: str, near: bool, root: Path) -> list[str]:
     name = path.stem.removesuffix("_eviction")
     if path.parent.name == "conversion":
         wider = [WIDER["conversion"]]
-    elif path.parent.name == "models":
+    elif path.parent.name in ("config", "models"):
         wider = [WIDER["models"], WIDER["all"]]
     elif "policies" in path.parts:
         wider = [WIDER["policies"].format(name=name), WIDER["all"]]

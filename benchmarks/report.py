@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from filelock import FileLock
 
-from kvjax import strict_json
+from kvjax._util import strict_json
 from kvjax.evals import report
 from kvjax.evals.report import header as header
 

@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.models.params import Params, abstract, kind_of, name_of, quantized_shape
 from kvjax.pallas_kernels import QuantizedMatrix
 

@@ -7,8 +7,7 @@ from typing import Any, get_type_hints
 
 import pydantic
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, Yarn
 
 from .errors import CheckpointError, listed, shortened
 from .schema import Size, Strict, checked

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import platformdirs
 
-from kvjax import files
+from kvjax._util import files
 
 from . import package_index
 from .errors import CheckpointError

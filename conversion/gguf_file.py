@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 from pydantic import Field
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, RopeScaling, Yarn
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, RopeScaling, Yarn
 
 from .errors import CheckpointError, listed, shortened
 from .schema import Id, Layers, Positive, Size, Strict, checked

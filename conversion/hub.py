@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError, safe_open
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told

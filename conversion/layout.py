@@ -6,7 +6,7 @@ one parameter; fused projections contain two or three. Loading slices the rows, 
 
 from collections.abc import Mapping
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .hf_config import FAMILIES
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax import files
-from kvjax.arguments import short, shown
+from kvjax._util import files
+from kvjax._util.arguments import short, shown
+from kvjax._util.user_files import expanded
 from kvjax.models.params import Params
 from kvjax.models.sharding import get_mesh, get_shard, place, place_from
-from kvjax.user_files import expanded
 
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorstore
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join, parameter_shapes
 from .config_json import Header, config_from_json, config_to_json

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvjax.models.config import MAX_LAYERS
+from kvjax.config.model import MAX_LAYERS
 
 from .errors import CheckpointError, shortened
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import PRESETS, ModelConfig
+from kvjax.config.presets import find_preset
 from kvjax.models.params import Params, abstract
-from kvjax.models.presets import PRESETS, find_preset
 
 from . import default_model, hub
 from .checkpoint import FLOATS, check_kinds, kinds_of, unflatten

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.models.params import Params, name_of
 from kvjax.models.sharding import get_shard, mesh_of, own_shape, place
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvjax import user_files
+from kvjax._util import user_files
 
 from .errors import CheckpointError, listed, told
 

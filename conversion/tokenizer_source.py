@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from . import hub
 from .errors import CheckpointError, shortened

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, StoredTensor
 from .errors import CheckpointError, told

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax import files
+from kvjax._util import files
+from kvjax._util.user_files import expanded
 from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
-from kvjax.user_files import expanded
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed

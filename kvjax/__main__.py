@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Run the command line. Entry point of the `kvjax` script."""
     try:
-        from kvjax import standard_streams
+        from kvjax._util import standard_streams
 
         standard_streams.in_utf8()
         sys.unraisablehook = unraisable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files
-from kvjax.extras import import_matplotlib
+from kvjax._util import files
+from kvjax._util.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import HeadProfile, Policy
 from kvjax.runtime.generation import GenerationStats

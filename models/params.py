@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
-
-from .config import ModelConfig
 
 PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 """Matrices of a layer, by the last part of their names."""

@@ -21,12 +21,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
-from kvjax.arguments import shown
+from kvjax._util.arguments import shown
 from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import is_quantized
 
-from .config import ModelConfig
 from .params import Params, abstract, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
+from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
     BlockWeights,
     Matrix,
@@ -39,9 +40,7 @@ from kvjax.policies.base import CacheLayer, Carry
 from kvjax.policies.checks import calling, expect_same_state, expect_shape
 from kvjax.policies.surroundings import Surroundings
 
-from .config import ModelConfig
 from .params import MLP, Block, Params
-from .rope import Rope
 
 HEAD_BLOCK = 256
 """Positions that pass through the vocabulary head at a time when a text is scored."""

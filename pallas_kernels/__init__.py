@@ -1,9 +1,9 @@
 """Operations that the cache policies and models are built on, each with a readable XLA reference: one folder per idea.
 
 A folder has `api.py`, its public functions with an `Op` each (`op.py`), which chooses who computes; `reference.py`, the same in plain
-XLA; `types.py`, if its operations have types of their own; and bodies by backend: `pallas_triton.py`, `pallas_mosaic_gpu.py`,
-`pallas_mosaic_tpu.py`. Where one module a backend would be too long, as the operations of a folder have long bodies, all its bodies are named
-for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
+XLA; `types.py`, if its operations have types of their own; and bodies by backend: `pallas_triton.py` and `pallas_mosaic_tpu.py`.
+Kernels that only Hopper GPUs run are in `hopper/`. Where one module a backend would be too long, as the operations of a folder have
+long bodies, all its bodies are named for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
 """
 
 from .block_scores import centroid_scores as centroid_scores
@@ -25,11 +25,11 @@ from .decode_attention import partial_packed_attention as partial_packed_attenti
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
-from .fused_decode_block import BlockWeights as BlockWeights
-from .fused_decode_block import fused_decode_block as fused_decode_block
 from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory
+from .hopper.fused_decode_block import BlockWeights as BlockWeights
+from .hopper.fused_decode_block import fused_decode_block as fused_decode_block
 from .kmeans import Distance as Distance
 from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans

@@ -42,7 +42,7 @@ class Op:
 
     Attributes:
         name: of the operation.
-        home: name of the module that makes it, its folder's `api`; the others are beside it.
+        home: name of the module that makes it, its folder's `api`; the others are beside it, or in `hopper/`: `.hopper.nearest`.
         gpu, tpu: names of the modules with kernels for such devices, the one to be preferred first: `BACKEND`, such as `pallas_triton`, or
             `OPERATION_BACKEND` in every folder whose operations do not share one module a backend (operations that do are named for
             the first).
@@ -132,7 +132,7 @@ class Op:
 
     def _module(self, name: str) -> Any:
         """A module of the operation, imported where it is used."""
-        return importlib.import_module(f"{self.home.rpartition('.')[0]}.{name}")
+        return importlib.import_module(f".{name}", self.home.rpartition(".")[0])
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
 from kvjax.cache import layer_specs
 from kvjax.cli.bench import read_cases
-from kvjax.models import Params, init, presets
+from kvjax.config import presets
+from kvjax.models import Params, init
 from kvjax.policies import get_policy
 
 WORKER = """

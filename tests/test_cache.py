@@ -15,8 +15,8 @@ from policies.driver import make_case
 
 from kvjax import cache
 from kvjax.cache import blocks
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import RopeConfig
 
 
 def token(case, at, position):

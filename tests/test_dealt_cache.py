@@ -15,7 +15,7 @@ from policies.oracle_arrays import rotate
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, attention, dealt
 from kvjax.cache.shard import COPIES, DATA, HEADS, SLOTS, Shard
-from kvjax.models.rope import RopeConfig
+from kvjax.config import RopeConfig
 from kvjax.pallas_kernels import partial_block_attention
 from kvjax.policies import KIVI, AdaKV, Policy, ShadowKV, TurboQuant
 from kvjax.policies.dealt import DealtStoreLayer

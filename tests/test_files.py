@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import files, plots
+from kvjax import plots
+from kvjax._util import files
 from kvjax.evals import report
 from kvjax.evals.checkpoint import Checkpoint
 from kvjax.policies import HeadProfile
 
 KILLED = """
 import os, signal, sys
-from kvjax import files
+from kvjax._util import files
 
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,9 +12,9 @@ from tokenizers import decoders, models
 
 import kvjax
 from kvjax import cache
+from kvjax.config import LongRope, RopeConfig
 from kvjax.conversion import Tokenizer
 from kvjax.models import transformer
-from kvjax.models.rope import LongRope, RopeConfig
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Sampling, make_sampler
 
@@ -203,7 +203,7 @@ def test_cache_reaches_beyond_the_trained_window_only_with_a_word(tiny):
 
 def test_a_scaled_window_is_not_left(tiny):
     """YaRN by 4 makes four windows of one."""
-    from kvjax.models.rope import RopeConfig, Yarn
+    from kvjax.config import RopeConfig, Yarn
 
     rope = RopeConfig(1e4, 16, scaling=Yarn(4.0, 256))
     params = tiny.replace(config=dataclasses.replace(tiny.config, rope=rope))

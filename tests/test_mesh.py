@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 import kvjax
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.cache.shard import COPIES, DATA, HEADS, SAME_HEADS, SLOTS, Shard
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.params import quantized_shape, tree_map_named
-from kvjax.models.rope import RopeConfig
 from kvjax.models.sharding import get_mesh, get_shard, partition, place, place_from
 from kvjax.models.transformer import _prompt_attention
 from kvjax.policies import KIVI, Full

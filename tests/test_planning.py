@@ -13,13 +13,12 @@ from kernels.ahead_of_time import chip
 import kvjax
 from kvjax.bench.case import Case
 from kvjax.bench.floor import weight_bytes
+from kvjax.config import PRESETS, Linear, Yarn
 from kvjax.conversion import CheckpointError, to_hf
 from kvjax.devices import PRESETS as DEVICES
 from kvjax.devices import device_of
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.params import nbytes
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import Linear, Yarn
 from kvjax.models.sharding import bytes_per_device
 from kvjax.planning.plan import bound_for
 from kvjax.planning.sums import step_sums, sums_seconds

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from benchmarks import long_file, tables
 from benchmarks.analyses import kvzip_needles
-from kvjax import strict_json
+from kvjax._util import strict_json
 from kvjax.policies import registry
 
 ROOT = Path(__file__).parents[1]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float
 
+from kvjax._util.extras import import_matplotlib
 from kvjax.analysis.recording import Recorded
-from kvjax.extras import import_matplotlib
 from kvjax.policies.profile import Labels
 
 if TYPE_CHECKING:

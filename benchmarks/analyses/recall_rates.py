@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax._util.extras import import_matplotlib
 from kvjax.analysis.recall import SparsePolicy, recall_rate, replay
 from kvjax.analysis.recording import Recorded
-from kvjax.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import yaml  # flax and huggingface_hub, without which there is no kvjax, require it
 
+from kvjax._util.files import write as write_file
 from kvjax.evals.report import read_rows
-from kvjax.files import write as write_file
 
 from . import merged
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from kvjax import strict_json
+from kvjax._util import strict_json
 from kvjax.evals.report import read_rows
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import Run, Stripes, block_attention, partial_block_attention
-from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_gpu as hopper
+from kvjax.pallas_kernels.hopper import block_attention as hopper
 
 from .case import Case, relative_error
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.extras import import_matplotlib
+from kvjax._util.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.extras import import_matplotlib
+from kvjax._util.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token
-from kvjax.models.rope import Rope
+from kvjax.config import Rope
 from kvjax.policies import ClusterKV, InfiniGen, Quest, SparseLayer
 
 from .recording import Recorded

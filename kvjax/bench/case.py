@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kvjax.cache import Shard
-from kvjax.models import ModelConfig, Params, abstract
-from kvjax.models.presets import PRESETS
+from kvjax.config import PRESETS, ModelConfig
+from kvjax.models import Params, abstract
 from kvjax.policies import Policy, get_policy, policy_class
 from kvjax.policies.families.trigonometry import MeanQueries
 from kvjax.policies.profile import fingerprint

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax._util.randomness import random_key
 from kvjax.cache import Prompt
 from kvjax.policies import Policy, prefill_alone
 from kvjax.policies.base import Carry
-from kvjax.randomness import random_key
 from kvjax.runtime.decoding import Specs
 
 REPEATS = 4

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvjax._util.extras import import_matplotlib
 from kvjax.bench.case import LARGEST
-from kvjax.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

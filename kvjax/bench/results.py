@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from kvjax import strict_json, user_files
-from kvjax.json_lines import Listed, complaint
+from kvjax._util import strict_json, user_files
+from kvjax._util.json_lines import Listed, complaint
 
 from .case import Case
 

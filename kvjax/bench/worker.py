@@ -42,10 +42,10 @@ def main() -> None:
     keep_unless_refused()
     import jax
 
+    from kvjax._util.randomness import random_key
     from kvjax.evals.report import header
     from kvjax.models import Params
     from kvjax.models.sharding import init_on
-    from kvjax.randomness import random_key
 
     from .case import Case
     from .floor import bandwidth

@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import NO_ROPE, Rope
+from kvjax.config import NO_ROPE, ModelConfig, Rope
 
 from .shard import ONE_DEVICE, Shard
 

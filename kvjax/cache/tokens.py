@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.models.rope import Rope
+from kvjax.config import Rope
 from kvjax.pallas_kernels import DeferredRope
 from kvjax.pallas_kernels.head_shards import query_heads
 

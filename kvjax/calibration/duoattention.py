@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.config import Rope
 from kvjax.models import Params, transformer
-from kvjax.models.rope import Rope
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.policies.duoattention import head_labels
 from kvjax.policies.profile import Labels

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax import user_files
+from kvjax._util import user_files
 from kvjax.cache import LayerSpec, Prompt, layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies.base import CacheLayer, Carry, Policy

@@ -167,9 +167,9 @@ def read_cases(
         from kvjax.models.sharding import parse_mesh
 
         parse_mesh(mesh)
+    from kvjax._util.suggestions import hint
     from kvjax.bench.case import KINDS, LARGEST, Case
-    from kvjax.models.presets import PRESETS
-    from kvjax.suggestions import hint
+    from kvjax.config import PRESETS
 
     numbers: dict[str, list[Any]] = {"context": [], "batch": []}
     for name, text in (("context", contexts), ("batch", batches)):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvjax.texts import read_text
+from kvjax._util.texts import read_text
 
 from . import checks
 from .console import errors

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import typer
 
-from kvjax.settings import MAX_INT as MAX_INT
+from kvjax._util.settings import MAX_INT as MAX_INT
 
 T = TypeVar("T", int, float)
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import typer
 import typer.core
 
-from kvjax.standard_streams import EPIPE_EXIT
-from kvjax.user_files import expanded
+from kvjax._util.standard_streams import EPIPE_EXIT
+from kvjax._util.user_files import expanded
 
 from . import console
 from .interruption import INTERRUPTED, start_jax

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax import strict_json, user_files
+from kvjax._util import strict_json, user_files
 
 from . import checks, console
 from .hyperparameters import read_policies

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvjax import strict_json
+from kvjax._util import strict_json
 
 _document: ContextVar[TextIO | None] = ContextVar("document", default=None)
 """Stream for the JSON output of a command with `--json`."""

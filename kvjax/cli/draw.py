@@ -44,7 +44,7 @@ def draw(
 
     Each policy continues the prompt. The picture shows the contents of its cache after every token. Needs matplotlib.
     """
-    from kvjax.arguments import amount
+    from kvjax._util.arguments import amount
     from kvjax.plots import kept_tokens, save
 
     chosen = read_policies(policies, budget, settings or (), "--policies")

@@ -94,7 +94,7 @@ def generate(
 
     A policy keeps the KV cache within a budget. Text is printed to standard output as it is generated.
     """
-    from kvjax.arguments import amount
+    from kvjax._util.arguments import amount
     from kvjax.policies.unbound import check_unbound
     from kvjax.runtime.sampling import make_sampler
 

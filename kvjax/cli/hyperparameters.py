@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
-from kvjax.settings import parse_value, split_setting
-from kvjax.suggestions import hint
+from kvjax._util.settings import parse_value, split_setting
+from kvjax._util.suggestions import hint
 
 from . import checks
 

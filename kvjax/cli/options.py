@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvjax.standard_streams import reason
-from kvjax.texts import read_text
-from kvjax.user_files import TEXT_BYTES
+from kvjax._util.standard_streams import reason
+from kvjax._util.texts import read_text
+from kvjax._util.user_files import TEXT_BYTES
 
 from . import checks, console
 from .interruption import start_jax

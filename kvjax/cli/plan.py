@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.settings import parse_value
+from kvjax._util.settings import parse_value
 
 from . import checks, console
 from .hyperparameters import read_policy

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.runtime.engine import Engine
 

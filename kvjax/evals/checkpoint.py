@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files, user_files
+from kvjax._util import files, user_files
 
 _REST_BYTES = 1 << 28
 """Of a file, besides the caches: scores of 64 million tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from kvjax import strict_json
+from kvjax._util import strict_json
 from kvjax.models import Params
 from kvjax.policies import Full, Policy
 from kvjax.runtime.mesh import on_mesh

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from kvjax._util.any_rank import any_rank
 from kvjax.analysis.layers import jaccard
-from kvjax.any_rank import any_rank
 from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
 from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, field_validator
 
-from kvjax import json_lines
+from kvjax._util import json_lines
 
 from .haystack import seeded
 from .math_answers import last_box, spoken

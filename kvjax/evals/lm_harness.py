@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax._util.extras import optional
 from kvjax.cache import bucket
 from kvjax.conversion import load
 from kvjax.conversion.tokenizer_source import TokenizerSource, find_tokenizer
-from kvjax.extras import optional
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy

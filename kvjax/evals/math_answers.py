@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 Extract = Literal["flexible", "strict"]
 """What counts as the answer: what is in the last box, or "strict" only that and "flexible" the last number or formula where there is none."""

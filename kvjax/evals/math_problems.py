@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvjax import json_lines
+from kvjax._util import json_lines
 
 from . import math_answers
 from .math_answers import EXTRACTS, Extract

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvjax import json_lines
-from kvjax.json_lines import Listed
+from kvjax._util import json_lines
+from kvjax._util.json_lines import Listed
 
 from .longbench import metrics
 from .ruler.scoring import match_all, match_part

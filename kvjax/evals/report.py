@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kvjax import json_lines, strict_json, user_files
+from kvjax._util import json_lines, strict_json, user_files
+from kvjax._util.files import append
+from kvjax._util.files import write as write
 from kvjax._version import __version__
-from kvjax.files import append
-from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.models.sharding import unpadded
 from kvjax.policies.profile import fingerprint

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
-from kvjax import strict_json
+from kvjax._util import strict_json
+from kvjax._util.json_lines import Listed
 from kvjax.cache import bucket
-from kvjax.json_lines import Listed
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy, get_policy

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import cast, get_args
 
-from kvjax.suggestions import hint, same
-from kvjax.texts import read_text
+from kvjax._util.suggestions import hint, same
+from kvjax._util.texts import read_text
 
 from . import longbench, ruler
 from .gsm8k import GSM8K

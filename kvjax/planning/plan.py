@@ -18,20 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.arguments import whole
+from kvjax._util.arguments import whole
+from kvjax._util.suggestions import hint
 from kvjax.bench import floor
 from kvjax.bench.case import bound_policy, read_policy
 from kvjax.cache import layer_specs
+from kvjax.config import ModelConfig
 from kvjax.conversion.shapes import shapes_of
 from kvjax.devices import PRESETS
-from kvjax.models import ModelConfig, Params
+from kvjax.models import Params
 from kvjax.models.sharding import AXES, bytes_per_device, parse_mesh
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.unbound import check_unbound
 from kvjax.runtime import ahead_of_time
 from kvjax.runtime.engine import Engine, Memory
 from kvjax.runtime.generation import BLOCK
-from kvjax.suggestions import hint
 
 from .sums import step_sums, sums_seconds
 from .workspace import cache_bytes, workspace
@@ -155,7 +156,7 @@ def plan(
 
     Args:
         model: a checkpoint, whose headers are read; a hub id or `config.json`, without weights; the name of a
-            preset (`kvjax.models.presets`); or a `ModelConfig`. None is the default model.
+            preset (`kvjax.config`); or a `ModelConfig`. None is the default model.
         device: a key of `kvjax.devices.PRESETS`, or "cpu" for this machine, which needs `memory`.
         count: number of devices of the same kind on one host.
         mesh: mesh such as "data=2,model=4". By default all meshes are planned, with "sequence" only where KV heads

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from kvjax.config import ModelConfig
 from kvjax.devices import Device
-from kvjax.models import ModelConfig
 
 SUMS: Mapping[str, tuple[tuple[int, float], ...]] = {"H200": ((8_192, 30e-6), (33_000_000, 185e-6))}
 """Device → (bytes, seconds) of an all-reduce, measured inside a jitted loop on two H200 with NVLink and NCCL, jax 0.11.2."""

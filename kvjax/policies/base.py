@@ -31,10 +31,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.any_rank import any_rank
-from kvjax.arguments import plain
+from kvjax._util.any_rank import any_rank
+from kvjax._util.arguments import plain
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .budget import check_budget
 from .fields import check_fields

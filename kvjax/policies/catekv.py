@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, TokenBlock
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
 from .base import CacheLayer, Carry, Policy, read_as_prompt

@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Rope
+from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import Clusters, chunk_similarity, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
 from kvjax.pallas_kernels.kmeans import Nearest

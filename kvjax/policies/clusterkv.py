@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
+from kvjax._util.randomness import random_key, uniform
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
-from kvjax.randomness import random_key, uniform
 
 from .base import CacheLayer, Carry, Policy, Reads, When, check_reads_blocks
 from .budget import budget_rows, budget_tokens, check_least

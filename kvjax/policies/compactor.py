@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax._util.randomness import normal, random_key
 from kvjax.cache import LayerSpec, Prompt
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.ties import SHARE
-from kvjax.randomness import normal, random_key
 
 from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer, pool

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import torch_files
-from kvjax.models.config import ModelConfig
+from kvjax._util import torch_files
+from kvjax.config import ModelConfig
 
 from .budget import budget_rows
 from .families.surrogates import Surrogate, SurrogateScorer, Weights

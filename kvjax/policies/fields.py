@@ -5,7 +5,7 @@ import math
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvjax.arguments import MOST, plain, short
+from kvjax._util.arguments import MOST, plain, short
 
 from .budget import check_budget
 from .info import PolicyError

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, prompt_mask
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import heads_of, top_k
 
 from .base import CacheLayer, Carry, Policy, Queries

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from kvjax.cache import LayerSpec
 from kvjax.cache.packing import Bits
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .base import CacheLayer, Policy
 from .full import Full

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .families.surrogates import Surrogate, SurrogateScorer, Weights
 from .fields import check_fields

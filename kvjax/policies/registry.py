@@ -4,8 +4,8 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
-from kvjax.arguments import plain, short
-from kvjax.suggestions import hint, letters, same
+from kvjax._util.arguments import plain, short
+from kvjax._util.suggestions import hint, letters, same
 
 from .base import Policy
 from .budget import check_budget

@@ -23,8 +23,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from kvjax.arguments import short
-from kvjax.settings import parse_value, split_setting
+from kvjax._util.arguments import short
+from kvjax._util.settings import parse_value, split_setting
 
 from .base import Policy
 from .info import PolicyError

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec, Prompt
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
 from .base import CacheLayer, Policy

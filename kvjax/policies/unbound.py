@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache import layer_specs
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import RopeConfig
+from kvjax.config import ModelConfig, RopeConfig
 
 from .base import Policy, check_reads_blocks
 from .families.surrogates import missing_weights

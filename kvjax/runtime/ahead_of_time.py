@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
 
-from kvjax.extras import install
+from kvjax._util.extras import install
 from kvjax.runtime.compilation_cache import not_kept
 from kvjax.runtime.engine import Engine, Memory
 

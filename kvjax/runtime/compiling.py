@@ -11,8 +11,9 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.arguments import amount, short
-from kvjax.models import ModelConfig, Params
+from kvjax._util.arguments import amount, short
+from kvjax.config import ModelConfig
+from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine, Memory
 from kvjax.runtime.generation import Row, Run

@@ -20,10 +20,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 from rich.filesize import decimal
 
-from kvjax.any_rank import any_rank
-from kvjax.arguments import MOST, amount, shown, whole, wholes
+from kvjax._util.any_rank import any_rank
+from kvjax._util.arguments import MOST, amount, shown, whole, wholes
 from kvjax.cache import LayerCache, bucket, layer_specs
-from kvjax.models import ModelConfig, Params, abstract
+from kvjax.config import ModelConfig
+from kvjax.models import Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache import Shard, layer_specs
-from kvjax.models import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.base import held_bytes
 

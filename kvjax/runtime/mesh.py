@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import RUN, LayerSpec, Shard, by_device, host_memory, in_order, slots_of_leaves
 from kvjax.cache.shard import COPIES, DATA, HEADS, ONE_DEVICE, SLOTS
-from kvjax.models import ModelConfig, Params
+from kvjax.config import ModelConfig
+from kvjax.models import Params
 from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError

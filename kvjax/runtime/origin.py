@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.arguments import short
+from kvjax._util.arguments import short
 from kvjax.cache import LayerSpec, Shard
-from kvjax.models import ModelConfig, Params
+from kvjax.config import ModelConfig
+from kvjax.models import Params
 from kvjax.policies import Policy
 
 SAMPLED = 8

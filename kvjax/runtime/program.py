@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import Shard
 from kvjax.pallas_kernels.device import target
 from kvjax.runtime.compilation_cache import keep_unless_refused

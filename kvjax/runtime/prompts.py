@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from kvjax.arguments import plain, shown
+from kvjax._util.arguments import plain, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
 

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import jax
 from jax.sharding import Mesh
 
-from kvjax.arguments import amount, plain, short, shown, whole
+from kvjax._util.arguments import amount, plain, short, shown, whole
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.arguments import number, whole
-from kvjax.randomness import categorical, random_key
+from kvjax._util.arguments import number, whole
+from kvjax._util.randomness import categorical, random_key
 
 _GREEDY_BELOW = 1e-6
 """Temperatures below this value are treated as 0, as logits divided by them can overflow float32."""

@@ -18,7 +18,7 @@ _KMEANS = Op("kmeans", __name__, gpu=("kmeans_pallas_triton",), tpu=("kmeans_pal
 _NEAREST = Op(
     "nearest",
     __name__,
-    gpu=("nearest_pallas_mosaic_gpu", "nearest_pallas_triton"),
+    gpu=(".hopper.nearest", "nearest_pallas_triton"),
     tpu=("nearest_pallas_mosaic_tpu",),
     prefer_xla_reason=_prefer_xla_reason,
 )

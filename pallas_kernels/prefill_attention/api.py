@@ -11,7 +11,7 @@ _PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
 _BLOCK = Op(
     "block_attention",
     __name__,
-    gpu=("block_attention_pallas_mosaic_gpu",),
+    gpu=(".hopper.block_attention",),
     tpu=("block_attention_pallas_mosaic_tpu",),
     forward_only=True,
 )

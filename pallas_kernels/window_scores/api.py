@@ -11,7 +11,7 @@ from .types import Observers
 
 _SCORES = Op("window_scores", __name__, gpu=("window_scores_pallas_triton",), tpu=("window_scores_pallas_mosaic_tpu",))
 _PRODUCTS = Op("mean_products", __name__)
-_MASS = Op("attention_mass", __name__, gpu=("attention_mass_pallas_mosaic_gpu",))
+_MASS = Op("attention_mass", __name__, gpu=(".hopper.attention_mass",))
 
 QUERIES = 64
 """Queries of a whole prompt that `attention_mass` takes at a time without a kernel: 64 x T probabilities per head exist at once."""

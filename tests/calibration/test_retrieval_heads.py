@@ -10,9 +10,8 @@ from policies.driver import make_case, rotate, rotated, softmax
 
 from kvjax.calibration.make_profile import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads
+from kvjax.config import PRESETS, RopeConfig
 from kvjax.models import ModelConfig, abstract
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import DuoAttention, PolicyError
 
 

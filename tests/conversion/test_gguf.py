@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from checkpoints import HF_CONFIG, write_gguf
 
+from kvjax.config import Linear, Llama3, LongRope, RopeConfig, Yarn
 from kvjax.conversion import CheckpointError, describe, from_hf, from_state_dict, load
 from kvjax.conversion.gguf_file import QUANTISATIONS, open_gguf
 from kvjax.models import ModelConfig, Params
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, Yarn
 
 # Rows of 256 numbers, the block of K-quants.
 WIDE = HF_CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 40}

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from checkpoints import HF_CONFIG
 
+from kvjax.config import Linear, Llama3, LongRope, Yarn
 from kvjax.conversion import CheckpointError, from_hf, to_hf
 from kvjax.conversion.config_json import config_from_json, config_to_json
 from kvjax.conversion.hf_config import FAMILIES
-from kvjax.models.rope import Linear, Llama3, LongRope, Yarn
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}

@@ -214,7 +214,7 @@ def test_a_link_is_followed(tmp_path: Path, link: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from kvjax import files
+from kvjax._util import files
 from kvjax.conversion import convert
 files._claim = lambda *places: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], format="safetensors", overwrite=True)

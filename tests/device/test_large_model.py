@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks.analyses.continuation import continuation
+from kvjax.config import PRESETS
 from kvjax.evals.perplexity import stream
 from kvjax.models import init
-from kvjax.models.presets import PRESETS
 from kvjax.pallas_kernels import op
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import get_policy

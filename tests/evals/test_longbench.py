@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
+from kvjax.config import Yarn
 from kvjax.evals import Example, Format, LongBench, measure
 from kvjax.evals.longbench import metrics, tasks
 from kvjax.evals.tasks import Inputs
-from kvjax.models.rope import Yarn
 from kvjax.policies import Full
 
 rouge = pytest.importorskip("rouge", reason="LongBench's metrics are in the `eval` extra")

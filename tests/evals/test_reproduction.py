@@ -26,8 +26,8 @@ from benchmarks.reproduction_claims import (
     treekv,
 )
 from benchmarks.reproduction_claims.claim import FULL, MEASURES, STREAMING, Claim, table
+from kvjax.config import PRESETS
 from kvjax.evals import Perplexity
-from kvjax.models.presets import PRESETS
 from kvjax.policies import get_policy
 
 SECTIONS = page.sections()

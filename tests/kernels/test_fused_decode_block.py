@@ -15,8 +15,8 @@ from kernels.lowering import decoding_step, on
 
 from kvjax.bench.case import Case
 from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block
-from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
-from kvjax.pallas_kernels.fused_decode_block.plan import (
+from kvjax.pallas_kernels.hopper.fused_decode_block import pallas_mosaic_gpu
+from kvjax.pallas_kernels.hopper.fused_decode_block.plan import (
     BARRIERS,
     BYTES,
     GROUPS,

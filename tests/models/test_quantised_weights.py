@@ -15,7 +15,7 @@ from kvjax.conversion import quantize_weights
 from kvjax.models import Params, abstract
 from kvjax.models.params import count, nbytes, retyped
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Norm, is_quantized, lookup, projection
-from kvjax.pallas_kernels.fused_decode_block import BlockWeights, fused_decode_block
+from kvjax.pallas_kernels.hopper.fused_decode_block import BlockWeights, fused_decode_block
 from kvjax.runtime.engine import Engine
 
 KINDS = ["int8", "int4"]

@@ -13,8 +13,8 @@ from policies import surrogates
 
 import kvjax
 from kvjax.cache import LayerSpec, Prompt, Token, bucket
+from kvjax.config import Rope, RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import Rope, RopeConfig
 from kvjax.pallas_kernels.ties import NEAR
 from kvjax.policies import (
     AdaKV,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import (
     Policy,
     PolicyError,

@@ -10,8 +10,8 @@ from kernels.ahead_of_time import compile_for, temporaries
 from policies.driver import mean_queries
 
 from kvjax.cache import layer_specs
+from kvjax.config import PRESETS
 from kvjax.models import ModelConfig, abstract
-from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policies
 from kvjax.runtime import decoding
 

@@ -13,8 +13,8 @@ from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.cache import Prompt, layer_specs
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import CateKV, Full, HeadProfile, Policy, PolicyError, StreamingLLM
 from kvjax.policies.catekv import Adaptive, Consistent, Layout, chunk_scores, top_chunks
 from kvjax.policies.profile import fingerprint, load

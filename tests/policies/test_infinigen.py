@@ -13,8 +13,8 @@ from policies.oracle_infinigen import InfiniLayer
 
 import kvjax
 from kvjax.cache import Token, layer_specs
+from kvjax.config import PRESETS
 from kvjax.models import transformer
-from kvjax.models.presets import PRESETS
 from kvjax.pallas_kernels import Norm
 from kvjax.policies import (
     CacheLayer,

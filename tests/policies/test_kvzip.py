@@ -16,9 +16,8 @@ from policies.slots import kept
 import kvjax
 from kvjax.analysis.recording import record
 from kvjax.cache import Prompt, TokenBlock, layer_specs
+from kvjax.config import PRESETS, Rope
 from kvjax.models import transformer
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import Rope
 from kvjax.policies import Full, KVzip, PolicyError, SnapKV, by_head, by_layer, get_policy, quantized
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.kvzip import FIRST, THEN, Repetition

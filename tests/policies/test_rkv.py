@@ -13,7 +13,7 @@ from policies.driver import make_case
 from policies.test_recompress import equals
 
 from kvjax.cache import Prompt
-from kvjax.models.rope import RopeConfig
+from kvjax.config import RopeConfig
 from kvjax.policies import RKV, PolicyError, rkv
 
 # The cases worked out by hand.

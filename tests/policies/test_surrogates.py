@@ -20,7 +20,7 @@ from policies.slots import kept
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax import torch_files
+from kvjax._util import torch_files
 from kvjax.cache import Prompt
 from kvjax.models import transformer
 from kvjax.pallas_kernels import prefill_attention

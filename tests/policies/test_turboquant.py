@@ -13,7 +13,7 @@ from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
 from kvjax.cache import TokenBlock, codebook, in_rows, layer_specs
-from kvjax.models.presets import PRESETS
+from kvjax.config import PRESETS
 from kvjax.policies import Full, PolicyError, Quantized, SnapKV, TurboQuant, get_policy, quantized
 
 # Cases worked out by hand.

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from kvjax import json_lines
+from kvjax._util import json_lines
+from kvjax._util.json_lines import Listed
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import Listed
 
 from . import metrics as metrics
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, model_validator
 
-from kvjax import user_files
+from kvjax._util import user_files
+from kvjax._util.json_lines import FormError, Listed, validated
 from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import FormError, Listed, validated
 
 from .base import RulerTask
 from .scoring import match_part

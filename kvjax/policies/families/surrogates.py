@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import user_files
+from kvjax._util import user_files
 from kvjax.cache import LayerSpec, Prompt
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
 from ..base import CacheLayer, Carry, Policy

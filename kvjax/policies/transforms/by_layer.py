@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvjax.cache import LayerSpec
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import CacheLayer, Policy
 from ..info import PolicyError, PolicyInfo, combined

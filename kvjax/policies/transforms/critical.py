@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerSpec, Prompt, layer_specs
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import CacheLayer, Carry, Policy
 from ..budget import budget_rows

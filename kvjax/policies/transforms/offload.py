@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, host_memory
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.gradients import without_gradient
 
 from ..base import Attention, CacheLayer, Carry, Policy, Reads, State, WrappedLayer

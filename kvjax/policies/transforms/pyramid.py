@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from kvjax.cache import LayerSpec
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import CacheLayer, Policy
 from ..fields import check_fields

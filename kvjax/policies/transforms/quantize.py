@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, packing
 from kvjax.cache.packing import Bits, PackedCache
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import CacheLayer, Carry, Policy, check_reads_blocks
 from ..fields import check_fields

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import Policy, changed_fields
 from ..info import PolicyInfo

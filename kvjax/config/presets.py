@@ -1,6 +1,6 @@
 """Configurations of well-known models, for benchmarks and memory plans that need no weights."""
 
-from .config import ModelConfig
+from .model import ModelConfig
 from .rope import Llama3, RopeConfig
 
 PRESETS = {

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from ..projection import Matrix, Norm
+from ...projection import Matrix, Norm
 
 
 class BlockWeights(NamedTuple):

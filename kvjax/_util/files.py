@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import filelock
 
-from kvjax.user_files import expanded
+from .user_files import expanded
 
 _ENDING, _RANDOM = ".kvjax", "?" * 8
 """Suffix of scratch directories, and a pattern for the part that `tempfile` generates."""

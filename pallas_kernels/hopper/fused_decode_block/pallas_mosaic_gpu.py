@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from ..device import hopper, target
-from ..projection import GroupedMatrix, Int8Matrix, Matrix
+from ...device import hopper, target
+from ...projection import GroupedMatrix, Int8Matrix, Matrix
 from .plan import BYTES, GROUPS, HALF, LINE, PROGRAMS, ROWS, SCALES, Plan, columns, plan
 from .types import BlockWeights
 

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
+from ..prefill_attention.types import Run, Stripes
 from ..tuning import tuned
-from ..wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
-from .types import Run, Stripes
+from .wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
 
 SIZES = {"rows": 64, "slots": 128, "stages": 2}
 """Queries of a warpgroup, slots of a tile, and tiles under way, where none were measured."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .device import hopper
+from ..device import hopper
 
 LOG2_E = math.log2(math.e)
 """Exponentials are taken as powers of two, which the processor has an instruction for."""

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float
 
-from ..op import Implementation
-from ..projection import gated_projection, projection
+from ...op import Implementation
+from ...projection import gated_projection, projection
 from .types import BlockWeights
 
 

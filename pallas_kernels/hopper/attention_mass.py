@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
-from ..wgmma import LOG2_E, along_rows, meet, tiled, wgmma_unsupported
+from .wgmma import LOG2_E, along_rows, meet, tiled, wgmma_unsupported
 
 TILE = 128
 """Queries, and tokens, at a time."""

@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..device import hopper
+from ..kmeans.types import Nearest
 from ..triton import triton_unsupported
 from ..tuning import tuned
-from ..wgmma import SWIZZLE, meet, tiled
-from .types import Nearest
+from .wgmma import SWIZZLE, meet, tiled
 
 SIZES = {"queries": 128, "keys": 128, "stages": 2}
 """Block sizes where none were measured."""

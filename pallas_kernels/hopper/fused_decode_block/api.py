@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from ..op import Implementation, Op
+from ...op import Implementation, Op
 from .reference import multiply_apart
 from .types import BlockOutput, BlockWeights
 
