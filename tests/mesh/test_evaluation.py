@@ -108,6 +108,7 @@ def test_fidelity(params, folder):
                 np.testing.assert_allclose(getattr(many, field.name), getattr(one, field.name), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_measures_and_tables(params, folder, tmp_path):
     """Of a model that lies on a mesh, without saying so again."""
     many = place_all(get_shard("data=2,model=2", params.config), params)
@@ -159,6 +160,7 @@ def test_the_first_of_two_processes_prints_and_writes(folder, params, tmp_path, 
 
 
 @pytest.mark.mesh_long
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_two_processes_compare(folder, params, tmp_path):
     """Answers, those to many questions of one context, and what reads without a cache, in a table of which the first writes all files."""
     turns = [{"input": "What is ab?", "answer": "12"}, {"input": "And cd?", "answer": ["345"]}]
