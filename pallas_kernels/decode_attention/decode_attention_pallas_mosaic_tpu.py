@@ -1,9 +1,10 @@
-"""Decode attention for TPUs: a grid over rows, KV heads and blocks of slots, with a running softmax in VMEM.
+"""Mosaic TPU kernel of `decode_attention`: a grid over sequences, KV heads and blocks of slots, with a running softmax
+in VMEM.
 
-How many blocks of a head hold something alive is known to the grid before it starts: blocks beyond are not fetched (their index
-is that of the last live one, and a block that stays is not fetched again).
+The number of blocks with live slots per head is known before the grid starts. Later blocks are not fetched: their index
+is that of the last live block, and the pipeline does not fetch the same block twice in a row.
 
-The compiler keeps arrays whose last dimension is under 128 the other way round, slots along the lanes, which wastes no memory.
+The compiler stores arrays whose last dimension is below 128 transposed, with slots along lanes, which wastes no memory.
 Heads of fewer channels are therefore read as [H, C].
 """
 
@@ -29,14 +30,14 @@ LANES = 128
 def unsupported_reason(
     q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = k.shape[-1]
     if dim % 16 or dim > 256:
         return f"head dim {dim} is not a multiple of 16 up to 256"
     if k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype}"
     if rotation is not None and 2 * rotation.inv_freq.shape[-1] != dim:
-        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; only all can be"
+        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; the kernel only rotates all of them"
     return None
 
 
@@ -52,7 +53,7 @@ def decode_attention(
     interpret: bool = False,
     block: int | None = None,
 ) -> Attended:
-    """Softmax attention of rotated queries over cache slots; see the public function.
+    """Softmax attention over cache slots; see the public function.
 
     Args:
         block: slots read at a time, a multiple of 128, instead of the tuned number.
@@ -65,7 +66,7 @@ def decode_attention(
     block = block or tuned("decode_attention", case, {"block": 1024})["block"]
     block = min(block, -(-slots // LANES) * LANES)
     blocks = pl.cdiv(slots, block)
-    lying = dim % LANES != 0  # slots along the lanes
+    lying = dim % LANES != 0  # slots are along lanes
 
     index = jnp.arange(1, slots + 1, dtype=jnp.int32)
     used = pl.cdiv(jnp.max(jnp.where(weight > 0, index, 0), axis=-1), block).astype(jnp.int32)  # [B, K]
@@ -125,7 +126,7 @@ def decode_attention(
     logsumexp = outs[1].reshape(batch, heads)
     mass = None
     if probs:
-        # Logits of blocks that hold nothing alive were never written.
+        # Logits of blocks without live slots were never written.
         seen = (weight > 0)[:, :, None]
         mass = jnp.mean(jnp.where(seen, jnp.exp(outs[2] - jnp.where(seen, outs[1], 0.0)), 0.0), axis=2)
     return Attended(outs[0].reshape(q.shape), logsumexp, mass)
@@ -160,7 +161,7 @@ def _body(
     def _fold() -> None:
         weight = weight_ref[...]
         slot = j * block + jax.lax.broadcasted_iota(jnp.int32, weight.shape, 1)
-        live = (weight > 0) & (slot < slots)  # beyond the end of the cache a block holds anything
+        live = (weight > 0) & (slot < slots)  # a block's contents after the end of the cache are undefined
         if amplitude is None:
             logits = dot(q_ref[...], k_ref[...], 0 if lying else 1)
         else:
@@ -192,5 +193,5 @@ def _body(
 
 
 def _upright(live: Array) -> Array:
-    """A line of marks as a column."""
+    """Return a row of flags as a column."""
     return live.astype(jnp.float32).reshape(-1, 1) > 0

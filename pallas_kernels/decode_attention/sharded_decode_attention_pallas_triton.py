@@ -1,6 +1,6 @@
-"""Attention over divided heads for GPUs, as a Triton kernel: the parts of all caches in one grid.
+"""Triton kernel of `sharded_decode_attention`: the parts of all caches in one grid.
 
-What a program does is what it does in `decode_attention`; which cache, head and part it is for, it finds by its number.
+Every program does the work of a program of `decode_attention`. It derives its cache, head and part from its index.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from . import decode_attention_pallas_triton as undivided
 from .types import CacheShard
 
 PROGRAMS = 512
-"""At most, so that all are on the device at once."""
+"""Maximum number of programs, so that all run on the device at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Programs of one cache: for each row and head of it some, which have a part of its slots each.
+    """The programs of one cache: one per sequence, head and part of its slots.
 
     Attributes:
-        heads: of the layer, that it has.
-        rows, layer_heads: of the layer.
-        slots: its capacity.
-        parts: of a head.
-        begin: the first program.
+        heads: KV heads of the layer that are in this cache.
+        rows, layer_heads: sequences and KV heads of the layer.
+        slots: capacity of the cache.
+        parts: parts per head.
+        begin: index of the first program.
     """
 
     heads: tuple[int, ...]
@@ -44,31 +44,35 @@ class Share:
 
     @property
     def end(self) -> int:
-        """The program after the last."""
+        """The index after the last program."""
         return self.begin + self.rows * len(self.heads) * self.parts
 
     def here(self, program: Any) -> tuple[Any, Any]:
-        """Row and head of the cache, as one number, and part, of a program; some that exist if the program is another cache's."""
+        """Return a program's index of (sequence, head) in the cache, and its part. They are clipped for other caches'
+        programs.
+        """
         number = jax.lax.clamp(0, program - self.begin, self.end - self.begin - 1)
         return number // self.parts, number % self.parts
 
     def row(self, program: Any) -> Any:
-        """The program's row."""
+        """Return a program's sequence."""
         return self.here(program)[0] // len(self.heads)
 
     def asking(self, program: Any) -> Any:
-        """Its row and head of the layer, as one number."""
+        """Return a program's index of (sequence, head) in the layer."""
         place = self.here(program)[0] % len(self.heads)
         return self.row(program) * self.layer_heads + head_at(place, self.heads)
 
     def of_layer(self, number: Any) -> Any:
-        """Row and head of the cache where they are this row and head of the layer; some that exist if the cache has not that head."""
+        """Return the cache's index of (sequence, head), given that of the layer. It is clipped if the cache does not
+        have the head.
+        """
         row, head = number // self.layer_heads, number % self.layer_heads
         return jax.lax.min(row * len(self.heads) + place_among(head, self.heads), self.rows * len(self.heads) - 1)
 
 
 def unsupported_reason(q: Array | DeferredRope, caches: Sequence[CacheShard], **_: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     group = parts_of(q)[0].shape[1] // sum(len(held.heads) for held in caches)
     for held in caches:
         if reason := undivided.unserved(group, held.k, None):
@@ -84,12 +88,13 @@ def sharded_decode_attention(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Float[Array, "B N H"]:
-    """Attention of each head over its cache; see the public function.
+    """Attend with each head over its cache; see the public function.
 
     Args:
-        sizes: `block` slots read at a time, blocks of a `part`, `warps` and `stages` of each program, instead of the usual ones.
+        sizes: `block` (slots read at a time), `part` (blocks per program), `warps` and `stages`, instead of the default
+            sizes.
     """
-    # What does not fit at once then waits for its turn with short parts.
+    # Longest cache first: programs that do not fit on the device at once then have short parts.
     caches = sorted(caches, key=lambda held: -held.k.shape[2])
     arrays = [(held.k, held.v, held.weight) for held in caches]
     sizes = sizes or _sizes([held.k for held in caches])
@@ -98,7 +103,7 @@ def sharded_decode_attention(
 
 
 def _sizes(keys: Sequence[Array]) -> dict[str, int]:
-    """Parts of as few blocks as there are programs for; of two halves if one would do."""
+    """Return sizes for about `PROGRAMS` programs at most. A part of one block is split into two halves."""
     dim, dtype = keys[0].shape[-1], keys[0].dtype
     block = undivided.block_size(min(k.shape[2] for k in keys), dim, dtype)
     blocks = sum(k.shape[0] * k.shape[1] * -(-k.shape[2] // block) for k in keys)
@@ -121,7 +126,7 @@ def _attend(
     warps: int,
     stages: int,
 ) -> Float[Array, "B N H"]:
-    """The kernels, traced and lowered once for all layers of one shape."""
+    """Call the kernels. They are traced and lowered once for all layers of one shape."""
     unturned, *tables = parts_of(q)
     batch, count, dim = unturned.shape
     kv_heads = sum(map(len, heads))
@@ -141,7 +146,7 @@ def _attend(
             pl.BlockSpec((None, slots), lambda p, share=share: (share.here(p)[0], 0)),
             *(pl.BlockSpec((1, dim // 2), lambda p, share=share: (share.row(p), 0)) for _ in tables),
         ]
-        for rest in ((dim,), (), ()):  # values, the largest logit, and the sum of exponentials
+        for rest in ((dim,), (), ()):  # values, largest logit, sum of exponentials
             nothing = (0,) * len(rest)
             shapes.append(jax.ShapeDtypeStruct((batch * len(mine), share.parts, group, *rest), jnp.float32))
             of_part = pl.BlockSpec(
