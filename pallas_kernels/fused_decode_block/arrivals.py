@@ -1,6 +1,6 @@
-"""What programs of the Hopper kernel read before each product, by their threads, in Mosaic's dialect.
+"""Loads of the Hopper kernel's inputs, norms and scales from global memory by threads, in Mosaic's MLIR dialect.
 
-Not by the copy engine, which would come to it only after all weights that have been ordered.
+They do not use the TMA, which would process them after all copies of weights that were issued before.
 """
 
 import math
@@ -38,15 +38,15 @@ from .threads import (
 
 
 class Piece(NamedTuple):
-    """Columns of an array in global memory, and where they go in shared memory.
+    """Columns of an array in global memory, and their destination in shared memory.
 
     Attributes:
-        source: [B, _], or [_] for the same in each row.
-        first: the first column.
-        out: [rows, _], or [_] for a single row; from its first column on.
-        columns: how many.
-        rows: how many.
-        factor: what numbers of float32 are multiplied by.
+        source: [B, _], or [_] for the same values in every row.
+        first: first column of the source.
+        out: [rows, _], or [_] for a single row. It is written from its first column on.
+        columns: number of columns.
+        rows: number of rows.
+        factor: factor on float32 values.
     """
 
     source: Any
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 def _steps(piece: Piece) -> Iterator[tuple[Any, Any, Any]]:
-    """A thread's places in a piece, as row and column, and whether there is such a place."""
+    """Yield a thread's elements of a piece: row, column, and whether the element exists."""
     own, size = thread(), piece.columns * piece.rows
     for start in range(0, size, 128):
         at = arith.addi(own, int_of(start))
@@ -71,7 +71,7 @@ def _read_count(pieces: Sequence[Piece]) -> int:
 
 
 def read(pieces: Sequence[Piece]) -> Array:
-    """Begin to read all of these; `write` waits for them."""
+    """Issue the loads of all pieces; `write` waits for them."""
     count = _read_count(pieces)
 
     @inline(*(kind for _ in pieces for kind in (REF, SCALAR)), returns=kind_of(count))
@@ -91,7 +91,7 @@ def read(pieces: Sequence[Piece]) -> Array:
 
 
 def write(words: Array, pieces: Sequence[Piece]) -> None:
-    """Put what `read` returned where it goes."""
+    """Store what `read` returned in shared memory."""
 
     @inline(words_of(_read_count(pieces)), *(REF for _ in pieces))
     def _write(_: Any, words: Any, *outs: Any) -> None:
@@ -113,14 +113,15 @@ def write(words: Array, pieces: Sequence[Piece]) -> None:
 
 
 class Inputs(NamedTuple):
-    """How inputs [B, size] of a product lie in shared memory, [chunks, B s, chunk].
+    """Layout of a matmul's inputs [B, size] in shared memory, [chunks, B s, chunk].
 
     Attributes:
-        transforms: of that array.
+        transforms: tiling and swizzle of that array.
         rows: B.
-        parts: s, of a row.
-        chunk: inputs of a part that are multiplied at a time.
-        beside: whether parts of a chunk are beside each other in a row, as for weights in 4 bits; else a part's chunks are.
+        parts: s, parts of a row.
+        chunk: inputs per part that are multiplied at a time.
+        beside: True if the s parts of a chunk are adjacent in a row of inputs, as for 4-bit weights. False if the
+            chunks of a part are.
     """
 
     transforms: Any
@@ -130,18 +131,18 @@ class Inputs(NamedTuple):
     beside: bool
 
     def steps(self, chunks: int) -> int:
-        """Steps in which 128 threads bring 16 bytes each."""
+        """Return the number of steps in which 128 threads load 16 bytes each."""
         return chunks * self.rows * self.parts * self.chunk // 8 // 128
 
     def place(self, step: int) -> tuple[int, Any, Any]:
-        """The chunk, its row and the piece of that row that a thread brings in a step."""
+        """Return a thread's element of a step: the chunk, the row of the chunk, and the 16-byte piece of that row."""
         each, pieces = self.chunk // 8, self.rows * self.parts * self.chunk // 8
         part, first = divmod(128 * step, pieces)
         at = arith.addi(thread(), int_of(first))
         return part, arith.divui(at, int_of(each)), arith.remui(at, int_of(each))
 
     def number(self, size: int, part: int, row: Any, piece: Any) -> Any:
-        """Which of all inputs is the first of a piece."""
+        """Return the index, among all inputs, of the first input of a piece."""
         if self.beside:
             of_row = arith.muli(arith.divui(row, int_of(self.parts)), int_of(size))
             line = arith.addi(arith.remui(row, int_of(self.parts)), int_of(part * self.parts))
@@ -151,7 +152,7 @@ class Inputs(NamedTuple):
         return arith.addi(arith.addi(of_row, of_part), arith.muli(piece, int_of(8)))
 
     def offset(self, part: int, row: Any, piece: Any) -> Any:
-        """Where a piece goes in shared memory: into tiles of eight rows of 128 bytes, in which pieces are interleaved."""
+        """Return a piece's byte offset in shared memory, which has swizzled tiles of eight rows of 128 bytes."""
         inside, tiles = arith.remui(row, int_of(8)), int_of(self.chunk // 64)
         tile = arith.addi(arith.muli(arith.divui(row, int_of(8)), tiles), arith.divui(piece, int_of(8)))
         within = arith.muli(arith.xori(arith.remui(piece, int_of(8)), inside), int_of(16))
@@ -161,7 +162,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(source: Any, how: Inputs, steps: range) -> Array:
-    """Begin to read inputs from global memory, whatever shape they are told in; `write_inputs` waits for them."""
+    """Issue the loads of inputs from global memory, which can have any shape; `write_inputs` waits for them."""
     size = math.prod(source.shape) // how.rows
 
     @inline(REF, returns=kind_of(4 * len(steps)))
@@ -176,10 +177,15 @@ def read_inputs(source: Any, how: Inputs, steps: range) -> Array:
 
 
 def write_inputs(words: Array, out: Any, how: Inputs, steps: range, sums: Any = None) -> None:
-    """Put what `read_inputs` returned where it goes.
+    """Store what `read_inputs` returned in shared memory.
 
     Args:
-        sums: [chunks, B s chunk / 32] in shared memory, for sums of 32 inputs side by side, if they are asked for.
+        words: what `read_inputs` returned.
+        out: inputs in shared memory.
+        how: their layout.
+        steps: the steps that `words` has.
+        sums: [chunks, B s chunk / 32] in shared memory, for the sums of 32 adjacent inputs; None if they are not
+            needed.
     """
     others = () if sums is None else (sums,)
 
@@ -196,9 +202,9 @@ def write_inputs(words: Array, out: Any, how: Inputs, steps: range, sums: Any = 
 
 
 def _write_sum(four: list[Any], place: tuple[int, Any, Any], sums: Any, groups: int) -> None:
-    """The sum of a group of inputs, of which four threads have a piece each."""
+    """Store the sum of one group of inputs. Each of four threads has a piece of the group."""
     part, row, piece = place
-    # Two numbers of bfloat16 to a word.
+    # A word has two bfloat16 values.
     numbers = [bits for word in four for bits in (arith.shli(word, int_of(16)), arith.andi(word, int_of(-65536)))]
     total = sum_over(reduce(arith.addf, [arith.bitcast(ir.F32Type.get(), bits) for bits in numbers]), [1, 2])
     with where(equal(arith.remui(piece, int_of(4)), int_of(0))):
@@ -208,11 +214,11 @@ def _write_sum(four: list[Any], place: tuple[int, Any, Any], sums: Any, groups: 
 
 
 SQUARES = PROGRAMS * 8 // 128
-"""Sums of squares that a thread brings."""
+"""Sums of squares that each thread loads."""
 
 
 def read_squares(source: Any) -> Array:
-    """Begin to read every program's sums of squares [programs, 8]; `write_squares` waits for them."""
+    """Issue the loads of every program's sums of squares [programs, 8]; `write_squares` waits for them."""
 
     @inline(REF, returns=kind_of(SQUARES))
     def _read(_: Any, source: Any) -> Any:
@@ -226,7 +232,7 @@ def read_squares(source: Any) -> Array:
 
 
 def write_squares(words: Array, out: Any) -> None:
-    """Put what `read_squares` returned into shared memory [programs, 8]."""
+    """Store what `read_squares` returned in shared memory, [programs, 8]."""
 
     @inline(words_of(SQUARES), REF)
     def _write(_: Any, words: Any, out: Any) -> None:
