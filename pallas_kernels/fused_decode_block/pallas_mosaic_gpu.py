@@ -1,7 +1,7 @@
 """Mosaic GPU kernel of `fused_decode_block` for Hopper GPUs, with bfloat16, int8 or 4-bit weights.
 
-The kernel is persistent: one program per multiprocessor computes four matmuls, each of which needs all of the previous
-one's results. A program has the same share of the outputs of every matmul. In each program:
+The kernel is persistent: one program per multiprocessor computes its share of the outputs of four matmuls. Each matmul
+needs all results of the previous one. In each program:
 
 - One warp issues the TMA copies of all weights, in order of use, into a ring of slots in shared memory.
 - Two or three consumer warpgroups multiply the slots' weights in alternation, and add residuals and norms.

@@ -11,7 +11,9 @@ PROGRAMS = 128
 """Number of programs, one per multiprocessor. All run at once, since each waits for the others."""
 
 ROWS, HALF = 64, 32
-"""Rows of a matrix that are multiplied at a time, and half of them: a slot holds as many of the gate as of the up projection."""
+"""Rows of a matrix that are multiplied at a time, and half of them. A slot has `HALF` rows of the gate projection and
+`HALF` rows of the up projection.
+"""
 
 WARPGROUPS = {16: 2, 8: 2, 4: 3}
 """Consumer warpgroups, by bits per weight.

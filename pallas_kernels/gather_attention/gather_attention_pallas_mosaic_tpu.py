@@ -1,8 +1,9 @@
-"""Gather attention for TPUs, of whole pages: single rows of a tiled array cannot be copied efficiently.
+"""Mosaic TPU kernel of `gather_attention`, for whole pages. Single rows of a tiled array cannot be copied efficiently.
 
-The grid runs over rows, selecting heads and groups of pages. The cache is an input once for each page of a group, and which page
-that is, the pipeline looks up before each step: it fetches the pages of the next step during this one. Pages after the last one
-with a live slot are not fetched (their index is that of the last one, and a page that stays is not fetched again).
+The grid has sequences, selecting heads and groups of pages. The cache is an input once per page of a group. The
+pipeline looks up each page's index in advance, and fetches the next step's pages during the current step. Pages after
+the last one with a live slot have the index of that page. They are not fetched, since the pipeline does not fetch the
+same block twice in a row.
 """
 
 from functools import partial
@@ -24,28 +25,28 @@ from .pages import slots_meant
 LANES = 128
 
 TOKENS = 256
-"""Slots of a group of pages: enough to read them while the previous ones are computed with."""
+"""Slots per group of pages, enough to hide the copies of one group behind the computation of another."""
 
 PAGES = 8
-"""The most pages of a group."""
+"""Maximum number of pages per group."""
 
 INDICES = 2**17
-"""The most page numbers that scalar memory holds, with room to spare."""
+"""Maximum number of page indices, which must fit into scalar memory with some room left."""
 
 
 def unsupported_reason(
     q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, page: int = 1, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = k.shape[-1]
     if page % 16:
         return f"pages of {page} slots are not a multiple of 16, and single slots cannot be copied"
     if dim % LANES and (dim % 16 or page % LANES):
-        return f"of a head dim of {dim}, pages of {page} slots are not a multiple of {LANES}"
+        return f"pages of {page} slots are not a multiple of {LANES}, as a head dim of {dim} requires"
     if k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype}"
     if index.size > INDICES:
-        return f"{index.size} page numbers are more than {INDICES}, which fit in scalar memory"
+        return f"{index.size} page indices are more than the {INDICES} that fit in scalar memory"
     return None
 
 
@@ -66,14 +67,14 @@ def gather_attention(
     batch, heads, dim = q.shape
     selecting, pages = index.shape[1:]
     group, shared = heads // selecting, selecting // k.shape[1]
-    each = max(1, min(PAGES, TOKENS // page, pages))  # pages of a group
-    lying = dim % LANES != 0  # such arrays lie with their slots along the lanes
+    each = max(1, min(PAGES, TOKENS // page, pages))  # pages per group
+    lying = dim % LANES != 0  # such arrays are stored with slots along lanes
 
     number = jnp.arange(1, pages + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(jnp.any(live.reshape(*index.shape, page), axis=-1), number, 0), axis=-1)  # [B, R]
 
     def nth(i: int) -> pl.BlockSpec:
-        """The nth page of a group."""
+        """Return the block spec of page `i` of each group."""
 
         def at(b: Any, r: Any, j: Any, index: Any, used: Any) -> Any:
             last = jnp.maximum(used[b * selecting + r] - 1, 0)
@@ -155,7 +156,7 @@ def _body(
     def _fold() -> None:
         mark = live_ref[...]
         place = j * each * page + jax.lax.broadcasted_iota(jnp.int32, mark.shape, 1)
-        mark = jnp.where(place < size, mark, 0.0)  # beyond the last page a block holds anything
+        mark = jnp.where(place < size, mark, 0.0)  # a block's contents after the last page are undefined
         live = mark > 0
         logits = jnp.where(live, dot(q_ref[...], group(k_refs), 0 if lying else 1) * scale, MASKED)
         peak = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))

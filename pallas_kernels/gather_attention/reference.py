@@ -1,4 +1,4 @@
-"""Gather attention in plain XLA: the selected slots are copied together and attended to like a small cache; and the copying alone."""
+"""XLA reference: gather the selected slots, then attend to them as to a small cache."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def gather_attention(
 
 
 def fetch_slots(stores: Sequence[Array], index: Array, missing: Array, got: Sequence[Array]) -> list[Array]:
-    """What is missing gathered from each store."""
+    """Gather the missing slots from each store."""
     rows, heads, _ = np.ogrid[: index.shape[0], : index.shape[1], :1]
     heads = heads // (index.shape[1] // stores[0].shape[1])
     return [
