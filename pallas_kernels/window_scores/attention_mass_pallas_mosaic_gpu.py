@@ -1,8 +1,9 @@
-"""Sums of attention on Hopper GPUs, as two kernels in Pallas' Mosaic dialect: the softmax's normalisers first, then the sums.
+"""Mosaic GPU kernels of `attention_mass` for Hopper GPUs: the first computes the softmax normalisers, the second the
+sums.
 
-A warpgroup keeps a tile in shared memory, of queries in the first kernel and of keys in the second, streams tiles of the other past it
-through the bulk copy engine, multiplies them by `wgmma` and adds up in registers. Two such programs share a multiprocessor, so
-that one computes exponentials while the other multiplies. Nothing of the size of queries x tokens is held.
+A warpgroup keeps one tile in shared memory: queries in the first kernel, keys in the second. It streams tiles of the
+other operand through TMA copies, multiplies them by `wgmma` and accumulates in registers. Two such programs share a
+multiprocessor, so that one computes exponentials while the other multiplies. No array of size queries x tokens exists.
 """
 
 import functools
@@ -17,19 +18,19 @@ from ..masking import MASKED
 from ..wgmma import LOG2_E, along_rows, meet, tiled, wgmma_unsupported
 
 TILE = 128
-"""Queries, and tokens, at a time."""
+"""Queries per tile, and tokens per tile."""
 
 STAGES = 2
-"""Tiles under way."""
+"""Tiles in flight."""
 
 NOTHING = 1e30
-"""The normaliser of a query that there is not: it gives nothing to any token."""
+"""Normaliser of padding queries, whose probabilities are then zero."""
 
 
 def unsupported_reason(
     q: Array, k: Array, first: Array, count: Array, *, scale: float, sliding_window: int | None
 ) -> str | None:
-    """Why these kernels do not serve a case, or None if they do."""
+    """Return why these kernels do not support a case, or None if they do."""
     if reason := wgmma_unsupported(q, k):
         return reason
     return None if sliding_window is None else "there is a sliding window"
@@ -45,7 +46,14 @@ def attention_mass(
     scale: float,
     sliding_window: None,
 ) -> Float[Array, "B K T"]:
-    """Sums of attention; see the public function. Traced and lowered once for all layers."""
+    """Compute sums of attention; see the public function. It is traced and lowered once for all layers.
+
+    Args:
+        q, k, scale: as for the public function.
+        first: first slot with a token in each head.
+        count: number of queries per sequence.
+        sliding_window: always None.
+    """
     size, length, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     before = length - size
     place = jnp.arange(length, dtype=jnp.int32)
@@ -63,7 +71,7 @@ def attention_mass(
 def _normalisers(
     q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], first: Int[Array, "B K"], *, before: int, scale: float
 ) -> Float[Array, "B N S"]:
-    """The logarithm to the base of 2 of the sum of each query's powers."""
+    """Return the base-2 log-sum-exp of each query's logits."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, size, heads, dim = q.shape
@@ -128,7 +136,7 @@ def _sums(
     before: int,
     scale: float,
 ) -> Float[Array, "B K T"]:
-    """What all queries of a group together give to each token."""
+    """Return the attention that each token receives from all queries of a group."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, size, heads, dim = q.shape
@@ -145,7 +153,7 @@ def _sums(
         steps = tiles * group
 
         def at(step: Any) -> tuple[Any, Any]:
-            """Query head and first query of a step."""
+            """Return the query head and first query of a step."""
             member = jax.lax.div(step, jnp.maximum(tiles, 1))
             return kv_head * group + member, (begin + step - member * tiles) * TILE
 
@@ -190,7 +198,7 @@ def _sums(
 
 
 def _product(plgpu: Any, a_smem: Any, b_smem: Any) -> Array:
-    """Products of the rows of two tiles, in float32."""
+    """Multiply the rows of two tiles, in float32."""
 
     def multiply(products_ref: Any) -> Array:
         plgpu.wgmma(products_ref, a_smem, b_smem.T)
@@ -200,7 +208,10 @@ def _product(plgpu: Any, a_smem: Any, b_smem: Any) -> Array:
 
 
 def _scratch(plgpu: Any, dtype: Any, dim: int, lines: int) -> list[Any]:
-    """Room for what is kept, what streams past it and the result, and barriers; with `lines` a normaliser per query besides."""
+    """Return the scratch types: the resident tile, the streamed tiles, the result, and barriers.
+
+    With `lines`, there is also one normaliser per streamed query.
+    """
     return [
         plgpu.SMEM((TILE, dim), dtype, transforms=tiled(plgpu)),
         plgpu.SMEM((STAGES, TILE, dim), dtype, transforms=tiled(plgpu)),
