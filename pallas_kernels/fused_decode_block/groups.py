@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
 from .plan import BYTES, GROUPS, LINE, ROWS
-from .threads import REF, float_of, inline, int_of, item, shared, sum_over, warp_and_lane, word
+from .threads import REF, float_of, inline, int_of, item, shared_address, sum_over, warp_and_lane, word
 
 OUTPUTS = ROWS * GROUPS // LINE
 """Number of outputs whose parts are 64 rows."""
@@ -48,20 +48,20 @@ def _words(count: int) -> Any:
 
 def _read(address: Any, offset: int, kind: Any, count: int) -> Any:
     """Load `count` adjacent numbers from shared memory, at an address plus an offset in bytes."""
-    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, int_of(offset)))
+    pointer = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, int_of(offset)))
     registers = ir.VectorType.get((count,), kind)
-    return llvm.load(registers, there, alignment=count * utils.bytewidth(kind))
+    return llvm.load(registers, pointer, alignment=count * utils.bytewidth(kind))
 
 
 def _f32x2(first: Any, second: Any) -> Any:
     return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
 
 
-def take(levels: Any, factors: Any, tile: int) -> Array:
+def take(codes: Any, factors: Any, tile: int) -> Array:
     """Load what a thread needs of 64 rows of weights, and of their scales and minima.
 
     Args:
-        levels: codes of a slot, uint8 [16 * outputs, 64].
+        codes: of a slot, uint8 [16 * outputs, 64].
         factors: scales and, if there are any, minima; float16 [1 or 2, outputs, 64].
         tile: index of the 64 rows in the slot.
     """
@@ -70,34 +70,34 @@ def take(levels: Any, factors: Any, tile: int) -> Array:
     kind = plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=_words(count))
 
     @inline(plgpu.RefType(TILED), REF, returns=kind)
-    def _take(_: Any, levels: Any, factors: Any) -> Any:
+    def _take(_: Any, codes: Any, factors: Any) -> Any:
         warp, lane = warp_and_lane()
         part, across = arith.divui(lane, int_of(4)), arith.remui(lane, int_of(4))
         # Rows 16 warp + part and 16 warp + part + 8 are the same part of two outputs. A thread needs their members 2
         # across, 2 across + 1, and those plus 8.
         row = arith.addi(arith.muli(warp, int_of(2 * BYTES)), arith.muli(across, int_of(2)))
         place = arith.xori(arith.muli(part, int_of(GROUPS)), arith.muli(across, int_of(16)))
-        start = arith.addi(shared(levels), arith.addi(arith.muli(row, int_of(LINE)), place))
+        start = arith.addi(shared_address(codes), arith.addi(arith.muli(row, int_of(LINE)), place))
         registers = [
             _read(start, (tile * OUTPUTS * BYTES + output * BYTES + member) * LINE, word(), 2)
             for output in range(2)
             for member in (0, 1, 8, 9)
         ]
-        line = arith.addi(shared(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
+        line = arith.addi(shared_address(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
         whole = arith.addi(line, arith.muli(part, int_of(2 * GROUPS)))
-        own = arith.addi(whole, arith.muli(across, int_of(4)))
+        own_groups = arith.addi(whole, arith.muli(across, int_of(4)))
         rows = factors.type.shape[1]
         outputs = [2 * LINE * (tile * OUTPUTS + output) for output in range(2)]
         for output in outputs:
             four = _read(whole, output, word(), 4)
             registers += [vector.shuffle(four, four, [first, first + 1]) for first in (0, 2)]
         for which in range(kinds):
-            two = [item(_read(own, which * rows * 2 * LINE + output, word(), 1), 0) for output in outputs]
+            two = [item(_read(own_groups, which * rows * 2 * LINE + output, word(), 1), 0) for output in outputs]
             registers.append(vector.from_elements(ir.VectorType.get((2,), word()), two))
         layout = WGStridedFragLayout((128 * count,), 2)
         return FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=True)
 
-    return _take(levels, factors)
+    return _take(codes, factors)
 
 
 def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tuple[Array, Array]:
@@ -120,18 +120,18 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
 
     @inline(_words(count), *layouts, returns=(kind, kind))
     def _add(_: Any, words: Any, inputs: Any, sums: Any, total: Any, rest: Any) -> Any:
-        held = [item(register, place) for register in words.registers.flat for place in range(2)]
-        levels, scales, factors = held[:16], held[16:24], held[24:]
+        unpacked = [item(register, place) for register in words.registers.flat for place in range(2)]
+        codes, scales, factors = unpacked[:16], unpacked[16:24], unpacked[24:]
         totals = list(total.registers.flat)
         start = _descriptor(inputs)
         at_a_time = max(2 // blocks, 1)
         batches = [range(first, first + at_a_time) for first in range(0, GROUPS, at_a_time)]
-        under_way: list[Any] = []
+        in_flight: list[Any] = []
         for batch in (*batches, None):
             if batch is not None:
-                under_way.append((batch, [_multiply(levels, start, group, columns) for group in batch]))
-            if batch is None or len(under_way) > 1:
-                done, products = under_way.pop(0)
+                in_flight.append((batch, [_multiply(codes, start, group, columns) for group in batch]))
+            if batch is None or len(in_flight) > 1:
+                done, products = in_flight.pop(0)
                 _wait_and_add(done, products, at_a_time if batch is not None else 0, scales, totals)
         rests = list(rest.registers.flat)
         _add_rest(factors, sums, rests, blocks)
@@ -155,21 +155,21 @@ def _descriptor(inputs: Any) -> Any:
         return arith.constant(wide, ir.IntegerAttr.get(wide, value))
 
     *_, tiles, rows, columns = inputs.type.shape
-    start = arith.shrui(arith.andi(shared(inputs), int_of(0x3FFFF)), int_of(4))
+    start = arith.shrui(arith.andi(shared_address(inputs), int_of(0x3FFFF)), int_of(4))
     apart = tiles * rows * columns * 2  # stride between groups of eight rows, in bytes
     # The two highest bits select the swizzle of 128 bytes.
     high = arith.shli(constant(apart >> 4 | 1 << 30), constant(32))
     return arith.ori(arith.extui(wide, start), high)
 
 
-def _multiply(levels: list[Any], start: Any, group: int, columns: int) -> list[Any]:
+def _multiply(codes: list[Any], start: Any, group: int, columns: int) -> list[Any]:
     """Issue the `wgmma`s of one group, for codes + `OFFSET`. Their results are valid after a wait."""
     integer, wide = word(), ir.IntegerType.get_signless(64)
     of_group, byte = divmod(group, 4)
     pairs = []  # by eight members, then by output
     for members in range(2):
         for output in range(2):
-            first, second = (levels[2 * (4 * output + 2 * members + i) + of_group] for i in range(2))
+            first, second = (codes[2 * (4 * output + 2 * members + i) + of_group] for i in range(2))
             chosen = int_of(0x5410 if byte < 2 else 0x7632)
             pairs.append(llvm.inline_asm(integer, [first, second, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
     numbers = []
@@ -236,7 +236,7 @@ def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> N
     The factor of a sum is the group's minimum, less its scale times `OFFSET` (and `CENTRE`, if there are no minima).
     """
     _, lane = warp_and_lane()
-    start = arith.addi(shared(sums), arith.muli(lane, int_of(8)))
+    start = arith.addi(shared_address(sums), arith.muli(lane, int_of(8)))
     inputs = [_read(start, 4 * 8 * GROUPS * block, ir.F32Type.get(), 2) for block in range(blocks)]
     of_level = float_of(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
     for output in range(2):

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ..wgmma import load_all
 from .levels import row_of
 from .plan import HALF, PROGRAMS
-from .threads import REF, SCALAR, equal, float_of, inline, int_of, item, places, sum_over, warp_and_lane, where
+from .threads import REF, SCALAR, equal, float_of, if_then, indices, inline, int_of, item, sum_over, warp_and_lane
 
 
 def load(ref: Any, layout: Any) -> Array:
@@ -73,12 +73,12 @@ def add_diagonals(
                 at = arith.addi(at, arith.muli(which, int_of(second)))
             one = arith.andi(equal(part, int_of(0)), equal(arith.remui(first, int_of(parts)), int_of(0)))
             array = (which,) if apart else ()
-            with where(one):
+            with if_then(one):
                 if of_rows:
-                    total = arith.mulf(total, memref.load(factors[0], places(token)))
+                    total = arith.mulf(total, memref.load(factors[0], indices(token)))
                 if of_outputs:
-                    total = arith.mulf(total, memref.load(factors[-1], places(*array, at)))
-                memref.store(total, out, places(*array, token, at))
+                    total = arith.mulf(total, memref.load(factors[-1], indices(*array, at)))
+                memref.store(total, out, indices(*array, token, at))
                 scf.yield_([])
 
     _write(products, column, out, *factors)
@@ -96,12 +96,12 @@ def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
             row = arith.addi(arith.muli(warp, int_of(2)), int_of(i))
             total = float_of(0.0)
             for first in range(0, PROGRAMS, 32):
-                total = arith.addf(total, memref.load(squares, places(arith.addi(lane, int_of(first)), row)))
+                total = arith.addf(total, memref.load(squares, indices(arith.addi(lane, int_of(first)), row)))
             mean = arith.mulf(sum_over(total, [1, 2, 4, 8, 16]), float_of(1 / depth))
             f32 = ir.F32Type.get()
             root: Any = llvm.inline_asm(f32, [arith.addf(mean, float_of(eps))], "rsqrt.approx.f32 $0, $1;", "=f,f")
-            with where(equal(lane, int_of(0))):
-                memref.store(root, out, places(row))
+            with if_then(equal(lane, int_of(0))):
+                memref.store(root, out, indices(row))
                 scf.yield_([])
         utils.warpgroup_barrier()
 

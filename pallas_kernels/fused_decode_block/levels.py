@@ -18,7 +18,7 @@ from jaxtyping import Array
 from .plan import ROWS
 from .threads import float_of, inline, int_of, item, warp_and_lane
 
-LEVELS = 64.0
+DIVISOR = 64.0
 """Codes are divided by this before they are multiplied. Scales are multiplied by it."""
 
 
@@ -43,8 +43,8 @@ def _four(pointer: Any, offset: int) -> Any:
     return llvm.load(kind, _further(pointer, offset), alignment=16)
 
 
-def load_levels(ref: Any, transforms: Any) -> Array:
-    """Load int8 codes [64, k] from shared memory, four per word, as `multiply_levels` expects them.
+def load_codes(ref: Any, transforms: Any) -> Array:
+    """Load int8 codes [64, k] from shared memory, four per word, as `multiply_codes` expects them.
 
     A thread loads 16 codes at once. The 16 inputs that one `mma` adds can be any, if codes and inputs agree. Threads
     therefore need not exchange codes.
@@ -72,10 +72,10 @@ def load_levels(ref: Any, transforms: Any) -> Array:
     return _load(ref)
 
 
-def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -> Array:
+def multiply_codes(total: Array, codes: Array, inputs: Any, transforms: Any) -> Array:
     """Return `total` [64, n] plus the products of codes with inputs [n, k] in shared memory.
 
-    Codes come from `load_levels` and are divided by `LEVELS`. Every 8 rows are in the order of `row_of`. Both operands
+    Codes come from `load_codes` and are divided by `DIVISOR`. Every 8 rows are in the order of `row_of`. Both operands
     of the `mma` are in registers. Warps do not wait for each other, so that the assembler can interleave loads,
     conversions and multiplications.
     """
@@ -86,7 +86,7 @@ def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -
     chains = max(4 // blocks, 1)  # independent accumulators, to overlap dependent additions
 
     @inline(plgpu.Layout.WGMMA, layout, plgpu.RefType(transforms), returns=kind)
-    def _multiply(_: Any, total: Any, levels: Any, inputs: Any) -> Any:
+    def _multiply(_: Any, total: Any, codes: Any, inputs: Any) -> Any:
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         _, lane = warp_and_lane()
         row, quarter = arith.divui(lane, int_of(4)), arith.remui(lane, int_of(4))
@@ -109,7 +109,7 @@ def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -
             for step in range(4):
                 halves = []
                 for half in range(2):
-                    word = item(levels.registers[2 * part + half], step)
+                    word = item(codes.registers[2 * part + half], step)
                     pairs: Any = llvm.inline_asm(two, [word], _CONVERT, "=r,=r,r")
                     halves.append([llvm.extractvalue(i32, pairs, [i]) for i in range(2)])
                 first = [halves[half][i] for i in range(2) for half in range(2)]
@@ -130,7 +130,7 @@ def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -
             registers.flat[i] = vector.from_elements(pair, added)
         return FragmentedArray(_registers=registers, _layout=WGMMA_LAYOUT, _is_signed=None)
 
-    return _multiply(total, levels, inputs)
+    return _multiply(total, codes, inputs)
 
 
 _CONVERT = """{
@@ -143,7 +143,7 @@ _CONVERT = """{
     fma.rn.bf16x2 $0, low, scale, less;
     fma.rn.bf16x2 $1, high, scale, less;
 }"""
-"""Convert four codes to two pairs of bfloat16 values, divided by `LEVELS`.
+"""Convert four codes to two pairs of bfloat16 values, divided by `DIVISOR`.
 
 A bfloat16 value with only its eight lowest bits set is the number in these bits times 2^-133, subnormal or not. Here
 the number is code + 128. Times 2^127, minus 2, this is exactly code / 64.

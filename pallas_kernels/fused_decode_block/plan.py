@@ -139,13 +139,13 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
     for name, size in {"width": width, "MLP": wide, "queries": heads[0], "keys": heads[1]}.items():
         if size % PROGRAMS:
             return f"{name} of {size} is not a multiple of {PROGRAMS}"
-    own, own_wide, q, k = (size // PROGRAMS for size in (width, wide, *heads))
-    if own * parts % ROWS or own_wide * parts % HALF or q * parts % ROWS or k < 8 or k * parts not in (16, 32, 64):
-        return f"{own}, {own_wide}, {q} and {k} outputs per program in {parts} parts are not whole blocks"
-    if bits == 4 and own_wide * parts % ROWS:
-        return f"{own_wide} outputs per program in {parts} parts are not whole blocks of 4-bit weights"
-    if max(own, q) > 64 or k > 64:
-        return f"{own}, {own_wide}, {q} and {k} outputs per program are too many"
+    narrow, share_wide, q, k = (size // PROGRAMS for size in (width, wide, *heads))
+    if narrow * parts % ROWS or share_wide * parts % HALF or q * parts % ROWS or k < 8 or k * parts not in (16, 32, 64):
+        return f"{narrow}, {share_wide}, {q} and {k} outputs per program in {parts} parts are not whole blocks"
+    if bits == 4 and share_wide * parts % ROWS:
+        return f"{share_wide} outputs per program in {parts} parts are not whole blocks of 4-bit weights"
+    if max(narrow, q) > 64 or k > 64:
+        return f"{narrow}, {share_wide}, {q} and {k} outputs per program are too many"
     chunks = [chunk for chunk in CHUNKS[bits] if not any(size % (parts * chunk) for size in (attended, width, wide))]
     if not chunks:
         return f"{attended}, {width} and {wide} inputs in {parts} parts are not multiples of {CHUNKS[bits][-1]}"
@@ -155,13 +155,13 @@ def plan(rows: int, attended: int, width: int, wide: int, heads: tuple[int, int]
         for inputs in (max(short, long), short + short % 2)[: 1 if bits == 4 else 2]:
             groups = WARPGROUPS[bits]
             ahead = min(slots if bits == 4 else 8 * slots * SLOT // (bits * chunk), BARRIERS // groups)
-            found = Plan(rows, parts, own, own_wide, (q, k), chunk, ahead, inputs, bits, groups, most)
-            if _bytes(found) <= SHARED and (inputs >= long or _turns(found, attended, width)):
+            found = Plan(rows, parts, narrow, share_wide, (q, k), chunk, ahead, inputs, bits, groups, most)
+            if _bytes(found) <= SHARED and (inputs >= long or _fits_in_phases(found, attended, width)):
                 return found
     return f"{rows} rows of {max(attended, width, wide)} inputs do not fit into shared memory"
 
 
-def _turns(plan: Plan, attended: int, width: int) -> bool:
+def _fits_in_phases(plan: Plan, attended: int, width: int) -> bool:
     """Return whether inputs that do not fit at once can be loaded in phases.
 
     This requires a single block, in which each warpgroup has its own chunks.

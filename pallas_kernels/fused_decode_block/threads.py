@@ -33,9 +33,9 @@ def float_of(value: float) -> Any:
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 
-def places(*indices: Any) -> list[Any]:
+def indices(*values: Any) -> list[Any]:
     """Return indices of an array in memory."""
-    return [arith.index_cast(ir.IndexType.get(), int_of(at) if isinstance(at, int) else at) for at in indices]
+    return [arith.index_cast(ir.IndexType.get(), int_of(at) if isinstance(at, int) else at) for at in values]
 
 
 def equal(a: Any, b: Any) -> Any:
@@ -53,19 +53,19 @@ def item(vector_register: Any, place: int) -> Any:
     return vector.extract(vector_register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place]))
 
 
-def where(condition: Any) -> Any:
+def if_then(condition: Any) -> Any:
     """Return the insertion point of a branch, whose code must end with `scf.yield_([])`."""
     return ir.InsertionPoint(scf.IfOp(condition).then_block)
 
 
-def thread() -> Any:
+def thread_index() -> Any:
     """Return the thread's index in its warpgroup."""
     return arith.remui(utils.thread_idx(), int_of(128))
 
 
 def warp_and_lane() -> tuple[Any, Any]:
     """Return the thread's warp in its warpgroup, and its lane in the warp."""
-    return arith.divui(thread(), int_of(32)), arith.remui(thread(), int_of(32))
+    return arith.divui(thread_index(), int_of(32)), arith.remui(thread_index(), int_of(32))
 
 
 def sum_over(value: Any, distances: list[int]) -> Any:
@@ -75,7 +75,7 @@ def sum_over(value: Any, distances: list[int]) -> Any:
     return value
 
 
-def words_of(count: int) -> Any:
+def words_layout(count: int) -> Any:
     """Return the layout of an array with `count` words per thread, in vectors of four."""
     return plgpu.Layout.WG_STRIDED((128 * count,), vec_size=4)
 
@@ -85,22 +85,22 @@ def word() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
-def told(words: Sequence[Any]) -> Any:
+def pack_words(words: Sequence[Any]) -> Any:
     """Return the words of each thread, a multiple of four, as an array."""
     four = ir.VectorType.get((4,), word())
     registers = [vector.from_elements(four, list(words[i : i + 4])) for i in range(0, len(words), 4)]
-    layout = words_of(len(words)).to_mgpu()
+    layout = words_layout(len(words)).to_mgpu()
     return FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=True)
 
 
-def held_by(words: Any) -> list[Any]:
-    """Return each thread's words of an array made by `told`."""
+def unpack_words(words: Any) -> list[Any]:
+    """Return each thread's words of an array made by `pack_words`."""
     return [item(register, place) for register in words.registers.flat for place in range(4)]
 
 
-def kind_of(count: int) -> Any:
+def words_type(count: int) -> Any:
     """Return the type of an array with `count` words per thread, as a return type of `inline`."""
-    return plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=words_of(count))
+    return plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=words_layout(count))
 
 
 def address_of(ref: Any, offset: Any = None) -> Any:
@@ -124,12 +124,12 @@ def load_words(address: Any, kind: str) -> list[Any]:
     return [llvm.extractvalue(word(), four, [i]) for i in range(4)]
 
 
-def shared(ref: Any) -> Any:
+def shared_address(ref: Any) -> Any:
     """Return the address of an array in shared memory."""
     return llvm.ptrtoint(word(), utils.memref_ptr(ref))
 
 
 def store_four(words: list[Any], ref: Any, offset: Any) -> None:
     """Store four words in an array in shared memory, at an offset in bytes."""
-    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(shared(ref), offset))
+    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(shared_address(ref), offset))
     llvm.store(vector.from_elements(ir.VectorType.get((4,), word()), words), there, alignment=16)

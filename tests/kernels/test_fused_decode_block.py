@@ -184,8 +184,8 @@ def test_parts_of_weights_in_groups(rows):
     [
         ({"rows": 3}, "3 rows"),
         ({"width": 4095}, "width of 4095"),
-        ({"heads": (4096, 512)}, "shares of 32, 112, 32 and 4 outputs"),
-        ({"wide": 11008}, "shares of 32, 86, 32 and 8 outputs"),
+        ({"heads": (4096, 512)}, "32, 112, 32 and 4 outputs per program"),
+        ({"wide": 11008}, "32, 86, 32 and 8 outputs per program"),
         ({"rows": 8, "attended": 8192, "width": 8192, "wide": 28672, "heads": (8192, 1024)}, "do not fit"),
     ],
 )
