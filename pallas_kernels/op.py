@@ -137,8 +137,8 @@ class Op:
         reasons = []
         for name in names:
             module = self._module(name)
-            told = getattr(module, f"{self.name}_unsupported_reason", None) or module.unsupported_reason
-            if not (reason := told(*args, **options)):
+            unsupported_reason = getattr(module, f"{self.name}_unsupported_reason", None) or module.unsupported_reason
+            if not (reason := unsupported_reason(*args, **options)):
                 return name, None
             reasons.append(reason if len(names) == 1 else f"{name}: {reason}")
         return None, "; ".join(reasons) or f"there is no {platform} kernel"

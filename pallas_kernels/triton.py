@@ -72,7 +72,7 @@ def entry(x: Array | jax.ShapeDtypeStruct, each: int = 1) -> pl.BlockSpec:
     return pl.BlockSpec((None, *x.shape[1:]), at)
 
 
-def turned_heads(ref: Any, *tables: Any) -> Array:
+def rotated_heads(ref: Any, *tables: Any) -> Array:
     """Load heads [R, H], and rotate them in float32 if cosines and sines [1, H/2] are given.
 
     The other half of each channel pair is loaded separately, since Triton cannot concatenate the two halves.

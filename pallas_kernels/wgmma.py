@@ -35,7 +35,7 @@ def along_rows(plgpu: Any, rows: int, fill: float) -> Array:
     return plgpu.layout_cast(jnp.full((rows,), fill, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
-def meet(plgpu: Any, barrier: Any) -> None:
+def sync_warps(plgpu: Any, barrier: Any) -> None:
     """Wait until all warps have read what will be overwritten.
 
     A `wgmma` ends for each warp by itself, and the TMA does not wait for any warp.

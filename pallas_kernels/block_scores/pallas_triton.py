@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 
 
@@ -140,7 +140,7 @@ def _pages_body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
             other=jnp.zeros((), bounds_ref.dtype),
         )
 
-    q = turned_heads(q_ref, *tables)
+    q = rotated_heads(q_ref, *tables)
     zero = jnp.zeros((), q.dtype)
     scores = dot(jnp.minimum(q, zero), bound(0), 1) + dot(jnp.maximum(q, zero), bound(dim), 1)
     row = jnp.arange(group, dtype=jnp.int32)[:, None]
@@ -162,7 +162,7 @@ def _centroids_body(q_ref: Any, *refs: Any, block: int) -> None:
         mask=jnp.broadcast_to(there[:, None], (block, dim)),
         other=0.0,
     )
-    q = turned_heads(q_ref, *tables).astype(jnp.float32)
+    q = rotated_heads(q_ref, *tables).astype(jnp.float32)
     row = jnp.arange(group, dtype=jnp.int32)
     for head in range(group):
         one = jnp.sum(jnp.where((row == head)[:, None], q, 0.0), axis=0)
@@ -219,7 +219,7 @@ def _widen_body(key_ref: Any, *refs: Any, page: int) -> None:
     dim, pos = key_ref.shape[1], pos_ref[0]
     number, first = pos // page, pos % page == 0
     low_ref, high_ref = (bounds_ref.at[pl.ds(number, 1), pl.ds(begin, dim)] for begin in (0, dim))
-    key = turned_heads(key_ref, *tables).astype(bounds_ref.dtype)
+    key = rotated_heads(key_ref, *tables).astype(bounds_ref.dtype)
 
     @pl.when(number < bounds_ref.shape[0])
     def _widen() -> None:

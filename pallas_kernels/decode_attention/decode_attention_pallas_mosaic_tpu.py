@@ -66,7 +66,7 @@ def decode_attention(
     block = block or tuned("decode_attention", case, {"block": 1024})["block"]
     block = min(block, -(-slots // LANES) * LANES)
     blocks = pl.cdiv(slots, block)
-    lying = dim % LANES != 0  # slots are along lanes
+    transposed = dim % LANES != 0  # slots are along lanes
 
     index = jnp.arange(1, slots + 1, dtype=jnp.int32)
     used = pl.cdiv(jnp.max(jnp.where(weight > 0, index, 0), axis=-1), block).astype(jnp.int32)  # [B, K]
@@ -76,7 +76,7 @@ def decode_attention(
 
     whole = pl.BlockSpec((None, None, group, dim), lambda b, h, j, used: (b, h, 0, 0))
     line = pl.BlockSpec((None, None, 1, block), lambda b, h, j, used: (b, h, 0, at(b, h, j, used)))
-    if lying:
+    if transposed:
         k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
         tile = pl.BlockSpec((None, None, dim, block), lambda b, h, j, used: (b, h, 0, at(b, h, j, used)))
     else:
@@ -101,7 +101,7 @@ def decode_attention(
             _body,
             scale=scale,
             slots=slots,
-            lying=lying,
+            transposed=transposed,
             amplitude=None if rotation is None else rotation.amplitude,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -141,11 +141,11 @@ def _body(
     *refs: Any,
     scale: float,
     slots: int,
-    lying: bool,
+    transposed: bool,
     amplitude: float | None,
 ) -> None:
-    turn_refs: Any = refs[:2] if amplitude is not None else ()
-    rest = refs[len(turn_refs) :]
+    rotation_refs: Any = refs[:2] if amplitude is not None else ()
+    rest = refs[len(rotation_refs) :]
     out_ref, lse_ref, *logit_refs = rest[:-3]
     acc_ref, top_ref, total_ref = rest[-3:]
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -163,15 +163,15 @@ def _body(
         slot = j * block + jax.lax.broadcasted_iota(jnp.int32, weight.shape, 1)
         live = (weight > 0) & (slot < slots)  # a block's contents after the end of the cache are undefined
         if amplitude is None:
-            logits = dot(q_ref[...], k_ref[...], 0 if lying else 1)
+            logits = dot(q_ref[...], k_ref[...], 0 if transposed else 1)
         else:
             half = q_ref.shape[-1] // 2
-            keys = k_ref[...] if lying else k_ref[...].T
-            angle = turn_refs[1][...] * turn_refs[0][...].astype(jnp.float32)
+            keys = k_ref[...] if transposed else k_ref[...].T
+            angle = rotation_refs[1][...] * rotation_refs[0][...].astype(jnp.float32)
             cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
             a, b = keys[:half].astype(jnp.float32), keys[half:].astype(jnp.float32)
-            turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=0).astype(k_ref.dtype)
-            logits = dot(q_ref[...], turned, 0)
+            rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=0).astype(k_ref.dtype)
+            logits = dot(q_ref[...], rotated, 0)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
             logit_ref[...] = logits
@@ -179,9 +179,9 @@ def _body(
         shrink = jnp.exp(top_ref[...] - peak)
         share = jnp.where(live, jnp.exp(logits - peak), 0.0)
         values = v_ref[...]
-        alive = live if lying else _upright(live)
+        alive = live if transposed else _as_column(live)
         values = jnp.where(alive, values, jnp.zeros((), values.dtype))
-        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if lying else 0)
+        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if transposed else 0)
         top_ref[...] = peak
         total_ref[...] = total_ref[...] * shrink + jnp.sum(share, axis=1, keepdims=True)
 
@@ -192,6 +192,6 @@ def _body(
         lse_ref[...] = jnp.where(total > 0, top_ref[...] + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
 
 
-def _upright(live: Array) -> Array:
+def _as_column(live: Array) -> Array:
     """Return a row of flags as a column."""
     return live.astype(jnp.float32).reshape(-1, 1) > 0

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 from .types import Attended, Rotation
 
-Turning = Literal["all", "queries", "nothing"]
+Rotated = Literal["all", "queries", "nothing"]
 """Which inputs the kernel rotates."""
 
 LOOK = 1024
@@ -31,10 +31,10 @@ def unsupported_reason(
     q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
 ) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
-    return unserved(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
+    return unsupported(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
 
 
-def unserved(group: int, k: Array, rotation: Rotation | None) -> str | None:
+def unsupported(group: int, k: Array, rotation: Rotation | None) -> str | None:
     """Return why the kernel does not support such keys with `group` query heads per KV head, or None if it does."""
     dim, slots = k.shape[-1], k.shape[-2]
     if reason := triton_unsupported(dim=dim, group=group):
@@ -88,8 +88,8 @@ def _attend(
     stages: int,
 ) -> Attended:
     """Call the kernels. They are traced and lowered once for all layers of one shape."""
-    unturned, *_ = parts_of(q)
-    batch, heads, dim = unturned.shape
+    unrotated, *_ = parts_of(q)
+    batch, heads, dim = unrotated.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
     part = -(-slots // (splits * block)) * block
@@ -97,7 +97,7 @@ def _attend(
 
     fold = batch * kv_heads
     inputs = [
-        unturned.reshape(fold, group, dim),
+        unrotated.reshape(fold, group, dim),
         k.reshape(fold, slots, dim),
         v.reshape(fold, slots, dim),
         weight.reshape(fold, slots),
@@ -129,10 +129,10 @@ def _attend(
         shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
         out_specs.append(entry(shapes[-1]))
 
-    turned: Turning = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
+    rotated: Rotated = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
 
     def body(*refs: Any) -> None:
-        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, turned=turned)
+        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, rotated=rotated)
 
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
     acc, top, total, *logits = triton_call(
@@ -155,7 +155,7 @@ def _attend(
             pl.BlockSpec((None, 1), lambda h, g: (h, g)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((fold, group, dim), unturned.dtype),
+            jax.ShapeDtypeStruct((fold, group, dim), unrotated.dtype),
             jax.ShapeDtypeStruct((fold, group), jnp.float32),
         ],
         warps=4,
@@ -169,7 +169,7 @@ def _attend(
         seen = (weight.reshape(fold, 1, slots) > 0) & (logsumexp > MASKED)[..., None]
         mass = jnp.mean(jnp.where(seen, jnp.exp(logits[0] - logsumexp[..., None]), 0.0), axis=1)
         mass = mass.reshape(weight.shape)
-    return Attended(out.reshape(unturned.shape), logsumexp.reshape(batch, heads), mass)
+    return Attended(out.reshape(unrotated.shape), logsumexp.reshape(batch, heads), mass)
 
 
 def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:
@@ -198,7 +198,7 @@ def block_size(slots: int, dim: int, dtype: Any) -> int:
     return max(16, min(128, *(1 << (size.bit_length() - 1) for size in (in_bytes, slots))))
 
 
-def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[str, int]:
+def _sizes(fold: int, slots: int, dim: int, dtype: Any, rotated: bool) -> dict[str, int]:
     """Return block sizes for `fold` sequences × KV heads.
 
     The default is about 512 programs with at least one block each. A program with a single block reads it as two
@@ -214,7 +214,7 @@ def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[st
     splits = max(1, min(512 // fold, slots // block))
     if slots // splits <= block:
         block = max(16, block // 2)
-    case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": turned}
+    case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": rotated}
     return tuned(
         "decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 2 if block > 64 else 3}
     )
@@ -231,20 +231,20 @@ def attend_part(
     block: int,
     part: int,
     slots: int,
-    turned: Turning,
+    rotated: Rotated,
 ) -> None:
     """Attend over one part of one head: unnormalised values, the largest logit, and the sum of exponentials.
 
     Args:
         q_ref, k_ref, v_ref, weight_ref: queries, keys, values and weights of the head.
-        refs: inputs of the rotation, according to `turned`; then the outputs; then the logits, if requested.
+        refs: inputs of the rotation, according to `rotated`; then the outputs; then the logits, if requested.
         number: index of the part.
         scale: factor on the logits.
         block: slots read at a time.
         part, slots: slots per part, and in total.
         turned: which inputs are rotated.
     """
-    turn_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[turned])], refs[count:]
+    rotation_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[rotated])], refs[count:]
     out_ref, top_ref, total_ref, *logit_refs = rest
     group, dim = q_ref.shape
     begin = number * part
@@ -259,13 +259,13 @@ def attend_part(
         return backend.load(ref.at[*index], mask=mask, other=jnp.zeros((), ref.dtype))
 
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
-    if turned == "all":
-        cos_ref, sin_ref, query_ref, _ = turn_refs
+    if rotated == "all":
+        cos_ref, sin_ref, query_ref, _ = rotation_refs
         at = jnp.clip(query_ref[0], 0, slots - 1)
         first, second = (q_ref[:, half] for half in halves)
         q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
     else:
-        q = turned_heads(q_ref, *turn_refs)
+        q = rotated_heads(q_ref, *rotation_refs)
 
     width = min(LOOK, pl.next_power_of_2(part))
 
@@ -283,8 +283,8 @@ def attend_part(
         span, inside = pl.ds(begin + i * block, block), at < slots
         weight = load(weight_ref, inside, span)
         live = weight > 0
-        if turned == "all":
-            cos_ref, sin_ref, _, place_ref = turn_refs
+        if rotated == "all":
+            cos_ref, sin_ref, _, place_ref = rotation_refs
             angle = (
                 jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
                 jnp.arange(dim // 2, dtype=jnp.int32)[None],

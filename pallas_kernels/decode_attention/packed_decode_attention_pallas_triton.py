@@ -232,13 +232,13 @@ def _attend_part(
         key_scale, key_zero = (
             backend.load(x.at[of_keys, channel]).astype(jnp.float32)[:, None] for x in (k_scale, k_zero)
         )
-        asking = (wide[None] * key_scale).reshape(sharing * group, dim).astype(q.dtype)
+        scaled_queries = (wide[None] * key_scale).reshape(sharing * group, dim).astype(q.dtype)
         added = jnp.sum(wide[None] * key_zero, axis=2)
-        for turn in range(count):
-            slot = first + turn + count * jnp.arange(rows, dtype=jnp.int32)
+        for position in range(count):
+            slot = first + position + count * jnp.arange(rows, dtype=jnp.int32)
             at = within(slot, size)
             live = (slot < stop) & (backend.load(visible_ref.at[at]) > 0)
-            logits = dot(asking, _codes(keys, turn * bits, mask, q.dtype), 1).reshape(sharing, group, rows)
+            logits = dot(scaled_queries, _codes(keys, position * bits, mask, q.dtype), 1).reshape(sharing, group, rows)
             logits = jnp.sum(jnp.where(mine, logits + added[:, :, None], 0.0), axis=0)
             share, shrink, top, total = softmax(logits, live, top, total)
             # Scales of masked slots, which can be NaN, are not read.
@@ -248,7 +248,7 @@ def _attend_part(
                 for x in (v_scale, v_zero)
             )
             weights = (value_scale[:, None] * share[None]).reshape(groups * group, rows).astype(q.dtype)
-            sums = dot(weights, _codes(values, turn * bits, mask, q.dtype), 0).reshape(groups, group, dim)
+            sums = dot(weights, _codes(values, position * bits, mask, q.dtype), 0).reshape(groups, group, dim)
             acc = acc * shrink[None, :, None] + sums
             zeros = zeros * shrink[None] + jnp.sum(value_zero[:, None] * share[None], axis=2)
         return acc, zeros, top, total

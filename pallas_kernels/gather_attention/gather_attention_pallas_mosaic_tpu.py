@@ -20,7 +20,7 @@ from ..interpreter import interpreter
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, heads_of
-from .pages import slots_meant
+from .pages import live_slots
 
 LANES = 128
 
@@ -63,12 +63,12 @@ def gather_attention(
     interpret: bool = False,
 ) -> Attended:
     """Softmax attention of each head over the pages that it selected; see the public function."""
-    q, live = heads_of(q), slots_meant(index, live, page, tokens)
+    q, live = heads_of(q), live_slots(index, live, page, tokens)
     batch, heads, dim = q.shape
     selecting, pages = index.shape[1:]
     group, shared = heads // selecting, selecting // k.shape[1]
     each = max(1, min(PAGES, TOKENS // page, pages))  # pages per group
-    lying = dim % LANES != 0  # such arrays are stored with slots along lanes
+    transposed = dim % LANES != 0  # such arrays are stored with slots along lanes
 
     number = jnp.arange(1, pages + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(jnp.any(live.reshape(*index.shape, page), axis=-1), number, 0), axis=-1)  # [B, R]
@@ -79,16 +79,18 @@ def gather_attention(
         def at(b: Any, r: Any, j: Any, index: Any, used: Any) -> Any:
             last = jnp.maximum(used[b * selecting + r] - 1, 0)
             found = index[(b * selecting + r) * pages + jnp.minimum(j * each + i, last)]
-            return (b, r // shared, 0, found) if lying else (b, r // shared, found, 0)
+            return (b, r // shared, 0, found) if transposed else (b, r // shared, found, 0)
 
-        return pl.BlockSpec((None, None, dim, page) if lying else (None, None, page, dim), at)
+        return pl.BlockSpec((None, None, dim, page) if transposed else (None, None, page, dim), at)
 
     whole = pl.BlockSpec((None, None, group, dim), lambda b, r, j, *_: (b, r, 0, 0))
     line = pl.BlockSpec((None, None, 1, each * page), lambda b, r, j, *_: (b, r, 0, j))
-    if lying:
+    if transposed:
         k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
     outs = pl.pallas_call(
-        partial(_body, scale=scale, selecting=selecting, size=live.shape[-1], each=each, page=page, lying=lying),
+        partial(
+            _body, scale=scale, selecting=selecting, size=live.shape[-1], each=each, page=page, transposed=transposed
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, selecting, pl.cdiv(pages, each)),
@@ -134,7 +136,7 @@ def _body(
     size: int,
     each: int,
     page: int,
-    lying: bool,
+    transposed: bool,
 ) -> None:
     k_refs, v_refs, (out_ref, lse_ref, acc_ref, top_ref, total_ref) = (
         refs[:each],
@@ -144,7 +146,7 @@ def _body(
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
     def group(refs: Any) -> Array:
-        return jnp.concatenate([ref[...] for ref in refs], axis=1 if lying else 0)
+        return jnp.concatenate([ref[...] for ref in refs], axis=1 if transposed else 0)
 
     @pl.when(j == 0)
     def _start() -> None:
@@ -158,13 +160,13 @@ def _body(
         place = j * each * page + jax.lax.broadcasted_iota(jnp.int32, mark.shape, 1)
         mark = jnp.where(place < size, mark, 0.0)  # a block's contents after the last page are undefined
         live = mark > 0
-        logits = jnp.where(live, dot(q_ref[...], group(k_refs), 0 if lying else 1) * scale, MASKED)
+        logits = jnp.where(live, dot(q_ref[...], group(k_refs), 0 if transposed else 1) * scale, MASKED)
         peak = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
         shrink = jnp.exp(top_ref[...] - peak)
         share = jnp.where(live, jnp.exp(logits - peak), 0.0)
         values = group(v_refs)
-        values = jnp.where(live if lying else mark.reshape(-1, 1) > 0, values, jnp.zeros((), values.dtype))
-        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if lying else 0)
+        values = jnp.where(live if transposed else mark.reshape(-1, 1) > 0, values, jnp.zeros((), values.dtype))
+        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if transposed else 0)
         top_ref[...] = peak
         total_ref[...] = total_ref[...] * shrink + jnp.sum(share, axis=1, keepdims=True)
 

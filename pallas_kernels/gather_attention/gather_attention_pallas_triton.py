@@ -16,7 +16,7 @@ from ..decode_attention import Attended
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 
 
@@ -145,7 +145,7 @@ def _body(
     begin = pl.program_id(1) * part
     size, tokens = index_ref.shape[0] * page, tokens_ref[0]
     run = size // live_ref.shape[0]
-    q = turned_heads(q_ref, *refs[:tables])
+    q = rotated_heads(q_ref, *refs[:tables])
     group, dim = q.shape
     channel = jnp.arange(dim, dtype=jnp.int32)[None]
 

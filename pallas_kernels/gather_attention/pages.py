@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-def slots_meant(
+def live_slots(
     index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int, tokens: Int[Array, " B"] | None
 ) -> Bool[Array, "B R S"]:
     """Return the mask of the slots of the selected pages, in order. Arguments are as for the public function."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended, decode_attention
 from ..rotary import DeferredRope
-from .pages import slots_meant
+from .pages import live_slots
 
 
 def gather_attention(
@@ -23,7 +23,7 @@ def gather_attention(
     tokens: Int[Array, " B"] | None = None,
 ) -> Attended:
     """Softmax attention of each head over the slots that it selected; see the public function."""
-    live = slots_meant(index, live, page, tokens)
+    live = live_slots(index, live, page, tokens)
     batch, kv_heads, _, dim = k.shape
 
     def take(x: Array) -> Array:

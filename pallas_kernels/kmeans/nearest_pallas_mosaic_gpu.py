@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from ..device import hopper
 from ..triton import triton_unsupported
 from ..tuning import tuned
-from ..wgmma import SWIZZLE, meet, tiled
+from ..wgmma import SWIZZLE, sync_warps, tiled
 from .types import Nearest
 
 SIZES = {"queries": 128, "keys": 128, "stages": 2}
@@ -70,12 +70,12 @@ def nearest(
 
     def body(queries_ref: Any, keys_ref: Any, *refs: Any) -> None:
         *bias_refs, score_ref, place_ref, queries_smem, keys_smem, bias_smem, score_smem, place_smem = refs[:-3]
-        ready, arrived, read = refs[-3:]
+        ready, filled, read = refs[-3:]
         group, first = jax.lax.axis_index("group"), jax.lax.axis_index("block") * rows
 
         def fetch(step: Any, slot: Any) -> None:
             span = pl.ds(step * columns, columns)
-            plgpu.copy_gmem_to_smem(keys_ref.at[group, span], keys_smem.at[slot], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(keys_ref.at[group, span], keys_smem.at[slot], filled.at[slot])
 
         plgpu.copy_gmem_to_smem(queries_ref.at[group, pl.ds(first, rows)], queries_smem, ready)
         for bias_ref in bias_refs:
@@ -88,14 +88,14 @@ def nearest(
         def compare(step: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
             score, place = best
             slot = jax.lax.rem(step, jnp.asarray(stages, step.dtype))
-            plgpu.barrier_wait(arrived.at[slot])
+            plgpu.barrier_wait(filled.at[slot])
 
             def multiply(scores_ref: Any) -> Array:
                 plgpu.wgmma(scores_ref, queries_smem, keys_smem.at[slot].T)
                 return scores_ref[...]
 
             scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
-            meet(plgpu, read)
+            sync_warps(plgpu, read)
             for _ in bias_refs:
                 added = plgpu.layout_cast(bias_smem[step], plgpu.Layout.WGMMA.reduce(0))
                 added = jax.lax.broadcast_in_dim(added, (rows, columns), [1])

@@ -113,15 +113,15 @@ def _over_slots(
     k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)) for x in (k, v))
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, max(-slots % 8, width - slots)), (0, 0))) for x in (k, v))
     queries = jnp.pad(q, ((0, 0), (0, -size % (WARPGROUPS * sizes["rows"])), (0, 0), (0, 0)))
-    part, dealing = (), None
+    part, striping = (), None
     if stripes is not None:
-        part, dealing = (stripes.part[None],), (stripes.width, stripes.parts)
+        part, striping = (stripes.part[None],), (stripes.width, stripes.parts)
     given = queries, k, v, bias, run.first, run.own, *part
-    out, *others = _attend(*given, scale=scale, sizes=tuple(sizes.items()), dealing=dealing, sums=sums)
+    out, *others = _attend(*given, scale=scale, sizes=tuple(sizes.items()), striping=striping, sums=sums)
     return [out[:, :size], *(x[:, :, :size] for x in others)]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sizes", "dealing", "sums"))
+@functools.partial(jax.jit, static_argnames=("scale", "sizes", "striping", "sums"))
 def _attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B K T H"],
@@ -132,7 +132,7 @@ def _attend(
     *part: Int[Array, "1"],
     scale: float,
     sizes: tuple[tuple[str, int], ...],
-    dealing: tuple[int, int] | None,
+    striping: tuple[int, int] | None,
     sums: bool,
 ) -> list[Array]:
     """Call the kernel for whole tiles of queries. It is traced and lowered once for all layers.
@@ -144,7 +144,7 @@ def _attend(
         part: as in `Stripes`, if the slots are a part of the cache.
         scale: factor on the logits.
         sizes: block sizes.
-        dealing: `width` and `parts` as in `Stripes`, or None.
+        striping: `width` and `parts` as in `Stripes`, or None.
         sums: whether to return the log-sum-exp.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -165,8 +165,10 @@ def _attend(
     ) -> None:
         part_refs, refs = refs[: len(part)], refs[len(part) :]
         (out_ref, *sums_refs), scratch = refs[: len(results)], refs[len(results) :]
-        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, turn, *sums_smems = scratch
-        stripes = [Stripes(*dealing, part_ref[0]) for part_ref in part_refs] if dealing else []
+        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, order_barrier, *sums_smems = (
+            scratch
+        )
+        stripes = [Stripes(*striping, part_ref[0]) for part_ref in part_refs] if striping else []
         row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         warpgroup = jax.lax.axis_index("warpgroup")
         kv_head = jax.lax.div(head, jnp.asarray(group, head.dtype))
@@ -202,12 +204,12 @@ def _attend(
         def stage_of(tile: Any) -> Any:
             return jax.lax.rem(tile - begin, jnp.asarray(stages, jnp.int32))
 
-        def take_turns() -> None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+        def ping_pong() -> None:
+            plgpu.barrier_arrive(order_barrier)
+            plgpu.barrier_wait(order_barrier)
 
         @pl.when(warpgroup == WARPGROUPS)
-        def _bring() -> None:
+        def _produce() -> None:
             plgpu.set_max_registers(40, action="decrease")
             for stage in range(stages):
 
@@ -225,7 +227,7 @@ def _attend(
                 fetch_values(tile, stage)
 
         @pl.when(warpgroup < WARPGROUPS)
-        def _multiply() -> None:
+        def _consume() -> None:
             plgpu.set_max_registers(232, action="increase")
             mine = q_smem.at[warpgroup]
             base = block * both + warpgroup * rows
@@ -236,7 +238,7 @@ def _attend(
             whole = jax.lax.div(below(before + base + 1), jnp.asarray(width, jnp.int32))
             whole = jnp.minimum(jnp.maximum(whole, begin), stop)  # tiles that all of its queries see completely
             plgpu.barrier_wait(k_ready.at[0])
-            pl.when(warpgroup == 1)(take_turns)
+            pl.when(warpgroup == 1)(ping_pong)
 
             def fold_in(tile: Any, found: Any, *, masked: bool) -> Any:
                 acc, top, total = found
@@ -244,7 +246,7 @@ def _attend(
 
                 def multiply(logits_ref: Any) -> Array:
                     plgpu.wgmma(logits_ref, mine, k_smem.at[stage].T)
-                    take_turns()
+                    ping_pong()
                     return logits_ref[...]
 
                 logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, width), jnp.float32))
@@ -268,9 +270,9 @@ def _attend(
                 total = total * shrink + jnp.sum(share, axis=1)
                 rounded = share.astype(v.dtype)
                 acc, total, higher, rounded = jax.lax.optimization_barrier((acc, total, higher, rounded))
-                plgpu.barrier_arrive(turn)
+                plgpu.barrier_arrive(order_barrier)
                 plgpu.barrier_wait(v_ready.at[stage])
-                plgpu.barrier_wait(turn)
+                plgpu.barrier_wait(order_barrier)
 
                 def add(acc_ref: Any) -> None:
                     plgpu.wgmma(acc_ref, rounded, v_smem.at[stage])
@@ -283,22 +285,22 @@ def _attend(
                 plgpu.barrier_arrive(v_read.at[stage])
                 return acc, higher, total
 
-            def let_pass(tile: Any, _: None) -> None:
+            def skip(tile: Any, _: None) -> None:
                 """Skip a tile that only the other warpgroup's queries see."""
                 # The barriers are the same as in `fold_in`. If this warpgroup were a tile ahead, it could arrive at a
                 # barrier twice in one phase.
                 stage = stage_of(tile)
-                take_turns()
+                ping_pong()
                 plgpu.barrier_arrive(k_read.at[stage])
-                take_turns()
+                ping_pong()
                 plgpu.barrier_arrive(v_read.at[stage])
 
             acc = plgpu.layout_cast(jnp.zeros((rows, dim), jnp.float32), plgpu.Layout.WGMMA)
             found = acc, along_rows(plgpu, rows, MASKED), along_rows(plgpu, rows, 0.0)
             found = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), found)
             acc, top, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), found)
-            jax.lax.fori_loop(stop, last, let_pass, None)
-            pl.when(warpgroup == 0)(take_turns)
+            jax.lax.fori_loop(stop, last, skip, None)
+            pl.when(warpgroup == 0)(ping_pong)
             acc /= jax.lax.broadcast_in_dim(total, acc.shape, [0])
             mine[...] = acc.astype(q.dtype)
             lines = [each.at[warpgroup] for each in sums_smems]

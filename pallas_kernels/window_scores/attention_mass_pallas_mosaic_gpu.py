@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
-from ..wgmma import LOG2_E, along_rows, meet, tiled, wgmma_unsupported
+from ..wgmma import LOG2_E, along_rows, sync_warps, tiled, wgmma_unsupported
 
 TILE = 128
 """Queries per tile, and tokens per tile."""
@@ -78,7 +78,7 @@ def _normalisers(
     kv_heads, tiles = k.shape[2], k.shape[1] // TILE
 
     def body(q_ref: Any, k_ref: Any, first_ref: Any, out_ref: Any, *scratch: Any) -> None:
-        q_smem, k_smem, out_smem, ready, arrived, read = scratch
+        q_smem, k_smem, out_smem, ready, filled, read = scratch
         row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         kv_head = jax.lax.div(head, jnp.asarray(heads // kv_heads, head.dtype))
         base, least = block * TILE, first_ref[row * kv_heads + kv_head]
@@ -87,7 +87,7 @@ def _normalisers(
 
         def fetch(tile: Any, stage: Any) -> None:
             span = pl.ds(tile * TILE, TILE)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, span, kv_head], k_smem.at[stage], arrived.at[stage])
+            plgpu.copy_gmem_to_smem(k_ref.at[row, span, kv_head], k_smem.at[stage], filled.at[stage])
 
         plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, TILE), head], q_smem, ready)
         for stage in range(STAGES):
@@ -100,9 +100,9 @@ def _normalisers(
         def fold(tile: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             top, total = sums
             stage = jax.lax.rem(tile - begin, jnp.asarray(STAGES, jnp.int32))
-            plgpu.barrier_wait(arrived.at[stage])
+            plgpu.barrier_wait(filled.at[stage])
             logits = _product(plgpu, q_smem, k_smem.at[stage]) * scale
-            meet(plgpu, read)
+            sync_warps(plgpu, read)
             pl.when(tile + STAGES < end)(functools.partial(fetch, tile + STAGES, stage))
             place = slot + tile * TILE
             logits = jnp.where((place >= least) & (place <= query + (before + base)), logits, MASKED)
@@ -144,7 +144,7 @@ def _sums(
     group, most = heads // kv_heads, size // TILE
 
     def body(q_ref: Any, k_ref: Any, normalisers_ref: Any, count_ref: Any, out_ref: Any, *scratch: Any) -> None:
-        k_smem, q_smem, out_smem, ready, arrived, read, lines_smem = scratch
+        k_smem, q_smem, out_smem, ready, filled, read, lines_smem = scratch
         row, kv_head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         base = block * TILE
         begin = jax.lax.div(jnp.maximum(base - before, 0), jnp.asarray(TILE, jnp.int32))
@@ -160,8 +160,8 @@ def _sums(
         def fetch(step: Any, stage: Any) -> None:
             head, query = at(step)
             span = pl.ds(query, TILE)
-            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[stage], arrived.at[stage])
-            plgpu.copy_gmem_to_smem(normalisers_ref.at[row, head, span], lines_smem.at[stage], arrived.at[stage])
+            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[stage], filled.at[stage])
+            plgpu.copy_gmem_to_smem(normalisers_ref.at[row, head, span], lines_smem.at[stage], filled.at[stage])
 
         plgpu.copy_gmem_to_smem(k_ref.at[row, pl.ds(base, TILE), kv_head], k_smem, ready)
         for stage in range(STAGES):
@@ -173,11 +173,11 @@ def _sums(
 
         def add(step: Any, total: Array) -> Array:
             stage = jax.lax.rem(step, jnp.asarray(STAGES, jnp.int32))
-            plgpu.barrier_wait(arrived.at[stage])
+            plgpu.barrier_wait(filled.at[stage])
             logits = _product(plgpu, k_smem, q_smem.at[stage]) * scale
             line = plgpu.layout_cast(lines_smem[stage], plgpu.Layout.WGMMA.reduce(0))
             logits -= jax.lax.broadcast_in_dim(line, logits.shape, [1])
-            meet(plgpu, read)
+            sync_warps(plgpu, read)
             pl.when(step + STAGES < steps)(functools.partial(fetch, step + STAGES, stage))
             seen = slot + base <= query + (at(step)[1] + before)
             return total + jnp.sum(jnp.where(seen, jnp.exp2(logits), 0.0), axis=1)
