@@ -1,8 +1,9 @@
-"""Sums of attention on Hopper GPUs, as two kernels in Pallas' Mosaic dialect: the softmax's normalisers first, then the sums.
+"""Mosaic GPU kernels of `attention_mass` for Hopper GPUs: the first computes the softmax normalisers, the second the
+sums.
 
-A warpgroup keeps a tile in shared memory, of queries in the first kernel and of keys in the second, streams tiles of the other past it
-through the bulk copy engine, multiplies them by `wgmma` and adds up in registers. Two such programs share a multiprocessor, so
-that one computes exponentials while the other multiplies. Nothing of the size of queries x tokens is held.
+A warpgroup keeps one tile in shared memory: queries in the first kernel, keys in the second. It streams tiles of the
+other operand through TMA copies, multiplies them by `wgmma` and accumulates in registers. Two such programs share a
+multiprocessor, so that one computes exponentials while the other multiplies. No array of size queries x tokens exists.
 """
 
 import functools
@@ -14,22 +15,22 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..masking import MASKED
-from .wgmma import LOG2_E, along_rows, meet, tiled, wgmma_unsupported
+from .wgmma import LOG2_E, along_rows, sync_warps, tiled, wgmma_unsupported
 
 TILE = 128
-"""Queries, and tokens, at a time."""
+"""Queries per tile, and tokens per tile."""
 
 STAGES = 2
-"""Tiles under way."""
+"""Tiles in flight."""
 
 NOTHING = 1e30
-"""The normaliser of a query that there is not: it gives nothing to any token."""
+"""Normaliser of padding queries, whose probabilities are then zero."""
 
 
 def unsupported_reason(
     q: Array, k: Array, first: Array, count: Array, *, scale: float, sliding_window: int | None
 ) -> str | None:
-    """Why these kernels do not serve a case, or None if they do."""
+    """Return why these kernels do not support a case, or None if they do."""
     if reason := wgmma_unsupported(q, k):
         return reason
     return None if sliding_window is None else "there is a sliding window"
@@ -45,7 +46,14 @@ def attention_mass(
     scale: float,
     sliding_window: None,
 ) -> Float[Array, "B K T"]:
-    """Sums of attention; see the public function. Traced and lowered once for all layers."""
+    """Compute sums of attention; see the public function. It is traced and lowered once for all layers.
+
+    Args:
+        q, k, scale: as for the public function.
+        first: first slot with a token in each head.
+        count: number of queries per sequence.
+        sliding_window: always None.
+    """
     size, length, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     before = length - size
     place = jnp.arange(length, dtype=jnp.int32)
@@ -63,14 +71,14 @@ def attention_mass(
 def _normalisers(
     q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], first: Int[Array, "B K"], *, before: int, scale: float
 ) -> Float[Array, "B N S"]:
-    """The logarithm to the base of 2 of the sum of each query's powers."""
+    """Return the base-2 log-sum-exp of each query's logits."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, size, heads, dim = q.shape
     kv_heads, tiles = k.shape[2], k.shape[1] // TILE
 
     def body(q_ref: Any, k_ref: Any, first_ref: Any, out_ref: Any, *scratch: Any) -> None:
-        q_smem, k_smem, out_smem, ready, arrived, read = scratch
+        q_smem, k_smem, out_smem, ready, filled, read = scratch
         row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         kv_head = jax.lax.div(head, jnp.asarray(heads // kv_heads, head.dtype))
         base, least = block * TILE, first_ref[row * kv_heads + kv_head]
@@ -79,7 +87,7 @@ def _normalisers(
 
         def fetch(tile: Any, stage: Any) -> None:
             span = pl.ds(tile * TILE, TILE)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, span, kv_head], k_smem.at[stage], arrived.at[stage])
+            plgpu.copy_gmem_to_smem(k_ref.at[row, span, kv_head], k_smem.at[stage], filled.at[stage])
 
         plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(base, TILE), head], q_smem, ready)
         for stage in range(STAGES):
@@ -92,9 +100,9 @@ def _normalisers(
         def fold(tile: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             top, total = sums
             stage = jax.lax.rem(tile - begin, jnp.asarray(STAGES, jnp.int32))
-            plgpu.barrier_wait(arrived.at[stage])
+            plgpu.barrier_wait(filled.at[stage])
             logits = _product(plgpu, q_smem, k_smem.at[stage]) * scale
-            meet(plgpu, read)
+            sync_warps(plgpu, read)
             pl.when(tile + STAGES < end)(functools.partial(fetch, tile + STAGES, stage))
             place = slot + tile * TILE
             logits = jnp.where((place >= least) & (place <= query + (before + base)), logits, MASKED)
@@ -128,7 +136,7 @@ def _sums(
     before: int,
     scale: float,
 ) -> Float[Array, "B K T"]:
-    """What all queries of a group together give to each token."""
+    """Return the attention that each token receives from all queries of a group."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, size, heads, dim = q.shape
@@ -136,7 +144,7 @@ def _sums(
     group, most = heads // kv_heads, size // TILE
 
     def body(q_ref: Any, k_ref: Any, normalisers_ref: Any, count_ref: Any, out_ref: Any, *scratch: Any) -> None:
-        k_smem, q_smem, out_smem, ready, arrived, read, lines_smem = scratch
+        k_smem, q_smem, out_smem, ready, filled, read, lines_smem = scratch
         row, kv_head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         base = block * TILE
         begin = jax.lax.div(jnp.maximum(base - before, 0), jnp.asarray(TILE, jnp.int32))
@@ -145,15 +153,15 @@ def _sums(
         steps = tiles * group
 
         def at(step: Any) -> tuple[Any, Any]:
-            """Query head and first query of a step."""
+            """Return the query head and first query of a step."""
             member = jax.lax.div(step, jnp.maximum(tiles, 1))
             return kv_head * group + member, (begin + step - member * tiles) * TILE
 
         def fetch(step: Any, stage: Any) -> None:
             head, query = at(step)
             span = pl.ds(query, TILE)
-            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[stage], arrived.at[stage])
-            plgpu.copy_gmem_to_smem(normalisers_ref.at[row, head, span], lines_smem.at[stage], arrived.at[stage])
+            plgpu.copy_gmem_to_smem(q_ref.at[row, span, head], q_smem.at[stage], filled.at[stage])
+            plgpu.copy_gmem_to_smem(normalisers_ref.at[row, head, span], lines_smem.at[stage], filled.at[stage])
 
         plgpu.copy_gmem_to_smem(k_ref.at[row, pl.ds(base, TILE), kv_head], k_smem, ready)
         for stage in range(STAGES):
@@ -165,11 +173,11 @@ def _sums(
 
         def add(step: Any, total: Array) -> Array:
             stage = jax.lax.rem(step, jnp.asarray(STAGES, jnp.int32))
-            plgpu.barrier_wait(arrived.at[stage])
+            plgpu.barrier_wait(filled.at[stage])
             logits = _product(plgpu, k_smem, q_smem.at[stage]) * scale
             line = plgpu.layout_cast(lines_smem[stage], plgpu.Layout.WGMMA.reduce(0))
             logits -= jax.lax.broadcast_in_dim(line, logits.shape, [1])
-            meet(plgpu, read)
+            sync_warps(plgpu, read)
             pl.when(step + STAGES < steps)(functools.partial(fetch, step + STAGES, stage))
             seen = slot + base <= query + (at(step)[1] + before)
             return total + jnp.sum(jnp.where(seen, jnp.exp2(logits), 0.0), axis=1)
@@ -190,7 +198,7 @@ def _sums(
 
 
 def _product(plgpu: Any, a_smem: Any, b_smem: Any) -> Array:
-    """Products of the rows of two tiles, in float32."""
+    """Multiply the rows of two tiles, in float32."""
 
     def multiply(products_ref: Any) -> Array:
         plgpu.wgmma(products_ref, a_smem, b_smem.T)
@@ -200,7 +208,10 @@ def _product(plgpu: Any, a_smem: Any, b_smem: Any) -> Array:
 
 
 def _scratch(plgpu: Any, dtype: Any, dim: int, lines: int) -> list[Any]:
-    """Room for what is kept, what streams past it and the result, and barriers; with `lines` a normaliser per query besides."""
+    """Return the scratch types: the resident tile, the streamed tiles, the result, and barriers.
+
+    With `lines`, there is also one normaliser per streamed query.
+    """
     return [
         plgpu.SMEM((TILE, dim), dtype, transforms=tiled(plgpu)),
         plgpu.SMEM((STAGES, TILE, dim), dtype, transforms=tiled(plgpu)),

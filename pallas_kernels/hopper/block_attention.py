@@ -1,11 +1,12 @@
-"""Block attention on Hopper GPUs, in Pallas' Mosaic dialect.
+"""Mosaic GPU kernel of `block_attention` for Hopper GPUs.
 
-The pipeline of FlashAttention-3 (Shah et al. 2024) as JAX's own example has it: one warpgroup brings tiles of keys and values through the
-bulk copy engine, two multiply, each a tile of queries, and take turns so that one's softmax runs beside the other's products. Here
-tiles begin at a head's first slot and end at the queries' own, and each slot has a bias, the logarithm of its weight, or is free.
+It is the pipeline of FlashAttention-3 (Shah et al. 2024), as in JAX's own example. One warpgroup issues TMA copies of
+tiles of keys and values. Two warpgroups each multiply a tile of queries, in a ping-pong schedule: the softmax of one
+overlaps the matmuls of the other. Here, tiles begin at a head's first slot and end at the queries' own slots. Each slot
+has a bias, which is the logarithm of its weight, or the mask value if it is free.
 
-cuDNN's attention would take two calls, over what is kept and over the block; to join them takes logarithms of sums that JAX's public
-function gives in 16 bits alone.
+cuDNN's attention would need two calls, over the kept slots and over the block. Combining them requires the log-sum-exp,
+which JAX's public function only returns in 16 bits.
 """
 
 import functools
@@ -24,20 +25,20 @@ from ..tuning import tuned
 from .wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
 
 SIZES = {"rows": 64, "slots": 128, "stages": 2}
-"""Queries of a warpgroup, slots of a tile, and tiles under way, where none were measured."""
+"""Default sizes, used where none were measured: queries per warpgroup, slots per tile, and tiles in flight."""
 
 WARPGROUPS = 2
-"""That multiply."""
+"""Consumer warpgroups."""
 
 
 def unsupported_reason(
     q: Array, k: Array, v: Array, q_pos: Array, pos: Array, weight: Array | None = None, **options: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if reason := wgmma_unsupported(q, k):
         return reason
     if options.get("run") is None:
-        return "slots stand in any order"
+        return "slots are not in order of position"
     return "there is a sliding window" if options.get("window") is not None else None
 
 
@@ -57,7 +58,8 @@ def block_attention(
     """Softmax attention of a block of tokens over slots; see the public function.
 
     Args:
-        sizes: `rows` queries of a warpgroup, `slots` of a tile and `stages`, tiles under way, instead of the tuned ones.
+        sizes: `rows` (queries per warpgroup), `slots` per tile and `stages` (tiles in flight), instead of the tuned
+            sizes.
     """
     out, *_ = _over_slots(q, k, v, pos, weight, run, None, scale=scale, sizes=sizes, sums=False)
     return jnp.where((q_pos >= 0)[..., None, None], out, jnp.zeros((), q.dtype))
@@ -77,10 +79,10 @@ def partial_block_attention(
     stripes: Stripes | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
-    """The same with the logarithms of the sums; see the public function."""
+    """Also return the log-sum-exp; see the public function."""
     out, sums = _over_slots(q, k, v, pos, weight, run, stripes, scale=scale, sizes=sizes, sums=True)
     sums = jnp.moveaxis(sums, 1, 2)
-    seen = (q_pos >= 0)[..., None] & (sums > MASKED / 2)  # the kernel's units are powers of two
+    seen = (q_pos >= 0)[..., None] & (sums > MASKED / 2)  # the kernel computes in powers of two
     return jnp.where(seen[..., None], out, jnp.zeros((), q.dtype)), jnp.where(seen, sums, -jnp.inf)
 
 
@@ -97,7 +99,7 @@ def _over_slots(
     sizes: Mapping[str, int] | None,
     sums: bool,
 ) -> list[Array]:
-    """What the kernel finds for each query: values and, if asked for, the logarithm of the sum of exponentials, [B, N, S]."""
+    """Return the attended values and, if requested, the log-sum-exp [B, N, S]."""
     (_, size, heads, dim), (_, kv_heads, slots, _) = q.shape, k.shape
     case = {"queries": size, "slots": slots, "group": heads // kv_heads, "head_dim": dim}
     sizes = sizes or tuned("block_attention", case, SIZES)
@@ -106,19 +108,20 @@ def _over_slots(
     bias = jnp.where(live, 0.0 if weight is None else jnp.log2(jnp.maximum(weight, 1.0)), MASKED)
     bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -slots % width)), constant_values=MASKED)
     bias = einops.rearrange(bias, "b k (t s) -> (b k) t s", s=width)
-    # What free slots hold would reach the sums as 0 x NaN, and the copy engine takes whole rows of 8, and of a tile at least.
+    # NaN in a free slot would reach the sums as 0 x NaN. TMA copies need a multiple of 8 rows, and at least a whole
+    # tile.
     k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)) for x in (k, v))
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, max(-slots % 8, width - slots)), (0, 0))) for x in (k, v))
     queries = jnp.pad(q, ((0, 0), (0, -size % (WARPGROUPS * sizes["rows"])), (0, 0), (0, 0)))
-    part, dealing = (), None
+    part, striping = (), None
     if stripes is not None:
-        part, dealing = (stripes.part[None],), (stripes.width, stripes.parts)
+        part, striping = (stripes.part[None],), (stripes.width, stripes.parts)
     given = queries, k, v, bias, run.first, run.own, *part
-    out, *others = _attend(*given, scale=scale, sizes=tuple(sizes.items()), dealing=dealing, sums=sums)
+    out, *others = _attend(*given, scale=scale, sizes=tuple(sizes.items()), striping=striping, sums=sums)
     return [out[:, :size], *(x[:, :, :size] for x in others)]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sizes", "dealing", "sums"))
+@functools.partial(jax.jit, static_argnames=("scale", "sizes", "striping", "sums"))
 def _attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B K T H"],
@@ -129,13 +132,20 @@ def _attend(
     *part: Int[Array, "1"],
     scale: float,
     sizes: tuple[tuple[str, int], ...],
-    dealing: tuple[int, int] | None,
+    striping: tuple[int, int] | None,
     sums: bool,
 ) -> list[Array]:
-    """The kernel, for whole tiles of queries, traced and lowered once for all layers.
+    """Call the kernel for whole tiles of queries. It is traced and lowered once for all layers.
 
     Args:
-        part: as in `Stripes`, and `dealing` their `width` and `parts`, if slots are a part of all.
+        q, k, v: padded queries, keys and values.
+        bias: logarithm (base 2) of each slot's weight, `MASKED` if it is free, in tiles.
+        first, own: as in `Run`.
+        part: as in `Stripes`, if the slots are a part of the cache.
+        scale: factor on the logits.
+        sizes: block sizes.
+        striping: `width` and `parts` as in `Stripes`, or None.
+        sums: whether to return the log-sum-exp.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -155,8 +165,10 @@ def _attend(
     ) -> None:
         part_refs, refs = refs[: len(part)], refs[len(part) :]
         (out_ref, *sums_refs), scratch = refs[: len(results)], refs[len(results) :]
-        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, turn, *sums_smems = scratch
-        stripes = [Stripes(*dealing, part_ref[0]) for part_ref in part_refs] if dealing else []
+        q_smem, k_smem, v_smem, bias_smem, q_ready, k_ready, v_ready, k_read, v_read, order_barrier, *sums_smems = (
+            scratch
+        )
+        stripes = [Stripes(*striping, part_ref[0]) for part_ref in part_refs] if striping else []
         row, head, block = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
         warpgroup = jax.lax.axis_index("warpgroup")
         kv_head = jax.lax.div(head, jnp.asarray(group, head.dtype))
@@ -164,7 +176,7 @@ def _attend(
         before = own_ref[fold]
 
         def below(slot: Any) -> Any:
-            """How many of the slots that are given stand before one of all."""
+            """Return how many slots of this part precede a slot of the whole cache."""
             for each in stripes:
                 slot = each.below(slot)
             return slot
@@ -172,7 +184,9 @@ def _attend(
         begin = jnp.minimum(jax.lax.div(below(first_ref[fold]), jnp.asarray(width, jnp.int32)), tiles - 1)
 
         def end(queries: Any) -> Any:
-            """Of the tiles that so many of the first queries see; of a part one at least, for those that see none."""
+            """Return the end of the tiles that the first `queries` queries see. A part has at least one tile, for
+            queries that see nothing.
+            """
             last = jnp.minimum(pl.cdiv(below(before + queries), jnp.asarray(width, jnp.int32)), tiles)
             return jnp.maximum(last, begin + 1) if stripes else last
 
@@ -190,12 +204,12 @@ def _attend(
         def stage_of(tile: Any) -> Any:
             return jax.lax.rem(tile - begin, jnp.asarray(stages, jnp.int32))
 
-        def take_turns() -> None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+        def ping_pong() -> None:
+            plgpu.barrier_arrive(order_barrier)
+            plgpu.barrier_wait(order_barrier)
 
         @pl.when(warpgroup == WARPGROUPS)
-        def _bring() -> None:
+        def _produce() -> None:
             plgpu.set_max_registers(40, action="decrease")
             for stage in range(stages):
 
@@ -213,7 +227,7 @@ def _attend(
                 fetch_values(tile, stage)
 
         @pl.when(warpgroup < WARPGROUPS)
-        def _multiply() -> None:
+        def _consume() -> None:
             plgpu.set_max_registers(232, action="increase")
             mine = q_smem.at[warpgroup]
             base = block * both + warpgroup * rows
@@ -222,9 +236,9 @@ def _attend(
             plgpu.barrier_wait(q_ready.at[warpgroup])
             stop = end(base + rows)
             whole = jax.lax.div(below(before + base + 1), jnp.asarray(width, jnp.int32))
-            whole = jnp.minimum(jnp.maximum(whole, begin), stop)  # tiles that all of its queries see wholly
+            whole = jnp.minimum(jnp.maximum(whole, begin), stop)  # tiles that all of its queries see completely
             plgpu.barrier_wait(k_ready.at[0])
-            pl.when(warpgroup == 1)(take_turns)
+            pl.when(warpgroup == 1)(ping_pong)
 
             def fold_in(tile: Any, found: Any, *, masked: bool) -> Any:
                 acc, top, total = found
@@ -232,7 +246,7 @@ def _attend(
 
                 def multiply(logits_ref: Any) -> Array:
                     plgpu.wgmma(logits_ref, mine, k_smem.at[stage].T)
-                    take_turns()
+                    ping_pong()
                     return logits_ref[...]
 
                 logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, width), jnp.float32))
@@ -256,9 +270,9 @@ def _attend(
                 total = total * shrink + jnp.sum(share, axis=1)
                 rounded = share.astype(v.dtype)
                 acc, total, higher, rounded = jax.lax.optimization_barrier((acc, total, higher, rounded))
-                plgpu.barrier_arrive(turn)
+                plgpu.barrier_arrive(order_barrier)
                 plgpu.barrier_wait(v_ready.at[stage])
-                plgpu.barrier_wait(turn)
+                plgpu.barrier_wait(order_barrier)
 
                 def add(acc_ref: Any) -> None:
                     plgpu.wgmma(acc_ref, rounded, v_smem.at[stage])
@@ -271,21 +285,22 @@ def _attend(
                 plgpu.barrier_arrive(v_read.at[stage])
                 return acc, higher, total
 
-            def let_pass(tile: Any, _: None) -> None:
-                """A tile that only the other warpgroup's queries see."""
-                # As where it is read: ahead of the other warpgroup by a tile, both arrivals at a barrier could be this one's.
+            def skip(tile: Any, _: None) -> None:
+                """Skip a tile that only the other warpgroup's queries see."""
+                # The barriers are the same as in `fold_in`. If this warpgroup were a tile ahead, it could arrive at a
+                # barrier twice in one phase.
                 stage = stage_of(tile)
-                take_turns()
+                ping_pong()
                 plgpu.barrier_arrive(k_read.at[stage])
-                take_turns()
+                ping_pong()
                 plgpu.barrier_arrive(v_read.at[stage])
 
             acc = plgpu.layout_cast(jnp.zeros((rows, dim), jnp.float32), plgpu.Layout.WGMMA)
             found = acc, along_rows(plgpu, rows, MASKED), along_rows(plgpu, rows, 0.0)
             found = jax.lax.fori_loop(begin, whole, functools.partial(fold_in, masked=False), found)
             acc, top, total = jax.lax.fori_loop(whole, stop, functools.partial(fold_in, masked=True), found)
-            jax.lax.fori_loop(stop, last, let_pass, None)
-            pl.when(warpgroup == 0)(take_turns)
+            jax.lax.fori_loop(stop, last, skip, None)
+            pl.when(warpgroup == 0)(ping_pong)
             acc /= jax.lax.broadcast_in_dim(total, acc.shape, [0])
             mine[...] = acc.astype(q.dtype)
             lines = [each.at[warpgroup] for each in sums_smems]

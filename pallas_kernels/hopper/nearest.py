@@ -1,7 +1,8 @@
-"""Search for the nearest key on Hopper GPUs, in Pallas' Mosaic dialect.
+"""Mosaic GPU kernel of `nearest` for Hopper GPUs.
 
-A warpgroup keeps a block of queries in shared memory, streams blocks of keys past it through the bulk copy engine, multiplies
-them by `wgmma` and compares in registers. Several such programs share a multiprocessor, so that some compare while others multiply.
+A warpgroup keeps a block of queries in shared memory and streams blocks of keys through TMA copies. It multiplies them
+by `wgmma` and compares the scores in registers. Several such programs share a multiprocessor, so that some compare
+while others multiply.
 """
 
 import math
@@ -17,14 +18,14 @@ from ..device import hopper
 from ..kmeans.types import Nearest
 from ..triton import triton_unsupported
 from ..tuning import tuned
-from .wgmma import SWIZZLE, meet, tiled
+from .wgmma import SWIZZLE, sync_warps, tiled
 
 SIZES = {"queries": 128, "keys": 128, "stages": 2}
-"""Block sizes where none were measured."""
+"""Default block sizes, used where none were measured."""
 
 
 def unsupported_reason(queries: Array, keys: Array, bias: Array | None = None) -> str | None:
-    """Why this kernel does not serve a case, or is not as fast as the Triton kernel; None if it does and is."""
+    """Return why this kernel does not support a case, or is not faster than the Triton kernel; None otherwise."""
     count, size, dim = queries.shape[-2], *keys.shape[-2:]
     if not hopper():
         return "this program is not for a Hopper GPU"
@@ -49,11 +50,11 @@ def nearest(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> Nearest:
-    """The key with the largest inner product plus bias; see the public function.
+    """Find the key with the largest inner product plus bias; see the public function.
 
     Args:
-        sizes: `queries` a program holds, `keys` it compares them with at a time, and `stages`, blocks of keys under way, instead of the
-            tuned ones.
+        sizes: `queries` per program, `keys` compared at a time, and `stages` (blocks of keys in flight), instead of the
+            tuned sizes.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -69,12 +70,12 @@ def nearest(
 
     def body(queries_ref: Any, keys_ref: Any, *refs: Any) -> None:
         *bias_refs, score_ref, place_ref, queries_smem, keys_smem, bias_smem, score_smem, place_smem = refs[:-3]
-        ready, arrived, read = refs[-3:]
+        ready, filled, read = refs[-3:]
         group, first = jax.lax.axis_index("group"), jax.lax.axis_index("block") * rows
 
         def fetch(step: Any, slot: Any) -> None:
             span = pl.ds(step * columns, columns)
-            plgpu.copy_gmem_to_smem(keys_ref.at[group, span], keys_smem.at[slot], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(keys_ref.at[group, span], keys_smem.at[slot], filled.at[slot])
 
         plgpu.copy_gmem_to_smem(queries_ref.at[group, pl.ds(first, rows)], queries_smem, ready)
         for bias_ref in bias_refs:
@@ -87,14 +88,14 @@ def nearest(
         def compare(step: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
             score, place = best
             slot = jax.lax.rem(step, jnp.asarray(stages, step.dtype))
-            plgpu.barrier_wait(arrived.at[slot])
+            plgpu.barrier_wait(filled.at[slot])
 
             def multiply(scores_ref: Any) -> Array:
                 plgpu.wgmma(scores_ref, queries_smem, keys_smem.at[slot].T)
                 return scores_ref[...]
 
             scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
-            meet(plgpu, read)
+            sync_warps(plgpu, read)
             for _ in bias_refs:
                 added = plgpu.layout_cast(bias_smem[step], plgpu.Layout.WGMMA.reduce(0))
                 added = jax.lax.broadcast_in_dim(added, (rows, columns), [1])
@@ -144,7 +145,7 @@ def nearest(
 
 
 def _sizes(queries: Array, keys: Array) -> dict[str, int]:
-    """Measured sizes, marked by `wgmma`, or those to take where this is the only kernel."""
+    """Return measured sizes, which `wgmma` marks, or the default sizes."""
     *batch, count, dim = queries.shape
     size, dtype = keys.shape[-2], queries.dtype.name
     case = {"groups": math.prod(batch), "queries": count, "keys": size, "head_dim": dim, "dtype": dtype}

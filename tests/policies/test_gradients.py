@@ -100,7 +100,7 @@ def test_a_kernel_without_one_says_so():
 
     assert np.isfinite(out(q))
     with pytest.raises(
-        Unsupported, match=r"decode_attention: its Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
+        Unsupported, match=r"decode_attention: the Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
     ):
         jax.grad(out)(q)
 

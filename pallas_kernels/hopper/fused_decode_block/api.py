@@ -1,4 +1,4 @@
-"""The public function, and the choice of who computes it."""
+"""Public function. Its `Op` picks the Hopper kernel or one call per matmul."""
 
 from jaxtyping import Array, Float
 
@@ -16,20 +16,28 @@ def fused_decode_block(
     *,
     implementation: Implementation = "auto",
 ) -> BlockOutput:
-    """Output projection, gated MLP (Shazeer 2020) and the next layer's queries, keys and values, with both residual sums and RMS norms.
+    """Output projection, gated MLP (Shazeer 2020) and the next layer's QKV projection, with residuals and RMS norms.
 
-    The Hopper kernel is one kernel for what else are four: weights go on arriving while programs wait for each other. It rounds
-    normed inputs before they are divided by their root mean square instead of after. It serves weights that are all in
-    bfloat16, all in int8, or, but for eight rows, all in 4 bits as `weights="int4"` makes them, or so without minima. Those it multiplies as
-    they are: levels are exact in bfloat16, and groups' sums are scaled in float32.
+    On Hopper GPUs this is one kernel instead of four. Copies of weights continue while its programs wait for each other
+    at a grid barrier. The kernel rounds normed inputs before it divides them by their root mean square, instead of
+    after.
+
+    The kernel supports weights that are all bfloat16, all int8 or all 4-bit. 4-bit weights must have the form of
+    `weights="int4"`, with or without minima, and at most 4 sequences. Quantised codes are exact in bfloat16: they are
+    multiplied directly, and the sums are scaled in float32.
 
     Args:
-        attended: what attention returned, heads side by side.
-        x: the residual stream before it is added.
-        implementation: "auto" takes the device's kernel where it serves; there is no interpreter for it.
+        attended: output of attention, with heads concatenated.
+        x: the residual stream before `attended` is added.
+        weights: weights of this layer's output projection and MLP, and of the next layer's attention.
+        implementation: "auto" picks the Hopper kernel if it supports the case. Otherwise every matmul is a separate
+            call. The kernel has no interpret mode.
+
+    Returns:
+        The residual stream, and the next layer's queries, keys and values, without biases and rotation.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     kernel = _OP.kernel(attended, x, weights, implementation=implementation)
     if kernel is not None:

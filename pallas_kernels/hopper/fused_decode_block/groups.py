@@ -1,12 +1,12 @@
-"""Products with weights in 4 bits, as threads of the Hopper kernel take them, in Mosaic's dialect.
+"""Matmuls with 4-bit weights in the Hopper kernel, with `wgmma`, in Mosaic's MLIR dialect.
 
-A weight is `level * scale + minimum`, and 32 inputs share scale and minimum. Levels alone are exact in bfloat16: they are multiplied by
-the matrix units, a group at a time, and what comes out is multiplied by the group's scale, in float32. What all levels of a group have in
-common, its minimum among it, is multiplied by the sum of the group's inputs.
+A weight is `code * scale + minimum`, with one scale and minimum per group of 32 inputs. The codes alone are exact in
+bfloat16. The matrix units multiply them, one group at a time, and the result is multiplied by the group's scale in
+float32. What all codes of a group have in common, such as the minimum, is multiplied by the sum of the group's inputs.
 
-Levels lie in shared memory as in `GroupedMatrix`: of each output 16 rows of bytes, one for members m and m + 16 of each group, and a part has
-eight groups beside each other. The matrix units add up 16 inputs at a time: the low halves of one group's bytes, then the high ones, so that
-inputs stay in the order that they have.
+Codes in shared memory have the layout of `GroupedMatrix`. Every output has 16 rows of bytes; a byte has members m and m
++ 16 of its group. Each part has eight adjacent groups. A `wgmma` adds 16 inputs: first those of one group's low
+half-bytes, then those of its high half-bytes. The inputs therefore keep their order.
 """
 
 from typing import Any
@@ -21,80 +21,83 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
 from .plan import BYTES, GROUPS, LINE, ROWS
-from .threads import REF, float_of, inline, int_of, item, shared, sum_over, warp_and_lane, word
+from .threads import REF, float_of, inline, int_of, item, shared_address, sum_over, warp_and_lane, word
 
 OUTPUTS = ROWS * GROUPS // LINE
-"""Whose parts are 64 rows."""
+"""Number of outputs whose parts are 64 rows."""
 
 TILED = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
-"""How levels lie in shared memory: pieces of 16 bytes of eight rows are interleaved, so that fewer threads read from one bank at a time."""
+"""Layout of codes in shared memory. The swizzle interleaves the 16-byte pieces of eight rows, which reduces bank
+conflicts.
+"""
 
 INPUTS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-"""How inputs lie there."""
+"""Layout of inputs in shared memory."""
 
 OFFSET = 128.0
-"""What a level's bits below those of this number are more than the level, as bfloat16 has them."""
+"""A code in the low bits of this bfloat16 number gives code + `OFFSET`."""
 
 CENTRE = 8.0
-"""The level that stands for zero where there are no minima."""
+"""The code that represents zero in matrices without minima."""
 
 
 def _words(count: int) -> Any:
-    """The layout of so many words of each thread's own."""
+    """Return the layout of an array with `count` words per thread."""
     return plgpu.Layout.WG_STRIDED((128 * count,), vec_size=2)
 
 
 def _read(address: Any, offset: int, kind: Any, count: int) -> Any:
-    """`count` numbers side by side, at an address and some bytes more."""
-    there = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, int_of(offset)))
+    """Load `count` adjacent numbers from shared memory, at an address plus an offset in bytes."""
+    pointer = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, int_of(offset)))
     registers = ir.VectorType.get((count,), kind)
-    return llvm.load(registers, there, alignment=count * utils.bytewidth(kind))
+    return llvm.load(registers, pointer, alignment=count * utils.bytewidth(kind))
 
 
 def _f32x2(first: Any, second: Any) -> Any:
     return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
 
 
-def take(levels: Any, factors: Any, tile: int) -> Array:
-    """What a thread needs of 64 rows of weights, and of their scales and minima.
+def take(codes: Any, factors: Any, tile: int) -> Array:
+    """Load what a thread needs of 64 rows of weights, and of their scales and minima.
 
     Args:
-        levels: of a slot, uint8 [16 outputs, 64].
-        factors: scales, and minima if there are any, float16 [1 or 2, outputs, 64].
-        tile: which 64 rows of the slot.
+        codes: of a slot, uint8 [16 * outputs, 64].
+        factors: scales and, if there are any, minima; float16 [1 or 2, outputs, 64].
+        tile: index of the 64 rows in the slot.
     """
     kinds = factors.shape[0]
     count = 16 + 8 + 2 * kinds
     kind = plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=_words(count))
 
     @inline(plgpu.RefType(TILED), REF, returns=kind)
-    def _take(_: Any, levels: Any, factors: Any) -> Any:
+    def _take(_: Any, codes: Any, factors: Any) -> Any:
         warp, lane = warp_and_lane()
         part, across = arith.divui(lane, int_of(4)), arith.remui(lane, int_of(4))
-        # Rows 16 warp + part and eight more are two outputs' same part; of their members a thread has 2 across, the next one and the same eight on.
+        # Rows 16 warp + part and 16 warp + part + 8 are the same part of two outputs. A thread needs their members 2
+        # across, 2 across + 1, and those plus 8.
         row = arith.addi(arith.muli(warp, int_of(2 * BYTES)), arith.muli(across, int_of(2)))
         place = arith.xori(arith.muli(part, int_of(GROUPS)), arith.muli(across, int_of(16)))
-        start = arith.addi(shared(levels), arith.addi(arith.muli(row, int_of(LINE)), place))
+        start = arith.addi(shared_address(codes), arith.addi(arith.muli(row, int_of(LINE)), place))
         registers = [
             _read(start, (tile * OUTPUTS * BYTES + output * BYTES + member) * LINE, word(), 2)
             for output in range(2)
             for member in (0, 1, 8, 9)
         ]
-        line = arith.addi(shared(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
+        line = arith.addi(shared_address(factors), arith.muli(warp, int_of(2 * 2 * LINE)))
         whole = arith.addi(line, arith.muli(part, int_of(2 * GROUPS)))
-        own = arith.addi(whole, arith.muli(across, int_of(4)))
+        own_groups = arith.addi(whole, arith.muli(across, int_of(4)))
         rows = factors.type.shape[1]
         outputs = [2 * LINE * (tile * OUTPUTS + output) for output in range(2)]
         for output in outputs:
             four = _read(whole, output, word(), 4)
             registers += [vector.shuffle(four, four, [first, first + 1]) for first in (0, 2)]
         for which in range(kinds):
-            two = [item(_read(own, which * rows * 2 * LINE + output, word(), 1), 0) for output in outputs]
+            two = [item(_read(own_groups, which * rows * 2 * LINE + output, word(), 1), 0) for output in outputs]
             registers.append(vector.from_elements(ir.VectorType.get((2,), word()), two))
         layout = WGStridedFragLayout((128 * count,), 2)
         return FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=True)
 
-    return _take(levels, factors)
+    return _take(codes, factors)
 
 
 def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tuple[Array, Array]:
@@ -102,10 +105,13 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
 
     Args:
         words: what `take` returned.
-        inputs: [N, 256] in shared memory, eight parts of each row; N is 8 B.
-        sums: of each group of them, [8 N], in shared memory.
+        inputs: [N, 256] in shared memory, eight parts of each row; N = 8 B.
+        sums: sum of each group of inputs, [8 N], in shared memory.
         total: [64, N].
-        rest: a thread's share of what is multiplied by sums, in its rows' two columns; see `joined`.
+        rest: a thread's share of the terms in the sums of inputs, in two columns of its rows; see `joined`.
+
+    Returns:
+        The new `total` and `rest`.
     """
     columns, count = total.shape[1], words.shape[0] // 128
     blocks = columns // 8
@@ -114,18 +120,18 @@ def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tupl
 
     @inline(_words(count), *layouts, returns=(kind, kind))
     def _add(_: Any, words: Any, inputs: Any, sums: Any, total: Any, rest: Any) -> Any:
-        held = [item(register, place) for register in words.registers.flat for place in range(2)]
-        levels, scales, factors = held[:16], held[16:24], held[24:]
+        unpacked = [item(register, place) for register in words.registers.flat for place in range(2)]
+        codes, scales, factors = unpacked[:16], unpacked[16:24], unpacked[24:]
         totals = list(total.registers.flat)
         start = _descriptor(inputs)
         at_a_time = max(2 // blocks, 1)
         batches = [range(first, first + at_a_time) for first in range(0, GROUPS, at_a_time)]
-        under_way: list[Any] = []
+        in_flight: list[Any] = []
         for batch in (*batches, None):
             if batch is not None:
-                under_way.append((batch, [_multiply(levels, start, group, columns) for group in batch]))
-            if batch is None or len(under_way) > 1:
-                done, products = under_way.pop(0)
+                in_flight.append((batch, [_multiply(codes, start, group, columns) for group in batch]))
+            if batch is None or len(in_flight) > 1:
+                done, products = in_flight.pop(0)
                 _wait_and_add(done, products, at_a_time if batch is not None else 0, scales, totals)
         rests = list(rest.registers.flat)
         _add_rest(factors, sums, rests, blocks)
@@ -142,28 +148,28 @@ def _like(array: Any, registers: list[Any]) -> Any:
 
 
 def _descriptor(inputs: Any) -> Any:
-    """What the matrix units are told of inputs in shared memory."""
+    """Return the `wgmma` descriptor of inputs in shared memory."""
     wide = ir.IntegerType.get_signless(64)
 
     def constant(value: int) -> Any:
         return arith.constant(wide, ir.IntegerAttr.get(wide, value))
 
     *_, tiles, rows, columns = inputs.type.shape
-    start = arith.shrui(arith.andi(shared(inputs), int_of(0x3FFFF)), int_of(4))
-    apart = tiles * rows * columns * 2  # bytes from eight rows to the next eight
-    # Rows of 128 bytes are interleaved, which the highest two bits say.
+    start = arith.shrui(arith.andi(shared_address(inputs), int_of(0x3FFFF)), int_of(4))
+    apart = tiles * rows * columns * 2  # stride between groups of eight rows, in bytes
+    # The two highest bits select the swizzle of 128 bytes.
     high = arith.shli(constant(apart >> 4 | 1 << 30), constant(32))
     return arith.ori(arith.extui(wide, start), high)
 
 
-def _multiply(levels: list[Any], start: Any, group: int, columns: int) -> list[Any]:
-    """Order a group's products, of levels that are `OFFSET` too large; the numbers that they are given back in are not there yet."""
+def _multiply(codes: list[Any], start: Any, group: int, columns: int) -> list[Any]:
+    """Issue the `wgmma`s of one group, for codes + `OFFSET`. Their results are valid after a wait."""
     integer, wide = word(), ir.IntegerType.get_signless(64)
     of_group, byte = divmod(group, 4)
     pairs = []  # by eight members, then by output
     for members in range(2):
         for output in range(2):
-            first, second = (levels[2 * (4 * output + 2 * members + i) + of_group] for i in range(2))
+            first, second = (codes[2 * (4 * output + 2 * members + i) + of_group] for i in range(2))
             chosen = int_of(0x5410 if byte < 2 else 0x7632)
             pairs.append(llvm.inline_asm(integer, [first, second, chosen], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
     numbers = []
@@ -202,7 +208,7 @@ def _several(text: str, constraints: str, arguments: list[Any], count: int) -> l
 
 
 def _wait_and_add(groups: Any, products: list[Any], later: int, scales: list[Any], totals: list[Any]) -> None:
-    """Once products are there, which all are but those `later` ordered, add what scales make of them."""
+    """Wait until at most `later` groups of `wgmma`s are pending, then scale the products of `groups` and add them."""
     flat = [number for group in products for number in group]
     count = len(flat)
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
@@ -219,15 +225,18 @@ def _wait_and_add(groups: Any, products: list[Any], later: int, scales: list[Any
 
 
 def _halves(word: Any) -> list[Any]:
-    """Two numbers of float16 in a word, as float32."""
+    """Convert the two float16 values of a word to float32."""
     pair = utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get()))
     return [arith.extf(ir.F32Type.get(), item(pair, place)) for place in range(2)]
 
 
 def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> None:
-    """What a level of `OFFSET` stands for, times the sums of inputs: a thread's two groups of the eight of two outputs' same part."""
+    """Add the terms in the sums of inputs, for a thread's two of eight groups of the same part of two outputs.
+
+    The factor of a sum is the group's minimum, less its scale times `OFFSET` (and `CENTRE`, if there are no minima).
+    """
     _, lane = warp_and_lane()
-    start = arith.addi(shared(sums), arith.muli(lane, int_of(8)))
+    start = arith.addi(shared_address(sums), arith.muli(lane, int_of(8)))
     inputs = [_read(start, 4 * 8 * GROUPS * block, ir.F32Type.get(), 2) for block in range(blocks)]
     of_level = float_of(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
     for output in range(2):
@@ -239,7 +248,7 @@ def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> N
 
 
 def joined(total: Array, rest: Array) -> Array:
-    """Products with what four threads have each of their rows' rest, in all columns of the same inputs."""
+    """Return `total` plus the `rest` that four threads have of each row, in all columns of the same inputs."""
     kind = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
     @inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, returns=kind)

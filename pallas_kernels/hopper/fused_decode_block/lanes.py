@@ -1,4 +1,4 @@
-"""Steps of the Hopper kernel that threads take by themselves, in Mosaic's dialect."""
+"""Steps of the Hopper kernel after each matmul, by individual threads, in Mosaic's MLIR dialect."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from jaxtyping import Array
 from ..wgmma import load_all
 from .levels import row_of
 from .plan import HALF, PROGRAMS
-from .threads import REF, SCALAR, equal, float_of, inline, int_of, item, places, sum_over, warp_and_lane, where
+from .threads import REF, SCALAR, equal, float_of, if_then, indices, inline, int_of, item, sum_over, warp_and_lane
 
 
 def load(ref: Any, layout: Any) -> Array:
-    """All of an array in shared memory, in a layout."""
+    """Load a whole array from shared memory, in the given layout."""
     return load_all(plgpu, ref, layout)
 
 
@@ -32,16 +32,17 @@ def sync() -> None:
 def add_diagonals(
     products: Array, out: Any, column: Array, *, parts: int, second: int, scale: Any = None, scales: Any = None
 ) -> None:
-    """Write outputs, each the sum of the diagonal of a block [s, s] of products [64, B s].
+    """Write outputs. Each is the sum of the diagonal of a block [s, s] of the products [64, B s]; see `plan.py`.
 
     Args:
-        out: shared memory, [8, columns], or [2, 8, columns] where the products' halves go into one array each.
-        column: where the outputs of the first half go.
+        products: result of a matmul.
+        out: shared memory, [8, columns], or [2, 8, columns] if each half of the products has its own array.
+        column: column of the first half's outputs.
         parts: s.
-        second: where those of the second half go, from there; not asked for if they have an array of their own.
+        second: offset of the second half's column; unused if that half has its own array.
         scale: factors [8], one per row of inputs, in shared memory.
-        scales: factors of outputs, for each column of `out`, [columns] or [2, columns], in shared memory, if products are of levels of
-            int8: then their rows are in the order of `row_of`.
+        scales: factors of outputs, for each column of `out`, [columns] or [2, columns], in shared memory. They are
+            given for int8 weights; the rows of the products are then in the order of `row_of`.
     """
     blocks, apart = products.shape[1] // 8, len(out.shape) == 3
     of_rows, of_outputs = scale is not None, scales is not None
@@ -72,19 +73,21 @@ def add_diagonals(
                 at = arith.addi(at, arith.muli(which, int_of(second)))
             one = arith.andi(equal(part, int_of(0)), equal(arith.remui(first, int_of(parts)), int_of(0)))
             array = (which,) if apart else ()
-            with where(one):
+            with if_then(one):
                 if of_rows:
-                    total = arith.mulf(total, memref.load(factors[0], places(token)))
+                    total = arith.mulf(total, memref.load(factors[0], indices(token)))
                 if of_outputs:
-                    total = arith.mulf(total, memref.load(factors[-1], places(*array, at)))
-                memref.store(total, out, places(*array, token, at))
+                    total = arith.mulf(total, memref.load(factors[-1], indices(*array, at)))
+                memref.store(total, out, indices(*array, token, at))
                 scf.yield_([])
 
     _write(products, column, out, *factors)
 
 
 def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
-    """1 / sqrt(mean square + eps) of each row, from every program's sums of squares [programs, 8]; both in shared memory."""
+    """Compute 1 / sqrt(mean square + eps) of each row from all programs' sums of squares [programs, 8], in shared
+    memory.
+    """
 
     @inline(REF, REF)
     def _write(_: Any, squares: Any, out: Any) -> None:
@@ -93,12 +96,12 @@ def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
             row = arith.addi(arith.muli(warp, int_of(2)), int_of(i))
             total = float_of(0.0)
             for first in range(0, PROGRAMS, 32):
-                total = arith.addf(total, memref.load(squares, places(arith.addi(lane, int_of(first)), row)))
+                total = arith.addf(total, memref.load(squares, indices(arith.addi(lane, int_of(first)), row)))
             mean = arith.mulf(sum_over(total, [1, 2, 4, 8, 16]), float_of(1 / depth))
             f32 = ir.F32Type.get()
             root: Any = llvm.inline_asm(f32, [arith.addf(mean, float_of(eps))], "rsqrt.approx.f32 $0, $1;", "=f,f")
-            with where(equal(lane, int_of(0))):
-                memref.store(root, out, places(row))
+            with if_then(equal(lane, int_of(0))):
+                memref.store(root, out, indices(row))
                 scf.yield_([])
         utils.warpgroup_barrier()
 

@@ -1,7 +1,7 @@
-"""Products with levels of int8, as threads of the Hopper kernel take them, in Mosaic's dialect.
+"""Matmuls with int8 weights in the Hopper kernel, in Mosaic's MLIR dialect.
 
-The matrix units do not multiply int8 by bfloat16. Levels become bfloat16 in registers, from where the units take them, warp by warp
-(`mma.sync`): no thread waits for one of another warp, and nothing is exchanged between threads.
+The matrix units cannot multiply int8 by bfloat16. Codes are converted to bfloat16 in registers and multiplied from
+there by each warp (`mma.sync`). No thread waits for another warp, and threads exchange nothing.
 """
 
 from typing import Any
@@ -18,36 +18,36 @@ from jaxtyping import Array
 from .plan import ROWS
 from .threads import float_of, inline, int_of, item, warp_and_lane
 
-LEVELS = 64.0
-"""Levels are multiplied divided by this, which scales make up for."""
+DIVISOR = 64.0
+"""Codes are divided by this before they are multiplied. Scales are multiplied by it."""
 
 
 def row_of(down: Any) -> Any:
-    """Which of eight rows of levels the lanes of one row of a product have: 0, 4, 1, 5 and so on.
+    """Return the row of codes, of eight, that row `down` of a product belongs to: 0, 4, 1, 5 and so on.
 
-    In shared memory rows lie interleaved such that 64 levels of these two, one after the other, are in different banks.
+    With the swizzle of shared memory, 64 codes of two consecutive rows of this order are in different banks.
     """
     return arith.ori(arith.divui(down, int_of(2)), arith.muli(arith.remui(down, int_of(2)), int_of(4)))
 
 
 def _further(pointer: Any, offset: Any) -> Any:
-    """A pointer so many bytes further on, a number of the program's or one known here."""
+    """Return a pointer plus an offset in bytes, which can be a value or a constant."""
     byte, unknown = ir.IntegerType.get_signless(8), -(2**31)
     known, offsets = (offset, []) if isinstance(offset, int) else (unknown, [offset])
     return llvm.getelementptr(pointer.type, pointer, offsets, [known], byte, llvm.GEPNoWrapFlags.none)
 
 
 def _four(pointer: Any, offset: int) -> Any:
-    """Four words of shared memory, so many bytes further on."""
+    """Load four words from shared memory, at a pointer plus an offset in bytes."""
     kind = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
     return llvm.load(kind, _further(pointer, offset), alignment=16)
 
 
-def load_levels(ref: Any, transforms: Any) -> Array:
-    """Levels of int8 [64, k] in shared memory, four to a number, as `multiply_levels` takes them.
+def load_codes(ref: Any, transforms: Any) -> Array:
+    """Load int8 codes [64, k] from shared memory, four per word, as `multiply_codes` expects them.
 
-    A thread loads 16 levels at once. Which 16 inputs a product of the matrix units adds up is all the same, if it is the same ones of levels
-    and inputs: so nothing is exchanged between threads.
+    A thread loads 16 codes at once. The 16 inputs that one `mma` adds can be any, if codes and inputs agree. Threads
+    therefore need not exchange codes.
     """
     depth = ref.shape[-1]
     layout = plgpu.Layout.WG_STRIDED((ROWS, depth // 4), vec_size=4)
@@ -57,7 +57,7 @@ def load_levels(ref: Any, transforms: Any) -> Array:
     def _load(_: Any, ref: Any) -> Any:
         warp, lane = warp_and_lane()
         row, quarter = row_of(arith.divui(lane, int_of(4))), arith.remui(lane, int_of(4))
-        # Tiles of 8 rows and 128 columns, in whose rows 16 bytes at a time are interleaved.
+        # Tiles have 8 rows and 128 columns. The 16-byte pieces of their rows are swizzled.
         eight = 1024 * (depth // 128)
         start = arith.addi(arith.muli(warp, int_of(2 * eight)), arith.muli(row, int_of(128)))
         place = arith.muli(arith.xori(quarter, row), int_of(16))
@@ -72,20 +72,21 @@ def load_levels(ref: Any, transforms: Any) -> Array:
     return _load(ref)
 
 
-def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -> Array:
-    """`total` [64, n] and the products of levels, as `load_levels` returns them, with inputs [n, k] in shared memory.
+def multiply_codes(total: Array, codes: Array, inputs: Any, transforms: Any) -> Array:
+    """Return `total` [64, n] plus the products of codes with inputs [n, k] in shared memory.
 
-    Levels are 1 / `LEVELS` of what they are. Rows of each 8 are in the order of `row_of`. The matrix units take both from registers here, warp by
-    warp, which waits for nobody and leaves it to the assembler to load, convert and multiply side by side.
+    Codes come from `load_codes` and are divided by `DIVISOR`. Every 8 rows are in the order of `row_of`. Both operands
+    of the `mma` are in registers. Warps do not wait for each other, so that the assembler can interleave loads,
+    conversions and multiplications.
     """
     columns, depth = inputs.shape
     layout = plgpu.Layout.WG_STRIDED((ROWS, depth // 4), vec_size=4)
     kind = plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
     blocks = columns // 8
-    chains = max(4 // blocks, 1)  # sums that wait for one another: several at a time
+    chains = max(4 // blocks, 1)  # independent accumulators, to overlap dependent additions
 
     @inline(plgpu.Layout.WGMMA, layout, plgpu.RefType(transforms), returns=kind)
-    def _multiply(_: Any, total: Any, levels: Any, inputs: Any) -> Any:
+    def _multiply(_: Any, total: Any, codes: Any, inputs: Any) -> Any:
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         _, lane = warp_and_lane()
         row, quarter = arith.divui(lane, int_of(4)), arith.remui(lane, int_of(4))
@@ -108,7 +109,7 @@ def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -
             for step in range(4):
                 halves = []
                 for half in range(2):
-                    word = item(levels.registers[2 * part + half], step)
+                    word = item(codes.registers[2 * part + half], step)
                     pairs: Any = llvm.inline_asm(two, [word], _CONVERT, "=r,=r,r")
                     halves.append([llvm.extractvalue(i32, pairs, [i]) for i in range(2)])
                 first = [halves[half][i] for i in range(2) for half in range(2)]
@@ -129,7 +130,7 @@ def multiply_levels(total: Array, levels: Array, inputs: Any, transforms: Any) -
             registers.flat[i] = vector.from_elements(pair, added)
         return FragmentedArray(_registers=registers, _layout=WGMMA_LAYOUT, _is_signed=None)
 
-    return _multiply(total, levels, inputs)
+    return _multiply(total, codes, inputs)
 
 
 _CONVERT = """{
@@ -142,8 +143,10 @@ _CONVERT = """{
     fma.rn.bf16x2 $0, low, scale, less;
     fma.rn.bf16x2 $1, high, scale, less;
 }"""
-"""Four levels, two and two, divided by `LEVELS`. The eight lowest bits of a bfloat16 whose others are zero are a number times 2^-133, subnormal
-or not: here the level and 128. Times 2^127, less 2, that is the level / 64, and exact.
+"""Convert four codes to two pairs of bfloat16 values, divided by `DIVISOR`.
+
+A bfloat16 value with only its eight lowest bits set is the number in these bits times 2^-133, subnormal or not. Here
+the number is code + 128. Times 2^127, minus 2, this is exactly code / 64.
 """
 
 _MULTIPLY = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32

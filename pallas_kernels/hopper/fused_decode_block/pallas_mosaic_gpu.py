@@ -1,17 +1,26 @@
-"""From attention to attention in one kernel for Hopper GPUs, in Pallas' Mosaic dialect, with weights in bfloat16, int8 or 4 bits.
+"""Mosaic GPU kernel of `fused_decode_block` for Hopper GPUs, with bfloat16, int8 or 4-bit weights.
 
-A program a multiprocessor stays for four products, each of which needs all of the one before, and owns the same share of each
-one's outputs. One warp does nothing but order weights, in the order that they will be wanted, as far ahead as there are slots; two or three
-warpgroups multiply them, by turns, add residuals and norm. Between products the programs meet: slots go on being filled meanwhile, so that
-memory is not idle for as long as it takes to meet. What is small, but for inputs that cannot all be held, is read and written by threads
-themselves: the copy engine comes to it only after all weights that have been ordered.
+The kernel is persistent: one program per multiprocessor computes its share of the outputs of four matmuls. Each matmul
+needs all results of the previous one. In each program:
 
-Of Llama-3.1-8B's shape on an H200 weights arrive as fast as memory gives them while there are free slots. It is idle from a layer's last
-products, whose weights are there already, to the next layer's first ones, and at the end of each meeting. What changed nothing there or made it
-slower: ordering weights into the L2 cache at a meeting, or the next layer's first ones while attention runs; beginning before the kernel before
-has ended (programmatic dependent launch); meetings without a fence, where each number brings a tag that says it is there; 4 bits by `mma.sync`,
-too; levels of two slots at a time; attention in here, too, with keys and values through the same slots and the token written on the way; two
-layers in one kernel.
+- One warp issues the TMA copies of all weights, in order of use, into a ring of slots in shared memory.
+- Two or three consumer warpgroups multiply the slots' weights in alternation, and add residuals and norms.
+
+A grid barrier separates the matmuls. Copies of weights continue during the barrier, so that memory does not idle for
+its whole latency. Threads read and write small data themselves, except inputs that do not fit at once: the TMA would
+process them after all weights that were issued before.
+
+With Llama-3.1-8B's shape on an H200, the kernel is bandwidth bound while there are free slots. Memory idles from a
+layer's last matmul, whose weights are already copied, to the next layer's first one, and at the end of each grid
+barrier. These changes did not help there, or made it slower:
+
+- Prefetch weights into the L2 cache during a barrier, or the next layer's first weights during attention.
+- Start before the previous kernel ends (programmatic dependent launch).
+- Replace the barrier's fence by a tag in every number that shows that it is valid.
+- Multiply 4-bit weights by `mma.sync` too.
+- Process the codes of two slots at a time.
+- Include attention, with keys and values through the same slots and the new token written on the way.
+- Compute two layers in one kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,60 +37,64 @@ from .plan import BYTES, GROUPS, HALF, LINE, PROGRAMS, ROWS, SCALES, Plan, colum
 from .types import BlockWeights
 
 SWIZZLE = 128
-"""Bytes of a row of shared memory that are interleaved."""
+"""Swizzle of shared memory, in bytes."""
 
 REGISTERS = {2: 216, 3: 152}
-"""Registers of a thread that multiplies, by how many warpgroups do: with those of the one that orders weights, no more than there are."""
+"""Registers per consumer thread, by number of consumer warpgroups. With the producer's they fill the register file."""
 
 BITS = {"floats": 16, "int8": 8, "int4": 4}
-"""Of a weight, by what it is held in."""
+"""Bits per weight, by kind of weight."""
 
 AT_ONCE = 16
-"""Pieces of 16 bytes of inputs that a thread waits for at a time."""
+"""16-byte pieces of inputs that a thread loads before it waits."""
 
 COUNTERS = (509,)
-"""Shape of the zeros that programs count meetings in, of which they need three: one that no other zeros have, or XLA would have one array
-for both.
+"""Shape of the grid barriers' counters. Three are needed.
+
+The shape is unusual on purpose: XLA would merge the zeros with another zero array of the same shape.
 """
 
 
 def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if not hopper():
         return "this program is not for a Hopper GPU"
     cores = target().cores
-    if cores is None or cores < PROGRAMS:  # programs that are not all there at once would wait for ever
+    if cores is None or cores < PROGRAMS:  # programs that do not all run at once would deadlock
         return f"this GPU has {cores} multiprocessors, not {PROGRAMS}"
     if attended.ndim != 2:
-        return f"inputs are {attended.shape}, not a token per row"
+        return f"inputs have shape {attended.shape}, not one token per row"
     matrices = _matrices(weights)
-    held = {"floats" if isinstance(w, jax.Array) else w.kind for w in matrices}
-    if len(held) > 1:
-        return f"some weights are {' and others '.join(sorted(held))}"
-    if not held <= set(BITS):
-        return f"weights are {held.pop()}"
+    formats = {"floats" if isinstance(w, jax.Array) else w.kind for w in matrices}
+    if len(formats) > 1:
+        return f"some weights are {' and others '.join(sorted(formats))}"
+    if not formats <= set(BITS):
+        return f"weights are {formats.pop()}"
     if (grouped := [w for w in matrices if isinstance(w, GroupedMatrix)]) and (reason := _other_form(grouped)):
         return reason
     floats = [w for w in matrices if isinstance(w, jax.Array)]
     kinds = {a.dtype for a in (attended, x, weights.mlp_norm.gain, weights.attn_norm.gain, *floats)}
     if kinds != {jnp.dtype(jnp.bfloat16)}:
-        return f"not everything {'' if floats else 'but weights '}is bfloat16"
+        return f"not all {'arrays' if floats else 'activations and norms'} are bfloat16"
     found = _plan(attended, x, weights)
     return found if isinstance(found, str) else None
 
 
 def _other_form(matrices: Sequence[GroupedMatrix]) -> str | None:
-    """Why weights in 4 bits are not of the form that the kernel multiplies by, which is that of `weights="int4"`, or the same without minima."""
+    """Return why the kernel does not support the form of 4-bit weights, or None if it does.
+
+    It supports the form of `weights="int4"`, with or without minima.
+    """
     for w in matrices:
         factors = [w.scale] if w.minimum is None else [w.scale, w.minimum]
         if w.scale_unit is not None or w.minimum_unit is not None:
-            return "scales of weights in 4 bits count units"
+            return "scales of 4-bit weights are quantised themselves"
         if kinds := {str(a.dtype) for a in factors} - {"float16"}:
-            return f"scales of weights in 4 bits are {kinds.pop()}, not float16"
+            return f"scales of 4-bit weights are {kinds.pop()}, not float16"
         if w.levels.shape[1] != BYTES:
-            return f"groups of weights in 4 bits are of {2 * w.levels.shape[1]}, not {2 * BYTES}"
+            return f"4-bit weights have groups of {2 * w.levels.shape[1]}, not {2 * BYTES}"
     some = {w.minimum is None for w in matrices}
-    return "some weights in 4 bits have minima and others none" if len(some) > 1 else None
+    return "some 4-bit weights have minima and others do not" if len(some) > 1 else None
 
 
 def _matrices(weights: BlockWeights) -> tuple[Matrix, ...]:
@@ -98,10 +111,10 @@ def _plan(attended: Array, x: Array, weights: BlockWeights) -> Plan | str:
 def fused_decode_block(
     attended: Array, x: Array, weights: BlockWeights, *, sizes: Plan | None = None
 ) -> tuple[Array, Array, Array, Array]:
-    """The residual stream, the next layer's q, k and v; see the public function.
+    """Compute the residual stream and the next layer's q, k and v; see the public function.
 
     Args:
-        sizes: instead of those that `plan` finds.
+        sizes: sizes to use instead of those of `plan`.
     """
     found = _plan(attended, x, weights) if sizes is None else sizes
     assert isinstance(found, Plan)
@@ -114,7 +127,7 @@ def fused_decode_block(
 
 
 def _factors(w: Int8Matrix | GroupedMatrix) -> Any:
-    """Scales of outputs, or scales and perhaps minima of groups."""
+    """Return the scales of int8 outputs, or the scales and minima of groups."""
     if isinstance(w, Int8Matrix):
         return w.scale.astype(jnp.float32)
     return (w.scale,) if w.minimum is None else (w.scale, w.minimum)
@@ -131,11 +144,16 @@ def _call(
     sizes: Plan,
     eps: tuple[float, float],
 ) -> tuple[Array, Array, Array, Array]:
-    """The kernel, traced and lowered once for all layers.
+    """Call the kernel. It is traced and lowered once for all layers.
 
     Args:
-        matrices: of floats, or levels.
-        scales: of the outputs of each matrix of levels, or of its groups, with their minima if they have any; none for floats.
+        attended, x: as for `fused_decode_block`.
+        gains: of the norms before the MLP and before the next layer's attention.
+        matrices: weights in bfloat16, or their codes.
+        scales: per quantised matrix, the scales of its outputs, or the scales and minima of its groups. Empty for
+            bfloat16.
+        sizes: sizes of a program's share.
+        eps: of the same norms.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -144,19 +162,20 @@ def _call(
     from . import levels as in_levels
 
     batch, parts = sizes.rows, sizes.parts
-    own, wide, (own_q, own_k) = sizes.outputs, sizes.wide, sizes.heads
-    chunk, slots, held, groups = sizes.chunk, sizes.slots, sizes.inputs, sizes.warpgroups
+    narrow, wide, (share_q, share_k) = sizes.outputs, sizes.wide, sizes.heads
+    chunk, slots, resident, groups = sizes.chunk, sizes.slots, sizes.inputs, sizes.warpgroups
     width, inner = matrices[0].shape[0], matrices[1].shape[0]
     counts = [size // parts // chunk for size in (attended.shape[1], width, inner)]
     of_attended, of_width, of_inner = counts
     quantized, grouped = sizes.bits == 8, sizes.bits == 4
-    blocks = {"o": sizes.blocks(own), "wide": wide * parts // HALF, "q": sizes.blocks(own_q)}
-    if grouped:  # of the gate and of the up projection by turns
+    blocks = {"o": sizes.blocks(narrow), "wide": wide * parts // HALF, "q": sizes.blocks(share_q)}
+    if grouped:  # the gate and up projections alternate
         blocks["wide"] = 2 * sizes.blocks(wide)
     a_block, a_half = ROWS // parts, HALF // parts
-    apart = own_k * parts == ROWS  # k and v have a block each, not a half
+    apart = share_k * parts == ROWS  # k and v have one block each, not half a block
     pair = 2 if apart else 1
-    # Who waits at a barrier must see all of its turns. So a slot has a barrier for each warpgroup, unless it is always the same one's.
+    # A warpgroup must observe every phase of a barrier that it waits on. A slot therefore has one barrier per
+    # warpgroup, unless the same warpgroup always consumes it.
     fixed = sizes.bits == 16 and slots % groups == 0
     wide_columns = columns(wide)
     bfloat16, float32 = jnp.bfloat16, jnp.float32
@@ -164,7 +183,7 @@ def _call(
     wide_layout = plgpu.Layout.WG_STRIDED((8, wide_columns), vec_size=wide_columns // 16)
 
     def split(a: Array) -> Array:
-        if grouped:  # 4 bits: a row of bytes for each member and output
+        if grouped:  # 4-bit: one row of bytes per member and output
             return a.reshape(-1, a.shape[-1])
         return a.reshape(a.shape[0] * parts, a.shape[1] // parts)
 
@@ -175,7 +194,8 @@ def _call(
         squares_ref: Any, next_squares_ref: Any,
         weights_smem: Any, inputs_smem: Any, sums_smem: Any, wide_smem: Any, x_smem: Any, gains_smem: Any,
         all_squares_smem: Any, roots_smem: Any,
-        filled: Any, emptied: Any, arrived: Any, turned: Any, counted: Any, started: Any, together: Any,
+        slot_full: Any, slot_empty: Any, inputs_ready: Any, chunk_full: Any, squares_ready: Any, inputs_begun: Any,
+        consumers: Any,
         factors_smem: tuple[Any, ...],
     ) -> None:  # fmt: skip
         program, role = jax.lax.axis_index("program"), jax.lax.axis_index("role")
@@ -184,22 +204,22 @@ def _call(
         group_sums_smem: Any = factors_smem[1] if grouped else None
         how = arrivals.Inputs(tiled(2), batch, parts, chunk, grouped)
 
-        def _order_weights() -> None:
-            plgpu.barrier_wait(started)  # the first inputs come before weights
+        def _copy_weights() -> None:
+            plgpu.barrier_wait(inputs_begun)  # the first inputs are loaded before weights
 
-            def order(slot: int, count: int, chunks: int, take: Callable[..., None]) -> int:
-                """Chunks of `count` blocks, of which `take` orders one."""
+            def issue(slot: int, count: int, chunks: int, take: Callable[..., None]) -> int:
+                """Issue the copies of `count` blocks in chunks; `take` copies one chunk of a block."""
                 whole = sizes.whole(count, chunks)
 
                 def fill(i: Array, _: None) -> None:
                     block, part = jax.lax.div(i, chunks), jax.lax.rem(i, chunks)
                     at = jax.lax.rem(slot + i, slots)
-                    turn = block if whole else slot + i
-                    ready = filled.at[at if fixed else jax.lax.rem(turn, groups) * slots + at]
+                    nth = block if whole else slot + i
+                    ready = slot_full.at[at if fixed else jax.lax.rem(nth, groups) * slots + at]
 
                     @pl.when(slot + i >= slots)
                     def _wait() -> None:
-                        plgpu.barrier_wait(emptied.at[at])
+                        plgpu.barrier_wait(slot_empty.at[at])
 
                     take(block, part, at, ready)
 
@@ -207,7 +227,7 @@ def _call(
                 return slot + count * chunks
 
             def halves(refs: Sequence[tuple[Any, Any]], rows: int, step: int) -> Callable[..., None]:
-                """Blocks of two halves of `rows` rows, the first from a row of a matrix on."""
+                """Return a `take` for blocks of two halves of `rows` rows. Each half begins at a row of a matrix."""
 
                 def take(block: Array, part: Array, at: Array, ready: Any) -> None:
                     for half, (ref, first) in enumerate(refs):
@@ -219,12 +239,14 @@ def _call(
             def both(ref: Any, first: Any, step: int = ROWS) -> Callable[..., None]:
                 return halves([(ref, first), (ref, first + HALF)], HALF, step)
 
-            def in_turns(own: int, *which: int) -> Callable[..., None]:
-                """Blocks in 4 bits, of several matrices by turns, of which a program has so many outputs each."""
-                rows = sizes.tall(own) * ROWS // parts
+            def alternating(narrow: int, *which: int) -> Callable[..., None]:
+                """Return a `take` for 4-bit blocks of several alternating matrices, with `narrow` outputs each per
+                program.
+                """
+                rows = sizes.tall(narrow) * ROWS // parts
 
                 def take(block: Array, part: Array, at: Array, ready: Any) -> None:
-                    output = program * own + jax.lax.div(block, len(which)) * rows
+                    output = program * narrow + jax.lax.div(block, len(which)) * rows
                     groups = pl.ds(part * LINE, LINE)
 
                     def copy(matrix: int) -> None:
@@ -234,54 +256,59 @@ def _call(
                             taken = ref.at[pl.ds(output, rows), groups]
                             plgpu.copy_gmem_to_smem(taken, scales_smem.at[at, kind, pl.ds(0, rows)], ready)
 
-                    for turn, matrix in enumerate(which):
+                    for nth, matrix in enumerate(which):
                         if len(which) == 1:
                             copy(matrix)
                         else:
-                            pl.when(jax.lax.rem(block, len(which)) == turn)(lambda matrix=matrix: copy(matrix))
+                            pl.when(jax.lax.rem(block, len(which)) == nth)(lambda matrix=matrix: copy(matrix))
 
                 return take
 
             if grouped:
                 matrix_refs = o_ref, gate_ref, up_ref, down_ref, q_ref, k_ref, v_ref
-                slot = order(0, blocks["o"], of_attended, in_turns(own, 0))
-                slot = order(slot, blocks["wide"], of_width, in_turns(wide, 1, 2))
-                slot = order(slot, blocks["o"], of_inner, in_turns(own, 3))
-                slot = order(slot, blocks["q"], of_width, in_turns(own_q, 4))
-                order(slot, pair, of_width, in_turns(own_k, 5, 6))
+                slot = issue(0, blocks["o"], of_attended, alternating(narrow, 0))
+                slot = issue(slot, blocks["wide"], of_width, alternating(wide, 1, 2))
+                slot = issue(slot, blocks["o"], of_inner, alternating(narrow, 3))
+                slot = issue(slot, blocks["q"], of_width, alternating(share_q, 4))
+                issue(slot, pair, of_width, alternating(share_k, 5, 6))
                 return
-            at, at_wide, at_q, at_k = (program * count * parts for count in (own, wide, own_q, own_k))
-            slot = order(0, blocks["o"], of_attended, both(o_ref, at))
-            slot = order(slot, blocks["wide"], of_width, halves([(gate_ref, at_wide), (up_ref, at_wide)], HALF, HALF))
-            slot = order(slot, blocks["o"], of_inner, both(down_ref, at))
-            slot = order(slot, blocks["q"], of_width, both(q_ref, at_q))
+            at, at_wide, at_q, at_k = (program * count * parts for count in (narrow, wide, share_q, share_k))
+            slot = issue(0, blocks["o"], of_attended, both(o_ref, at))
+            slot = issue(slot, blocks["wide"], of_width, halves([(gate_ref, at_wide), (up_ref, at_wide)], HALF, HALF))
+            slot = issue(slot, blocks["o"], of_inner, both(down_ref, at))
+            slot = issue(slot, blocks["q"], of_width, both(q_ref, at_q))
             if apart:
-                slot = order(slot, 1, of_width, both(k_ref, at_k, 0))
-                order(slot, 1, of_width, both(v_ref, at_k, 0))
+                slot = issue(slot, 1, of_width, both(k_ref, at_k, 0))
+                issue(slot, 1, of_width, both(v_ref, at_k, 0))
             else:
-                order(slot, 1, of_width, halves([(k_ref, at_k), (v_ref, at_k)], own_k * parts, 0))
+                issue(slot, 1, of_width, halves([(k_ref, at_k), (v_ref, at_k)], share_k * parts, 0))
 
         @pl.when(role == groups)
-        def _order() -> None:
+        def _produce() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(_order_weights))
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(_copy_weights))
 
-        def order_inputs(ref: Any, part: Any) -> None:
-            at = jax.lax.rem(jnp.asarray(part, jnp.int32), held)
-            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(part * chunk, chunk)], inputs_smem.at[at], turned.at[at])
+        def copy_inputs(ref: Any, part: Any) -> None:
+            at = jax.lax.rem(jnp.asarray(part, jnp.int32), resident)
+            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(part * chunk, chunk)], inputs_smem.at[at], chunk_full.at[at])
 
         def fetch(ref: Any, chunks: int, squares: Any = None, begun: bool = True) -> None:
-            """Read inputs, and every program's sums of their squares; of inputs that cannot all be held, order the first.
+            """Load inputs and every program's sums of their squares. If the inputs do not fit, issue copies of the
+            first chunks.
 
             Args:
-                begun: whether weights are being ordered already. If not, they are from when the first inputs are on their way.
+                ref: inputs in global memory.
+                chunks: number of chunks.
+                squares: sums of squares, if the inputs are normed.
+                begun: whether the producer warp already copies weights. If not, it starts once the first inputs are
+                    requested.
             """
-            if chunks > held:
-                # Such are the MLP's alone.
+            if chunks > resident:
+                # Only the MLP's inputs can be that large.
                 assert begun
                 assert squares is None
-                for part in range(held):
-                    order_inputs(ref, part)
+                for part in range(resident):
+                    copy_inputs(ref, part)
                 return
             others = None if squares is None else arrivals.read_squares(squares)
             steps = how.steps(chunks)
@@ -289,34 +316,34 @@ def _call(
                 taken = range(first, min(first + AT_ONCE, steps))
                 words = arrivals.read_inputs(ref, how, taken)
                 if not (begun or first):
-                    plgpu.barrier_arrive(started)
+                    plgpu.barrier_arrive(inputs_begun)
                 arrivals.write_inputs(words, inputs_smem, how, taken, group_sums_smem)
             if not quantized:
-                plgpu.commit_smem()  # the matrix units will read this themselves
-            plgpu.barrier_arrive(arrived)
+                plgpu.commit_smem()  # wgmma reads this from shared memory
+            plgpu.barrier_arrive(inputs_ready)
             if others is not None:
                 arrivals.write_squares(others, all_squares_smem)
-                plgpu.barrier_arrive(counted)
+                plgpu.barrier_arrive(squares_ready)
 
         def multiply_floats(total: Any, at: Any, inputs_at: Any) -> None:
-            """Add the products of a slot's weights with a chunk of inputs to `total`, and hand the slot back."""
+            """Add the products of a slot's weights with a chunk of inputs to `total`, and free the slot."""
             plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(emptied.at[at])
+            plgpu.barrier_arrive(slot_empty.at[at])
 
-        def multiply_levels(total: Array, at: Any, inputs_at: Any) -> Array:
-            """The same for int8. A slot is free once its levels are in registers."""
-            levels = in_levels.load_levels(weights_smem.at[at], tiled(1))
-            plgpu.barrier_arrive(emptied.at[at])
-            return in_levels.multiply_levels(total, levels, inputs_smem.at[inputs_at], tiled(2))
+        def multiply_codes(total: Array, at: Any, inputs_at: Any) -> Array:
+            """Do the same for int8 weights. The slot is free as soon as its codes are in registers."""
+            levels = in_levels.load_codes(weights_smem.at[at], tiled(1))
+            plgpu.barrier_arrive(slot_empty.at[at])
+            return in_levels.multiply_codes(total, levels, inputs_smem.at[inputs_at], tiled(2))
 
         def multiply_groups(sums: Any, at: Any, inputs_at: Any) -> Any:
-            """The same for weights in 4 bits; for each block of a slot `sums` has products, and a rest."""
+            """Do the same for 4-bit weights. `sums` has `total` and `rest` per block of a slot; see `groups.py`."""
             found = []
             for tile, (total, rest) in enumerate(sums):
                 words = in_groups.take(weights_smem.at[at], scales_smem.at[at], tile)
                 if tile == len(sums) - 1:
-                    plgpu.barrier_arrive(emptied.at[at])
+                    plgpu.barrier_arrive(slot_empty.at[at])
                 inputs = inputs_smem.at[inputs_at], group_sums_smem.at[inputs_at]
                 found.append(in_groups.add(words, *inputs, total, rest))
             return tuple(found)
@@ -325,46 +352,54 @@ def _call(
             slot: int, count: int, chunks: int, ref: Any, place: Callable[[Any], tuple[Any, Any]], second: int = 0,
             eps: float | None = None, again: bool = False, scales: Any = None, tall: int = 1,
         ) -> int:  # fmt: skip
-            """Products of `count` blocks with the inputs in `ref`; of the warpgroups each takes every so manieth chunk, or block.
+            """Multiply `count` blocks with the inputs in `ref`. The warpgroups alternate by chunks, or by blocks.
 
             Args:
-                place: the array that a block's go into, and the column that they begin in.
-                eps: of the norm of these inputs, if they are normed.
-                again: whether inputs and roots are there already.
-                scales: of the outputs, by columns of the array, if weights are levels of int8.
-                tall: blocks of `ROWS` rows in each of these.
+                slot: index of the first slot.
+                count: number of blocks.
+                chunks: chunks per block.
+                ref: inputs in global memory.
+                place: returns the array and first column of a block's results.
+                second: offset of the second half's column; see `add_diagonals`.
+                eps: of the norm of these inputs, None if they are not normed.
+                again: whether inputs and inverse roots are already in shared memory.
+                scales: scales of the outputs, by columns of the array, for int8 weights.
+                tall: blocks of `ROWS` rows per slot.
+
+            Returns:
+                The index of the next slot.
             """
-            turns = chunks > held
+            phased = chunks > resident
             whole = sizes.whole(count, chunks)
             roots = None if eps is None else roots_smem.at[role]
 
-            def block(turn: Array, _: None) -> None:
-                i = role + groups * turn if whole else turn
+            def block(nth: Array, _: None) -> None:
+                i = role + groups * nth if whole else nth
                 start = slot + i * chunks
-                # Slots go round among the warpgroups, or all of a block's are one's own.
+                # The warpgroups alternate by slots, or each has all slots of its own blocks.
                 first = 0 if whole else jax.lax.rem(role + (groups - 1) * start if groups > 2 else role + start, groups)
                 step = 1 if whole else groups
 
                 def add_up(total: Any) -> Any:
-                    """Sums of all chunks: in `total`, or returned if they are no accumulator of the matrix units."""
+                    """Add the products of all chunks to `total`, or return them if `total` is None."""
 
                     def add(j: Array, sums: Any) -> Any:
                         part = first + step * j
-                        at, inputs_at = jax.lax.rem(start + part, slots), jax.lax.rem(part, held)
-                        if turns:
-                            plgpu.barrier_wait(turned.at[inputs_at])
-                        plgpu.barrier_wait(filled.at[at if fixed else role * slots + at])
+                        at, inputs_at = jax.lax.rem(start + part, slots), jax.lax.rem(part, resident)
+                        if phased:
+                            plgpu.barrier_wait(chunk_full.at[inputs_at])
+                        plgpu.barrier_wait(slot_full.at[at if fixed else role * slots + at])
                         if grouped:
                             sums = multiply_groups(sums, at, inputs_at)
                         elif quantized:
-                            sums = multiply_levels(sums, at, inputs_at)
+                            sums = multiply_codes(sums, at, inputs_at)
                         else:
                             multiply_floats(total, at, inputs_at)
-                        if turns:
+                        if phased:
 
-                            @pl.when(part + held < chunks)
+                            @pl.when(part + resident < chunks)
                             def _next() -> None:
-                                order_inputs(ref, part + held)
+                                copy_inputs(ref, part + resident)
 
                         return sums
 
@@ -387,9 +422,9 @@ def _call(
 
                 if (added := eps) is not None and not again:
 
-                    @pl.when(turn == 0)
+                    @pl.when(nth == 0)
                     def _roots() -> None:
-                        plgpu.barrier_wait(counted)
+                        plgpu.barrier_wait(squares_ready)
                         lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
 
                 out, column = place(i)
@@ -399,34 +434,36 @@ def _call(
                         product, out, first_column, parts=parts, second=second, scale=roots, scales=scales
                     )
 
-            if not (turns or again):
-                plgpu.barrier_wait(arrived)
+            if not (phased or again):
+                plgpu.barrier_wait(inputs_ready)
             own_blocks = jax.lax.div(count - role + groups - 1, groups) if whole else count
             jax.lax.fori_loop(0, own_blocks, block, None)
             return slot + count * chunks
 
         def added_up(parts: Sequence[Any], layout: Any) -> Array:
-            """What the warpgroups have each made of their chunks, as the product's type has it."""
+            """Add the partial sums of all warpgroups and round them to bfloat16."""
             first, *others = (lanes.load(part, layout) for part in parts)
             for other in others:
                 first += other
             return first.astype(bfloat16)
 
         def places(sums: Any, count: int, chunks: int) -> list[Any]:
-            """Where warpgroups gather a product: one array for all if each has whole blocks, one each if they have parts of all sums."""
+            """Return the warpgroups' arrays of results: one for all if each computes whole blocks, else one per
+            warpgroup.
+            """
             return [sums.at[i] for i in range(1 if sizes.whole(count, chunks) else groups)]
 
         def join(gain: int, chunks: int, ref: Any, squares: Any, last: bool = False) -> None:
-            """Add the product to the residual stream, and hand on what the next product takes."""
+            """Add a result to the residual stream, and store the inputs of the next matmul for all programs."""
             product = added_up(places(sums_smem, blocks["o"], chunks), narrow_layout)
             x = product.astype(float32) + lanes.load(x_smem, narrow_layout).astype(float32)
             x = x.astype(bfloat16)
             exact = x.astype(float32)
             gains = lanes.load(gains_smem.at[gain], narrow_layout).astype(float32)
-            meetings.hand_on((exact * gains).astype(bfloat16), ref, program * own, rows=batch, count=own)
-            meetings.hand_on_sums(exact * exact, squares, program)
+            meetings.publish((exact * gains).astype(bfloat16), ref, program * narrow, rows=batch, count=narrow)
+            meetings.publish_sums(exact * exact, squares, program)
             if last:
-                meetings.hand_on(x, x_out, program * own, rows=batch, count=own)
+                meetings.publish(x, x_out, program * narrow, rows=batch, count=narrow)
             else:
                 x_smem[...] = x
 
@@ -442,12 +479,12 @@ def _call(
             def into(sums: Any, count: int, chunks: int) -> Any:
                 return sums.at[0 if sizes.whole(count, chunks) else role]
 
-            def everyone() -> None:
-                plgpu.barrier_arrive(together)
-                plgpu.barrier_wait(together)
+            def sync_consumers() -> None:
+                plgpu.barrier_arrive(consumers)
+                plgpu.barrier_wait(consumers)
 
             def lead(work: Callable[[], None]) -> None:
-                everyone()
+                sync_consumers()
                 pl.when(role == 0)(work)
 
             def begin() -> None:
@@ -455,51 +492,54 @@ def _call(
                     sums_smem[i] = jnp.zeros((8, 64), float32)
                 x_smem[...] = jnp.zeros((8, 64), bfloat16)
                 pieces = [
-                    arrivals.Piece(x_ref, program * own, x_smem, own, batch),
-                    *(arrivals.Piece(ref, program * own, gains_smem.at[i], own, 8) for i, ref in enumerate(gain_refs)),
+                    arrivals.Piece(x_ref, program * narrow, x_smem, narrow, batch),
+                    *(
+                        arrivals.Piece(ref, program * narrow, gains_smem.at[i], narrow, 8)
+                        for i, ref in enumerate(gain_refs)
+                    ),
                 ]
-                counts = own, wide, wide, own, own_q, own_k, own_k
+                counts = narrow, wide, wide, narrow, share_q, share_k, share_k
                 lines = (2, 0), (0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (5, 64)
                 for ref, count, (row, column) in zip(scale_refs, counts, lines, strict=True) if quantized else ():
                     out = scales_smem.at[row, pl.ds(column, count)]
-                    pieces.append(arrivals.Piece(ref, program * count, out, count, factor=in_levels.LEVELS))
+                    pieces.append(arrivals.Piece(ref, program * count, out, count, factor=in_levels.DIVISOR))
                 words = arrivals.read(pieces)
-                plgpu.barrier_arrive(started)
+                plgpu.barrier_arrive(inputs_begun)
                 lanes.sync()
                 arrivals.write(words, pieces)
 
             def gate() -> None:
                 join(0, of_attended, normed_ref, squares_ref)
-                meetings.meet(counters_ref, 0, 2, program)
+                meetings.grid_barrier(counters_ref, 0, 2, program)
                 fetch(normed_ref, of_width, squares_ref)
 
             def down() -> None:
                 gate, up = (gathered(half, blocks["wide"]).astype(float32) for half in range(2))
                 gated = (gate * up / (1 + jnp.exp(-gate))).astype(bfloat16)
-                copied = of_inner > held
-                meetings.hand_on(gated, gated_ref, program * wide, rows=batch, count=wide, copied=copied)
-                meetings.meet(counters_ref, 1, 0, program, copied=copied)
+                copied = of_inner > resident
+                meetings.publish(gated, gated_ref, program * wide, rows=batch, count=wide, copied=copied)
+                meetings.grid_barrier(counters_ref, 1, 0, program, copied=copied)
                 fetch(gated_ref, of_inner)
 
             def heads() -> None:
                 join(1, of_inner, next_ref, next_squares_ref, last=True)
-                meetings.meet(counters_ref, 2, 1, program)
+                meetings.grid_barrier(counters_ref, 2, 1, program)
                 fetch(next_ref, of_width, next_squares_ref)
 
             def end() -> None:
                 queries, pairs = (gathered(half, count) for half, count in enumerate((blocks["q"], pair)))
                 for numbers, ref, first, count in (
-                    (queries, q_out, 0, own_q), (pairs, k_out, 0, own_k), (pairs, v_out, 64, own_k)
+                    (queries, q_out, 0, share_q), (pairs, k_out, 0, share_k), (pairs, v_out, 64, share_k)
                 ):  # fmt: skip
-                    meetings.hand_on(numbers, ref, program * count, rows=batch, count=count, column=first)
+                    meetings.publish(numbers, ref, program * count, rows=batch, count=count, column=first)
 
             def one_after_another(sums: Any, tall: int) -> Callable[[Any], tuple[Any, Any]]:
                 return lambda i: (sums, i * (tall * a_block))
 
             pl.when(role == 0)(lambda: fetch(attended_ref, of_attended, begun=False))
             pl.when(role == 1)(begin)
-            everyone()
-            tall = sizes.tall(own)
+            sync_consumers()
+            tall = sizes.tall(narrow)
             sums = into(sums_smem, blocks["o"], of_attended)
             slot = multiply(
                 0, blocks["o"], of_attended, attended_ref, one_after_another(sums, tall), a_half, scales=of_o, tall=tall
@@ -523,7 +563,7 @@ def _call(
             )
             lead(heads)
             queries, pairs = into(wide_smem, blocks["q"], of_width).at[0], into(wide_smem, pair, of_width).at[1]
-            tall = sizes.tall(own_q)
+            tall = sizes.tall(share_q)
             slot = multiply(
                 slot, blocks["q"], of_width, next_ref, one_after_another(queries, tall), a_half, eps=eps[1],
                 scales=of_q, tall=tall,
@@ -535,7 +575,7 @@ def _call(
             lead(end)
 
     def tiled(size: int) -> tuple[Any, ...]:
-        """How numbers of so many bytes lie in shared memory."""
+        """Return the tiling and swizzle of numbers of `size` bytes in shared memory."""
         return plgpu.TilingTransform((8, SWIZZLE // size)), plgpu.SwizzleTransform(SWIZZLE)
 
     shape, smem, barrier = jax.ShapeDtypeStruct, plgpu.SMEM, plgpu.Barrier
@@ -545,11 +585,12 @@ def _call(
     if grouped:
         tall, kinds = sizes.most * ROWS // parts, len(scales[0])
         weights = smem((slots, tall * BYTES, LINE), jnp.uint8, transforms=in_groups.TILED)
-        factors = [smem((slots, kinds, tall, LINE), jnp.float16), smem((held, batch * parts * GROUPS), float32)]
+        factors = [smem((slots, kinds, tall, LINE), jnp.float16), smem((resident, batch * parts * GROUPS), float32)]
     else:
         weights = smem((slots, ROWS, chunk), matrices[0].dtype, transforms=tiled(sizes.bits // 8))
-    # XLA is not told that these are written. It need not know: calls follow one another, as each takes what the one before made, and a call
-    # does as well with zeros as with what another has left, in which only the last meeting's counter is not zero; the first clears it.
+    # XLA does not know that the kernel writes the counters. This is safe: data dependencies order the calls, and a call
+    # works with zeros as well as with the counters that the previous call left. Only the last barrier's counter is then
+    # not zero, and the first barrier resets it.
     counters = jnp.zeros(COUNTERS, jnp.int32)
     out = plgpu.kernel(
         body,
@@ -565,7 +606,7 @@ def _call(
         thread_name="role",
         scratch_types=[
             weights,
-            smem((held, batch * parts, chunk), bfloat16, transforms=tiled(2)),
+            smem((resident, batch * parts, chunk), bfloat16, transforms=tiled(2)),
             smem((groups, 8, 64), float32),
             smem((groups, 2, 8, wide_columns), float32),
             smem((8, 64), bfloat16),
@@ -575,7 +616,7 @@ def _call(
             barrier(num_arrivals=1 + len(scales[0]) if grouped else 2, num_barriers=slots if fixed else groups * slots),
             barrier(num_barriers=slots),
             barrier(),
-            barrier(num_barriers=held if max(counts) > held else 1),
+            barrier(num_barriers=resident if max(counts) > resident else 1),
             barrier(),
             barrier(num_arrivals=2),
             barrier(num_arrivals=groups),

@@ -1,4 +1,4 @@
-"""The same, one product after the other; each by whoever computes it best."""
+"""The same operation as separate matmuls, for cases that the Hopper kernel does not support."""
 
 from jaxtyping import Array, Float
 
@@ -13,7 +13,10 @@ def multiply_apart(
     weights: BlockWeights,
     implementation: Implementation = "auto",
 ) -> list[Array]:
-    """The residual stream and the next layer's q, k and v; where XLA is asked for, by XLA."""
+    """Return the residual stream and the next layer's q, k and v. Each matmul picks its own implementation.
+
+    `implementation="xla"` is passed on to all of them.
+    """
     by = "xla" if implementation == "xla" else "auto"
     (x,) = projection(attended, weights.o, residual=x, implementation=by)
     wide = gated_projection(x, weights.gate, weights.up, norm=weights.mlp_norm, implementation=by)

@@ -1,4 +1,4 @@
-"""What a token meets between two attentions, and where it is then."""
+"""Weights and results of `fused_decode_block`."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,16 @@ from ...projection import Matrix, Norm
 
 
 class BlockWeights(NamedTuple):
-    """Weights that a token meets between one layer's attention and the next, matrices as checkpoints keep them, outputs first.
+    """Weights between one layer's attention and the next layer's attention. Matrices are as in checkpoints, outputs
+    first.
 
     Attributes:
-        o: attention's output projection, [D, A].
-        mlp_norm: before the MLP.
+        o: output projection of attention, [D, A].
+        mlp_norm: norm before the MLP.
         gate, up: [F, D].
         down: [D, F].
-        attn_norm: before the next layer's attention.
-        q, k, v: of the next layer, [_, D].
+        attn_norm: norm before the next layer's attention.
+        q, k, v: projections of the next layer, [_, D].
     """
 
     o: Matrix
@@ -31,11 +32,11 @@ class BlockWeights(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """Where a token is after that.
+    """Result of `fused_decode_block`.
 
     Attributes:
         x: the residual stream.
-        q, k, v: the next layer's products, without biases or rotation.
+        q, k, v: the next layer's queries, keys and values, without biases or rotation.
     """
 
     x: Float[Array, "B D"]
