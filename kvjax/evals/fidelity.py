@@ -30,6 +30,8 @@ from kvjax.policies.capabilities import prefill
 from kvjax.runtime.mesh import ALL, on_host, on_mesh
 from kvjax.runtime.program import Partition, Program
 
+from .budgets import bytes_held
+
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
@@ -134,11 +136,10 @@ def fidelity(
         found["cosine"].append(np.sum(weights * full, axis=-1) / (_norm(weights) * _norm(full)))
         read = np.any(weights[..., :prompt] > 0, axis=0).reshape(spec.num_kv_heads, -1, prompt)
         seen.append(np.any(read, axis=1))
-    shape = params.config, 1, prompt, total - prompt, params.dtype
     return Fidelity(
         **{name: np.stack([np.mean(x, axis=0, dtype=np.float64) for x in layers]) for name, layers in found.items()},
         jaccard=jaccard(np.stack(seen)),
-        cache_bytes=policy.nbytes(*shape) + policy.host_nbytes(*shape),
+        cache_bytes=bytes_held(policy, params.config, prompt, total - prompt, params.dtype),
     )
 
 

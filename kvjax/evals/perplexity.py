@@ -23,6 +23,7 @@ from kvjax.runtime.mesh import ALL, ROWS, first_row, on_host, on_mesh, repeated_
 from kvjax.runtime.processes import broadcast, from_first, is_first
 from kvjax.runtime.program import Partition, Program
 
+from .budgets import bytes_held
 from .checkpoint import Checkpoint
 from .report import model_fingerprint
 
@@ -134,8 +135,7 @@ def streaming(
     engine = Engine(params, policy, batch=rows, prompt_len=0, max_new_tokens=len(tokens), mesh=mesh)
     begun = engine.begin()
     text, first, before = np.asarray([tokens] * rows, np.int32), 0, np.zeros((1, 0), np.float32)
-    sizes = params.config, 1, 0, len(tokens), params.dtype
-    cache_bytes = policy.nbytes(*sizes) + policy.host_nbytes(*sizes)
+    cache_bytes = bytes_held(policy, params.config, 0, len(tokens), params.dtype)
     if checkpoint is None:
         return Perplexity(read(engine, begun.caches, text, first, progress)[0][0], cache_bytes)
     digest = hashlib.sha256(text[:1].tobytes()).hexdigest()

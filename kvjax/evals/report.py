@@ -137,7 +137,7 @@ class ResultFile:
             number = content.count(b"\n") + 1
             warnings.warn(
                 f"{path}, line {number}: cut short as it was written; it is left out, and its part run again",
-                stacklevel=7,
+                stacklevel=8,
             )
         rows = []
         for number, line in lines:
