@@ -7,33 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import checks, console
-from .options import (
-    CompilationCacheOption,
-    DistributedOption,
-    DTypeOption,
-    EmbeddingOption,
-    JsonOption,
-    MeshOption,
-    ModelOption,
-    PrefillBlockOption,
-    SetOption,
-    TokenizerOption,
-    WeightsOption,
-    read_model,
-)
+from .options import JsonOption, MeshModelOptions, PrefillBlockOption, SetOption
 
 if TYPE_CHECKING:
     from kvjax.evals.measure import Outcome
     from kvjax.evals.tasks import Inputs
-    from kvjax.models import Params
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationOptions:
+class EvaluationOptions(MeshModelOptions):
     """A model, what tasks are made from, and how they run."""
 
-    model: ModelOption = None
-    tokenizer: TokenizerOption = None
     settings: SetOption = None
     query_aware: Annotated[
         bool,
@@ -121,18 +105,12 @@ class EvaluationOptions:
     ] = None
     batch: Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Examples that run together.")] = 4
     prefill_block: PrefillBlockOption = None
-    mesh: MeshOption = None
-    distributed: DistributedOption = False
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat", help="Use the chat template. [default: if the model has one]", show_default=False
         ),
     ] = None
-    dtype: DTypeOption = None
-    weights: WeightsOption = None
-    embedding: EmbeddingOption = None
-    compilation_cache: CompilationCacheOption = True
     as_json: JsonOption = False
 
     def inputs(self, **more: Any) -> "Inputs":
@@ -161,19 +139,6 @@ class EvaluationOptions:
     def how(self) -> dict[str, Any]:
         """How tasks run, as `evaluate` takes it."""
         return {name: getattr(self, name) for name in ("query_aware", "chat", "batch", "prefill_block")}
-
-    def load(self) -> "Params":
-        """Load the model."""
-        return read_model(
-            self.model,
-            self.dtype,
-            self.compilation_cache,
-            self.weights,
-            self.embedding,
-            self.mesh,
-            self.distributed,
-            self.tokenizer,
-        )
 
 
 _INPUTS = ("samples", "seed", "text", "data", "examples", "shots", "max_new_tokens", "history", "score_by")

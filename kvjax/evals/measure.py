@@ -28,7 +28,7 @@ from .task import Task
 from .tasks import MEASURES, Inputs, make_task, task_name
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of a policy on a task.
 
@@ -54,13 +54,26 @@ class Outcome:
     higher_is_better: bool
     cache_bytes: float
     full_cache_bytes: float
-    tokens_per_second: float | None
-    query_aware: bool | None
+    tokens_per_second: float | None = None
+    query_aware: bool | None = None
     count: int
     settings: dict[str, Any]
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
     budget_applies: bool = True
     standard_error: float | None = None
+
+    @classmethod
+    def of(cls, task: str, policy: Policy, metric: str, **measured: Any) -> "Outcome":
+        """A result with the fields that follow from the policy and the metric."""
+        return cls(
+            task=task,
+            policy=policy.info.name,
+            metric=metric,
+            higher_is_better=metric == "score",
+            settings=described(policy),
+            budget_applies=policy.info.takes_budget,
+            **measured,
+        )
 
 
 def prepare(
@@ -107,26 +120,23 @@ class TaskMeasure:
 
     @property
     def plan(self) -> Plan:
-        """What runs together, and in caches of which sizes."""
+        """The task's batches and the sizes of their caches."""
         return self.prepared.plan
 
     def run(self, policy: Policy, out: Path | None = None, progress: Progress | None = None) -> Outcome:
         """Measure a policy; arguments and errors as for `evaluate`."""
         found = self.prepared.run(policy, out, progress)
         labels = {label for row in found.rows for label in row["labels"]}
-        return Outcome(
-            task=self.prepared.task.name,
-            policy=policy.info.name,
+        return Outcome.of(
+            self.prepared.task.name,
+            policy,
             metric="score",
             value=found.score,
-            higher_is_better=True,
             cache_bytes=found.cache_bytes,
             full_cache_bytes=found.full_cache_bytes,
             tokens_per_second=found.decode_tokens_per_second,
             query_aware=self.prepared.query_aware,
             count=len(found.rows),
-            settings=described(policy),
-            budget_applies=policy.info.takes_budget,
             details={label: found.by(label) for label in sorted(labels)},
             standard_error=found.standard_error,
         )
@@ -201,19 +211,15 @@ class TextMeasure:
             resumed = checkpoint is not None and from_first(mesh, checkpoint.exists)
             found = streaming(params, tokens, policy, progress=progress, checkpoint=checkpoint, mesh=mesh)
             seconds = None if resumed else time.perf_counter() - stream.compile_seconds - start
-        return Outcome(
-            task="perplexity",
-            policy=policy.info.name,
+        return Outcome.of(
+            "perplexity",
+            policy,
             metric="perplexity",
             value=found.perplexity,
-            higher_is_better=False,
             cache_bytes=found.cache_bytes,
             full_cache_bytes=self._full_bytes,
             tokens_per_second=None if seconds is None else len(found.logprobs) / seconds,
-            query_aware=None,
             count=len(found.logprobs),
-            settings=described(policy),
-            budget_applies=policy.info.takes_budget,
             details={"nll": found.nll},
         )
 
@@ -225,19 +231,14 @@ class TextMeasure:
         tables = {
             name: np.asarray(getattr(found, name)).tolist() for name in ("recall", "output_error", "cosine", "jaccard")
         }
-        return Outcome(
-            task="fidelity",
-            policy=policy.info.name,
+        return Outcome.of(
+            "fidelity",
+            policy,
             metric="output error",
             value=found.means()["output_error"],
-            higher_is_better=False,
             cache_bytes=found.cache_bytes,
             full_cache_bytes=self._full_bytes,
-            tokens_per_second=None,
-            query_aware=None,
             count=self.inputs.queries,
-            settings=described(policy),
-            budget_applies=policy.info.takes_budget,
             details={"means": found.means(), "by_layer": tables},
         )
 

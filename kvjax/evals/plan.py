@@ -1,4 +1,4 @@
-"""What runs together, and in caches of which sizes: the runner runs this plan, and `matched` chooses budgets by it."""
+"""The batches of a task and the sizes of their caches. The runner runs this plan, and `matched` chooses budgets by it."""
 
 import dataclasses
 from collections.abc import Sequence

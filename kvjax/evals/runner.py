@@ -159,7 +159,7 @@ class Prepared:
             progress(len(done), len(self.examples))
         for batch in self.plan.batches:
             if not done.issuperset(batch.examples):
-                # All of the batch, so that an interrupted run holds the bytes that were planned.
+                # The whole batch, so that a resumed run holds the planned bytes.
                 rows = self._run(params, mesh, policy, batch)
                 results.append([row for row in rows if row["example"] not in done])
                 done.update(batch.examples)
@@ -204,7 +204,7 @@ class Prepared:
         rows: int,
         prefill_block: int | None,
     ) -> list[Answered]:
-        """Answers to examples that run as one batch of `rows` sequences, of which the last ones repeat the last example."""
+        """Answers to examples that run as one batch, padded to `rows` sequences with copies of the last example."""
         pairs = [self.form.encode(example) for example in examples]
         pairs += pairs[-1:] * (rows - len(pairs))
         answers = generate(
@@ -260,7 +260,7 @@ def prepare(
 
 
 def _check(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | None]:
-    """A function that says what is wrong with a row: it is of no such example, or of one that has a row already."""
+    """A check of rows: it returns an error for an unknown example, a second row of an example, or other answers or labels."""
     existing: set[int] = set()
 
     def wrong(row: dict[str, Any]) -> str | None:

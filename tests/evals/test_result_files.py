@@ -146,7 +146,7 @@ def test_what_is_no_result_file_is_left_alone(run, content):
 
 def test_a_pipe_or_an_enormous_file_is_no_result_file(run):
     os.mkfifo(run.out)
-    with pytest.raises(OSError, match="a pipe cannot be gone on with; give a regular file"):
+    with pytest.raises(OSError, match="a run cannot resume from a pipe; give a regular file"):
         run()
     run.out.unlink()
     with run.out.open("wb") as stream:

@@ -108,6 +108,7 @@ def test_fidelity(params, folder):
                 np.testing.assert_allclose(getattr(many, field.name), getattr(one, field.name), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_measures_and_tables(params, folder, tmp_path):
     """Of a model that lies on a mesh, without saying so again."""
     many = place_all(get_shard("data=2,model=2", params.config), params)
