@@ -160,6 +160,7 @@ def test_the_first_of_two_processes_prints_and_writes(folder, params, tmp_path, 
 
 
 @pytest.mark.mesh_long
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_two_processes_compare(folder, params, tmp_path):
     """Answers, those to many questions of one context, and what reads without a cache, in a table of which the first writes all files."""
     turns = [{"input": "What is ab?", "answer": "12"}, {"input": "And cd?", "answer": ["345"]}]
