@@ -3,6 +3,7 @@
 python -m kvjax.bench.worker '{"bandwidth": 4.8e12}'
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -43,14 +44,19 @@ def main() -> None:
     import jax
 
     from kvjax._util.randomness import random_key
+    from kvjax._util.user_code import POLICIES
     from kvjax.evals.report import header
     from kvjax.models import Params
     from kvjax.models.sharding import init_on
+    from kvjax.policies.registry import load_policies
 
     from .case import Case
     from .floor import bandwidth
     from .measure import compile_only, measure
 
+    if source := os.environ.get(POLICIES):
+        with contextlib.redirect_stdout(sys.stderr):
+            load_policies(source)
     device = jax.devices()[0]
     rate = options["bandwidth"] or bandwidth(device.device_kind)
     memory = options["memory"] or (device.memory_stats() or {}).get("bytes_limit")

@@ -21,6 +21,7 @@ from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .policies import policies
+from .signature import command
 
 app = typer.Typer(
     name="kvjax",
@@ -31,8 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for function in (generate, convert, policies, inspect, plan, draw, calibrate, compare, bench):
-    app.command(cls=Command)(function)
-app.command("eval", cls=Command)(evaluate)
+    app.command(cls=Command)(command(function))
+app.command("eval", cls=Command)(command(evaluate))
 
 
 def _version(asked: bool) -> bool:

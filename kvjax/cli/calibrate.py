@@ -10,7 +10,7 @@ from kvjax._util.texts import read_text
 from . import checks
 from .console import errors
 from .hyperparameters import read_settings
-from .options import CompilationCacheOption, DTypeOption, ModelOption, TokenizerOption, read_model
+from .options import ModelOptions
 from .progress import bar
 
 
@@ -54,10 +54,8 @@ def calibrate(
             "--set", metavar="NAME=VALUE", help="Set an option of the method; repeatable.", show_default=False
         ),
     ] = None,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
-    dtype: DTypeOption = None,
-    compilation_cache: CompilationCacheOption = True,
+    *,
+    source: ModelOptions,
 ) -> None:
     """Calibrate a policy: collect statistics of a model's attention heads once, for policies that treat heads differently.
 
@@ -81,7 +79,7 @@ def calibrate(
         read_text(file)
     checks.destination(out)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, tokenizer=tokenizer)
+    params = source.load()
     with bar() as begin:
         profile = make_profile(params, method, files, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)

@@ -12,21 +12,13 @@ from . import checks, console
 from .hyperparameters import read_policy
 from .options import (
     BudgetOption,
-    CompilationCacheOption,
-    DistributedOption,
-    DTypeOption,
-    EmbeddingOption,
     JsonOption,
-    MeshOption,
-    ModelOption,
+    MeshModelOptions,
     PolicyOption,
     PrefillBlockOption,
     PromptArgument,
     PromptFileOption,
     SetOption,
-    TokenizerOption,
-    WeightsOption,
-    read_model,
     read_prompt,
 )
 from .progress import bar, waiting
@@ -40,8 +32,8 @@ if TYPE_CHECKING:
 def generate(
     prompt: PromptArgument = None,
     prompt_file: PromptFileOption = None,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
+    *,
+    source: MeshModelOptions,
     policy: PolicyOption = "full",
     budget: BudgetOption = None,
     settings: SetOption = None,
@@ -79,12 +71,6 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the model's end token.")] = False,
     prefill_block: PrefillBlockOption = None,
-    mesh: MeshOption = None,
-    distributed: DistributedOption = False,
-    dtype: DTypeOption = None,
-    weights: WeightsOption = None,
-    embedding: EmbeddingOption = None,
-    compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print the summary line even if standard error is not a terminal.")
     ] = False,
@@ -102,12 +88,12 @@ def generate(
     if not 0 <= temperature <= 1e38:  # larger numbers overflow float32
         raise ValueError(f"temperature={temperature}; give 0 (greedy) or more")
     make_sampler(temperature, top_k, top_p, min_p)
-    check_unbound(chosen, prefill_block, over_mesh=mesh is not None)
+    check_unbound(chosen, prefill_block, over_mesh=source.mesh is not None)
     amount("max_new_tokens", max_new_tokens)
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file, empty=chat or system is not None)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)
+    params = source.load()
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]
@@ -126,7 +112,7 @@ def generate(
         "prefill_block": prefill_block,
     }
     if as_json:
-        _print_result(params, model, chosen, request, options)
+        _print_result(params, source.model, chosen, request, options)
     else:
         _print_text(params, text, request, options, verbose)
 

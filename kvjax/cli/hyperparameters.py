@@ -71,7 +71,7 @@ def _check_profile(policy: "Policy") -> None:
     from kvjax.policies.profile import load
 
     profile = getattr(policy, "profile", None)
-    if isinstance(profile, str) and profile not in METHODS:
+    if isinstance(profile, str) and profile not in METHODS and policy.info.name in METHODS:
         load(profile, METHODS[policy.info.name].profile)
 
 

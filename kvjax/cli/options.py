@@ -1,9 +1,10 @@
 """Options that several commands share."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -68,8 +69,8 @@ WeightsOption = Annotated[
     Weights | None,
     typer.Option(
         "--weights",
-        help="Kind of the layers' matrices in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: floats from a GGUF file, "
-        "else as stored]",
+        help="Type of the layers' matrices in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: float for a GGUF file, "
+        "otherwise as-stored]",
         show_default=False,
     ),
 ]
@@ -77,7 +78,7 @@ EmbeddingOption = Annotated[
     Weights | None,
     typer.Option(
         "--embedding",
-        help="Kind of embedding and head. [default: as stored if weights are, else float]",
+        help="Type of embedding and head in memory. [default: as-stored if --weights is, otherwise float]",
         show_default=False,
     ),
 ]
@@ -95,7 +96,7 @@ PrefillBlockOption = Annotated[
     typer.Option(
         min=1,
         max=checks.MAX_INT,
-        help="Chunked prefill: tokens per block. [default: whole prompts, if they fit]",
+        help="Tokens of a block for chunked prefill; the policy compresses after each block. [default: whole prompts, if they fit in memory]",
         show_default=False,
     ),
 ]
@@ -103,7 +104,8 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         metavar="AXES",
-        help="Mesh of devices, such as model=4 or data=2,model=4: data shards the batch, model the model, and sequence the cache's slots.",
+        help="Devices to run over, such as model=4 or data=2,model=4. Sequences are sharded along data, the model along model, slots of the "
+        "cache along sequence.",
         show_default=False,
     ),
 ]
@@ -111,8 +113,8 @@ DistributedOption = Annotated[
     bool,
     typer.Option(
         "--distributed",
-        help="This is one of several processes that share the mesh, started by a launcher that JAX knows (Slurm, MPI, Kubernetes, TPU pods) or "
-        "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Only the first prints.",
+        help="Run as one of several processes that share the mesh, started by a launcher that JAX supports (Slurm, MPI, Kubernetes, TPU pods) or "
+        "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Only the first process prints.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
@@ -126,39 +128,53 @@ CompilationCacheOption = Annotated[
 ]
 
 
-def read_model(
-    source: str | None,
-    dtype: str | None,
-    compilation_cache: bool,
-    weights: str | None = None,
-    embedding: str | None = None,
-    mesh: str | None = None,
-    distributed: bool = False,
-    tokenizer: str | None = None,
-) -> "Params":
-    """Load the model of a command. Compiled programs are kept on disk unless the user disables it."""
-    from kvjax.conversion import load
-    from kvjax.models.sharding import get_mesh
-    from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Which model a command loads."""
 
-    if distributed:
-        if mesh is None:
-            raise typer.BadParameter(
-                "processes share a mesh; give one of all their devices, such as --mesh data=2",
-                param_hint="--distributed",
-            )
-        join_processes()
-    start_jax(devices=True)
-    os.environ[VARIABLE] = str(int(compilation_cache))
-    keep_unless_refused()
-    if mesh is not None:
-        get_mesh(mesh)  # validated before anything is downloaded
-    with unwatched("Loading the model"):
-        matrices, ends = spelt(weights), spelt(embedding)
-        show = False if console.is_quiet() else None
-        return load(
-            source, dtype=dtype, weights=matrices, embedding=ends, tokenizer=tokenizer, mesh=mesh, progress=show
-        )
+    model: ModelOption = None
+    tokenizer: TokenizerOption = None
+    dtype: DTypeOption = None
+    compilation_cache: CompilationCacheOption = True
+
+    def load(self) -> "Params":
+        """Load the model. Compiled programs are stored on disk, unless the user has disabled that."""
+        return self._load()
+
+    def _load(self, **more: Any) -> "Params":
+        from kvjax.conversion import load
+        from kvjax.models.sharding import get_mesh
+        from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
+
+        start_jax(devices=True)
+        os.environ[VARIABLE] = str(int(self.compilation_cache))
+        keep_unless_refused()
+        if more.get("mesh") is not None:
+            get_mesh(more["mesh"])  # before anything is downloaded
+        with unwatched("Loading the model"):
+            show = False if console.is_quiet() else None
+            return load(self.model, dtype=self.dtype, tokenizer=self.tokenizer, progress=show, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshModelOptions(ModelOptions):
+    """Which model a command loads, how its weights are stored, and over which devices it runs."""
+
+    weights: WeightsOption = None
+    embedding: EmbeddingOption = None
+    mesh: MeshOption = None
+    distributed: DistributedOption = False
+
+    def load(self) -> "Params":
+        """Load the model, on the mesh if there is one."""
+        if self.distributed:
+            if self.mesh is None:
+                raise typer.BadParameter(
+                    "processes share a mesh; give one of all their devices, such as --mesh data=2",
+                    param_hint="--distributed",
+                )
+            join_processes()
+        return self._load(weights=spelt(self.weights), embedding=spelt(self.embedding), mesh=self.mesh)
 
 
 def spelt(weights: str | None) -> str | None:

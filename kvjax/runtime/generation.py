@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, short
-from kvjax.cache import host_memory, layer_specs
+from kvjax.cache import Shard, host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
@@ -292,6 +292,29 @@ def _listed(values: list[Any]) -> str:
     return repr(values) if len(values) <= 8 else f"[{', '.join(map(short, values[:6]))}, … {len(values)} in all]"
 
 
+def automatic_block(
+    params: Params, policy: Policy, shard: Shard, rows: int, longest: int, new_tokens: int
+) -> int | None:
+    """Tokens of a block where whole prompts would not fit and the policy can prefill in blocks; None for whole prompts.
+
+    Args:
+        policy: bound to the model.
+        shard: how devices share the model with the policy's cache.
+        rows: sequences that run together.
+        longest: tokens of the longest prompt.
+        new_tokens: maximum number of tokens that follow a prompt.
+    """
+    limit = device_bytes()
+    if limit is None or longest <= BLOCK:
+        return None
+    held = Full().nbytes(params.config, -(-rows // shard.data), longest, new_tokens, params.dtype)
+    if bytes_per_device(params) + held // (shard.heads * shard.slots) <= limit:
+        return None
+    specs = layer_specs(params.config, 1, longest, new_tokens, params.dtype, block=BLOCK)
+    readable = all(policy.layer(spec).reads == "blocks" for spec in specs)
+    return BLOCK if readable else None
+
+
 @dataclasses.dataclass
 class Row:
     """Progress of one sequence.
@@ -388,7 +411,8 @@ class Run:
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         self._check_budgets()
         if prefill_block is None:
-            self.prefill_block = self._automatic_block()
+            longest, new = (max(map(count, self.rows)) for count in (lambda row: len(row.prompt), self._new_tokens))
+            self.prefill_block = automatic_block(params, self.policy, self.shard, len(self.rows), longest, new)
         self._check_lengths()
         for row in self.rows if streamed or request.stop else ():
             row.watch(request.stop)
@@ -469,22 +493,6 @@ class Run:
                 ),
                 stacklevel=4,
             )
-
-    def _automatic_block(self) -> int | None:
-        """Block size if whole prompts would not fit and the policy supports chunked prefill; None for whole prompts."""
-        limit = device_bytes()
-        longest = max(len(row.prompt) for row in self.rows)
-        if limit is None or longest <= BLOCK:
-            return None
-        weights = bytes_per_device(self.params)
-        new = max(map(self._new_tokens, self.rows))
-        rows = -(-len(self.rows) // self.shard.data)
-        held = Full().nbytes(self.params.config, rows, longest, new, self.params.dtype)
-        if weights + held // (self.shard.heads * self.shard.slots) <= limit:
-            return None
-        specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
-        readable = all(self.policy.layer(spec).reads == "blocks" for spec in specs)
-        return BLOCK if readable else None
 
     def _new_tokens(self, row: Row) -> int:
         """Maximum number of tokens after prefill."""
