@@ -1,32 +1,11 @@
-"""Whether heads keep their type, and how much attention different choices of tokens recall (CateKV, Figures 3 and 4)."""
+"""How much attention different choices of tokens recall (CateKV, Figure 4)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.analysis.recording import Recorded
-from kvjax.extras import import_matplotlib
-from kvjax.policies.profile import Labels
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def overlap(adaptive: Bool[np.ndarray, "S L K"], labels: Labels) -> Float[np.ndarray, " S"]:
-    """For each sample, the share of heads that have the same type on it as in the model's profile (Figure 3a).
-
-    Args:
-        adaptive: types by sample, from `kvjax.calibration.catekv.adaptive_by_sample`.
-        labels: the profile's, "consistent" or "adaptive".
-    """
-    return np.mean(adaptive == (np.asarray(labels) == "adaptive"), axis=(1, 2))
-
-
-def frequency(adaptive: Bool[np.ndarray, "S L K"]) -> Float[np.ndarray, "L K"]:
-    """In what share of samples each head is adaptive (Figure 3b)."""
-    return adaptive.mean(axis=0)
 
 
 def recall(layers: Sequence[Recorded], kept: Bool[np.ndarray, "L K T"]) -> Float[np.ndarray, "L K"]:
@@ -91,47 +70,6 @@ def page_recall(
         return chosen
 
     return _recall(layers, prompt, promising)
-
-
-def draw_overlap(share: Float[np.ndarray, " S"], often: Float[np.ndarray, "L K"]) -> "Figure":
-    """How far samples agree with the profile, and how often each head is adaptive (Figure 3).
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    figures, _ = import_matplotlib()
-    figure = figures.Figure(figsize=(8.0, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(np.arange(len(share)), share, "o", markersize=3)
-    left.set_ylim(0, 1.02)
-    left.set_xlabel("sample")
-    left.set_ylabel("share of heads with the profile's type")
-    image = right.imshow(often, aspect="auto", interpolation="nearest", cmap="viridis_r", vmin=0, vmax=1)
-    right.set_xlabel("KV head")
-    right.set_ylabel("layer")
-    figure.colorbar(image, ax=right, label="share of samples in which it is adaptive")
-    return figure
-
-
-def draw_recall(curves: Mapping[str, Float[np.ndarray, "L K"]]) -> "Figure":
-    """Recall of all heads in descending order, a line for each way to choose tokens (Figure 4).
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there is nothing to draw.
-    """
-    figures, _ = import_matplotlib()
-    if not curves:
-        raise ValueError("no recall to draw; give at least one")
-    figure = figures.Figure(figsize=(6.0, 3.8), layout="constrained")
-    panel = figure.subplots()
-    for (name, values), style in zip(curves.items(), ["-", "--", "-.", ":"] * len(curves), strict=False):
-        panel.plot(np.sort(values.reshape(-1))[::-1], style, linewidth=1.4, label=name)
-    panel.set_ylim(0, 1.02)
-    panel.set_xlabel("KV heads, by recall")
-    panel.set_ylabel("share of attention recalled")
-    panel.legend(frameon=False, fontsize=9)
-    return figure
 
 
 Choose = Callable[[int, int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]

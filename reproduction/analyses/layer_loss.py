@@ -5,17 +5,12 @@ Both measures are of a prompt as it stands in the cache after prefill. They take
 counts as kept.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.analysis.recording import Recorded
-from kvjax.extras import import_matplotlib
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def cache_loss(layers: Sequence[Recorded], kept: Bool[np.ndarray, "L K T"]) -> Float[np.ndarray, " L"]:
@@ -67,27 +62,3 @@ def attention_similarity(layers: Sequence[Recorded], kept: Bool[np.ndarray, "L K
             cosines.append(left / whole)
         similar.append(np.mean(cosines, dtype=np.float64))
     return np.asarray(similar)
-
-
-def draw_layers(values: Mapping[str, Float[np.ndarray, " L"]], measure: str) -> "Figure":
-    """One line per policy over the layers, for `cache_loss` or `attention_similarity` (Figure 4).
-
-    Args:
-        values: one value per layer, by policy.
-        measure: what the values are, with their unit; the axis says so.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there is nothing to draw.
-    """
-    figures, _ = import_matplotlib()
-    if not values:
-        raise ValueError("no values to draw; give at least one policy's")
-    figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
-    panel = figure.subplots()
-    for (name, line), marker in zip(values.items(), "os^Dv<>PX*" * len(values), strict=False):
-        panel.plot(np.arange(len(line)), line, marker=marker, markersize=4, linewidth=1.2, label=name)
-    panel.set_xlabel("layer")
-    panel.set_ylabel(measure)
-    panel.legend(frameon=False, fontsize=9)
-    return figure

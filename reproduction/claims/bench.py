@@ -72,6 +72,12 @@ class Bench:
             found.append(tokens)
         return found
 
+    def haystack(self, length: int, depths: int, samples: int) -> NeedleInAHaystack:
+        """A needle at evenly spaced depths of the first book, `samples` times each."""
+        spaced = tuple(i / (depths - 1) for i in range(depths))
+        text = self.books[0].read_text(encoding="utf-8")
+        return NeedleInAHaystack(lengths=(length,), depths=spaced, samples=samples, text=text)
+
     def each(self, jobs: Mapping[str, Callable[[], T]], of: str = "") -> dict[str, T]:
         """Results of all jobs, by name; a line on the terminal for each that is done, which begins with `of`.
 

@@ -1,6 +1,7 @@
 """CateKV (Jiang et al. 2025), Table 1 and Figure 7, by needles in a haystack."""
 
-from kvjax.evals import NeedleInAHaystack
+from functools import partial
+
 from kvjax.policies import Policy, SnapKV, StreamingLLM
 
 from . import catekv_ratios
@@ -18,48 +19,38 @@ much in all heads as CateKV does on average at r = 0.4."""
 PLACE = "all methods"
 SETTING = "12 tasks of RULER at 128k tokens, Llama-3-8B-1M, 41 % of the cache"
 
+claim = partial(Claim, own="RULER", measure="needle accuracy", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "At r = 0.4 CateKV is comparable with full attention",
         "Table 1",
         f"84.61; full 84.10 ({SETTING}); the margin is this page's",
-        "RULER",
-        "needle accuracy",
-        catekv(0.4),
-        (FULL,),
-        PLACE,
+        method=catekv(0.4),
+        others=(FULL,),
         margin=-0.02,
     ),
-    Claim(
+    claim(
         "It is better than StreamingLLM of the same size",
         "Table 1",
         f"84.61; StreamingLLM 47.34 ({SETTING})",
-        "RULER",
-        "needle accuracy",
-        catekv(0.4),
-        ("streaming_llm",),
-        PLACE,
+        method=catekv(0.4),
+        others=("streaming_llm",),
     ),
-    Claim(
+    claim(
         "It is better than SnapKV of the same size",
         "Table 1",
         f"84.61; SnapKV 83.28 ({SETTING})",
-        "RULER",
-        "needle accuracy",
-        catekv(0.4),
-        ("snapkv",),
-        PLACE,
+        method=catekv(0.4),
+        others=("snapkv",),
     ),
     *(
-        Claim(
+        claim(
             f"At r = {ratio:g} CateKV is better than streaming heads",
             "Figure 7, section 4.2.4",
             "DuoAttention falls notably below r = 0.3, CateKV does not (RULER at 128k tokens; a figure)",
-            "RULER",
-            "needle accuracy",
-            catekv(ratio),
-            (streaming(ratio),),
-            PLACE,
+            method=catekv(ratio),
+            others=(streaming(ratio),),
         )
         for ratio in RATIOS
         if ratio < 0.3
@@ -70,9 +61,7 @@ CLAIMS = (
 def measure(bench: Bench) -> Measured:
     """All examples under each method at each ratio."""
     length, depths, samples = (512, 2, 1) if bench.small else (2048, 11, 4)
-    text = bench.books[0].read_text(encoding="utf-8")
-    spaced = tuple(i / (depths - 1) for i in range(depths))
-    task = NeedleInAHaystack(lengths=(length,), depths=spaced, samples=samples, text=text)
+    task = bench.haystack(length, depths, samples)
     budget = length // 16
     same = round(length * (0.4 + 0.6 / 16))
     ratios = catekv_ratios.methods(bench, max(budget, 64), (0.1,) if bench.small else RATIOS)

@@ -1,5 +1,7 @@
 """CateKV (Jiang et al. 2025), Figure 7, by agreement with the full cache."""
 
+from functools import partial
+
 from . import catekv_ratios
 from .bench import FULL, Bench, continued
 from .catekv_ratios import RATIOS, catekv, streaming
@@ -16,30 +18,26 @@ at their budget. CateKV's head types are found on WikiText-2 for every ratio, Du
 PLACE = "all ratios"
 SETTING = "accuracy on RULER at 128k tokens, Llama-3 and Llama-3.1; a figure"
 
+claim = partial(Claim, own="RULER", measure="agreement", at=PLACE)
+
 CLAIMS = (
     *(
-        Claim(
+        claim(
             f"At r = {ratio:g} CateKV is better than streaming heads",
             "Figure 7, section 4.2.4",
             f"DuoAttention falls notably below r = 0.3, CateKV does not ({SETTING})",
-            "RULER",
-            "agreement",
-            catekv(ratio),
-            (streaming(ratio),),
-            PLACE,
+            method=catekv(ratio),
+            others=(streaming(ratio),),
         )
         for ratio in RATIOS
         if ratio < 0.4
     ),
-    Claim(
+    claim(
         "Down to r = 0.1 CateKV stays near full attention",
         "Figure 7, section 4.2.4",
         f"close to full attention ({SETTING}); the margin is this page's",
-        "RULER",
-        "agreement",
-        catekv(0.1),
-        (FULL,),
-        PLACE,
+        method=catekv(0.1),
+        others=(FULL,),
         margin=-0.05,
     ),
 )

@@ -24,37 +24,27 @@ in all four ways; tokens after the prompt count as kept."""
 SETTING = "one text of 128k tokens, budget 2048, chunks of 8"
 PLACE = "all heads"
 
+claim = partial(Claim, own="recall", measure="attention recalled", method="consistent", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "The consistent pattern recalls more than the streaming one",
         "Figure 4, section 3.4",
         f"a figure: above it overall ({SETTING})",
-        "recall",
-        "attention recalled",
-        "consistent",
-        ("streaming",),
-        PLACE,
+        others=("streaming",),
     ),
-    Claim(
+    claim(
         "The consistent pattern comes near Quest's",
         "Figure 4, section 3.4",
         f"a figure: closely approximates it ({SETTING}); the margin is this page's",
-        "recall",
-        "attention recalled",
-        "consistent",
-        ("quest",),
-        PLACE,
+        others=("quest",),
         margin=-0.05,
     ),
-    Claim(
+    claim(
         "All patterns fall short of the upper bound",
         "Figure 4, section 3.4",
         f"a figure: a gap to top-k for all ({SETTING})",
-        "recall",
-        "attention recalled",
-        "consistent",
-        ("top-k",),
-        PLACE,
+        others=("top-k",),
         bounds=("top-k",),
     ),
 )

@@ -1,5 +1,7 @@
 """CateKV (Jiang et al. 2025), Figure 8b: how much of a prompt adaptive heads have to keep."""
 
+from functools import partial
+
 from kvjax.calibration.catekv import Settings, adaptive_by_sample, head_scores, vote
 from kvjax.policies import CateKV, Policy, StreamingLLM
 
@@ -24,31 +26,27 @@ def kept(eta: float) -> str:
     return f"catekv, η = {eta:g}"
 
 
+claim = partial(Claim, own="RULER", measure="RULER score", at=PLACE)
+
 CLAIMS = (
     *(
-        Claim(
+        claim(
             f"With η = {eta:g} it does about as well as with all of the prompt",
             "Figure 8b, section 4.4.2",
             f"down to about 0.6 the performance of the full cache is maintained ({SETTING}); the margin is this page's",
-            "RULER",
-            "RULER score",
-            kept(eta),
-            (kept(1),),
-            PLACE,
+            method=kept(eta),
+            others=(kept(1),),
             margin=-0.02,
         )
         for eta in (0.8, 0.6)
     ),
     *(
-        Claim(
+        claim(
             f"With η = {eta:g} it does worse than with 0.6",
             "Figure 8b, section 4.4.2",
             f"below about 0.6 a significant decline ({SETTING})",
-            "RULER",
-            "RULER score",
-            kept(0.6),
-            (kept(eta),),
-            PLACE,
+            method=kept(0.6),
+            others=(kept(eta),),
         )
         for eta in (0.4, 0.2)
     ),

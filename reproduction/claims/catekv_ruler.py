@@ -1,5 +1,7 @@
 """CateKV (Jiang et al. 2025), Tables 1 and 6: RULER, beside StreamingLLM, SnapKV, Quest and ShadowKV."""
 
+from functools import partial
+
 from kvjax.calibration.catekv import Settings, adaptive_by_sample, head_scores, vote
 from kvjax.policies import CateKV, Policy, Quest, ShadowKV, SnapKV, StreamingLLM
 
@@ -24,40 +26,33 @@ def place(length: int) -> str:
     return f"RULER at {length}"
 
 
+claim = partial(Claim, own="RULER", measure="RULER score", method="catekv")
+
 CLAIMS = tuple(
-    claim
+    each
     for length in LENGTHS
-    for claim in (
-        Claim(
+    for each in (
+        claim(
             f"At {length} tokens CateKV is comparable with full attention",
             "Table 1",
             f"84.61; full 84.10 ({SETTING}); the margin is this page's",
-            "RULER",
-            "RULER score",
-            "catekv",
-            (FULL,),
-            place(length),
+            others=(FULL,),
+            at=place(length),
             margin=-0.02,
         ),
-        Claim(
+        claim(
             f"At {length} tokens it is better than StreamingLLM and SnapKV of the same size",
             "Table 1",
             f"84.61; StreamingLLM 47.34, SnapKV 83.28 ({SETTING})",
-            "RULER",
-            "RULER score",
-            "catekv",
-            ("streaming_llm", "snapkv"),
-            place(length),
+            others=("streaming_llm", "snapkv"),
+            at=place(length),
         ),
-        Claim(
+        claim(
             f"At {length} tokens it comes near Quest and ShadowKV",
             "Table 6",
             "comparable (RULER; the table itself was not at hand); the margin is this page's",
-            "RULER",
-            "RULER score",
-            "catekv",
-            ("quest", "shadowkv"),
-            place(length),
+            others=("quest", "shadowkv"),
+            at=place(length),
             margin=-0.02,
         ),
     )

@@ -1,6 +1,7 @@
 """Chelsea (Hu et al. 2025), Tables 2, 5 and 11: quality at a cache of 20 %, with and without outlier heads."""
 
 import dataclasses
+from functools import partial
 
 from kvjax.policies import CaM, Chelsea, Policy, SnapKV, StreamingLLM
 
@@ -19,27 +20,21 @@ PLACE = "cache of 20 %"
 WITHOUT = "chelsea without outlier heads"
 BASELINES = ("snapkv", "streaming_llm", "cam")
 
+claim = partial(Claim, own="LongBench", measure="perplexity", method="chelsea", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "At 20 % Chelsea is better than SnapKV, StreamingLLM and CaM",
         "Table 2",
         "average 35.12 / 37.87 / 39.94; SnapKV 29.27 / 36.38 / 38.21, StreamingLLM 27.55 / 33.90 / 32.10, CaM 27.68 / 33.91 / "
         "32.04 (14 tasks of LongBench; Llama-2-7B-32K / Llama-3.1-8B-Instruct / Qwen2-7B-Instruct)",
-        "LongBench",
-        "perplexity",
-        "chelsea",
-        BASELINES,
-        PLACE,
+        others=BASELINES,
     ),
-    Claim(
+    claim(
         "It is better with outlier heads than without",
         "Tables 5 and 11",
         "38.97; without 36.46 (8 tasks of LongBench, Llama-2-7B-32K)",
-        "LongBench",
-        "perplexity",
-        "chelsea",
-        (WITHOUT,),
-        PLACE,
+        others=(WITHOUT,),
     ),
 )
 

@@ -1,5 +1,7 @@
 """Chelsea (Hu et al. 2025), Table 2, Figure 4 and Table 4: LongBench at caches of 12.5 to 80 %, and by chunk size."""
 
+from functools import partial
+
 from kvjax.policies import CaM, Chelsea, Policy, SnapKV, StreamingLLM
 
 from . import papers_tasks
@@ -22,43 +24,39 @@ def place(share: float) -> str:
     return f"cache of {100 * share:g} %"
 
 
+claim = partial(Claim, own="LongBench", measure="LongBench score")
+
 CLAIMS = (
     *(
-        Claim(
+        claim(
             f"At {100 * share:g} % Chelsea is better than SnapKV, StreamingLLM and CaM",
             "Table 2" if share == 0.2 else "Figure 4",
             "at 20 % 39.94; SnapKV 38.21, StreamingLLM 32.10, CaM 32.04 (14 tasks of LongBench, Qwen2-7B-Instruct)",
-            "LongBench",
-            "LongBench score",
-            "chelsea",
-            BASELINES,
-            place(share),
+            method="chelsea",
+            others=BASELINES,
+            at=place(share),
         )
         for share in SHARES
     ),
     *(
-        Claim(
+        claim(
             f"Chunks of {size} do about as well as chunks of 256",
             "Table 4",
             "a relatively small effect within a certain range (LongBench, 20 %); the margin is this page's",
-            "LongBench",
-            "LongBench score",
-            f"chelsea, chunks of {size}",
-            ("chelsea",),
-            place(0.2),
+            method=f"chelsea, chunks of {size}",
+            others=("chelsea",),
+            at=place(0.2),
             margin=-0.02,
         )
         for size in SIZES
     ),
-    Claim(
+    claim(
         "It is better with outlier heads than without",
         "Tables 5 and 11",
         "38.97; without 36.46 (8 tasks of LongBench, Llama-2-7B-32K)",
-        "LongBench",
-        "LongBench score",
-        "chelsea",
-        ("chelsea without outlier heads",),
-        place(0.2),
+        method="chelsea",
+        others=("chelsea without outlier heads",),
+        at=place(0.2),
     ),
 )
 

@@ -1,6 +1,5 @@
 """Chelsea (Hu et al. 2025), Figure 8: needles in a haystack at a cache of a quarter."""
 
-from kvjax.evals import NeedleInAHaystack
 from kvjax.policies import CaM, Chelsea, Policy, SnapKV, StreamingLLM
 
 from .bench import Bench, needles
@@ -32,9 +31,7 @@ CLAIMS = (
 def measure(bench: Bench) -> Measured:
     """All examples under each method."""
     length, depths, samples = (512, 2, 1) if bench.small else (4096, 11, 4)
-    text = bench.books[0].read_text(encoding="utf-8")
-    spaced = tuple(i / (depths - 1) for i in range(depths))
-    task = NeedleInAHaystack(lengths=(length,), depths=spaced, samples=samples, text=text)
+    task = bench.haystack(length, depths, samples)
     methods: dict[str, Policy] = {
         "chelsea": Chelsea(budget=0.25, schedule="constant", r_init=0.25, alpha=0.0, outliers=False),
         "snapkv": SnapKV(budget=length // 4),

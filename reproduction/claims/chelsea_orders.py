@@ -1,6 +1,7 @@
 """Chelsea (Hu et al. 2025), section 6: whether dividing chunks by turns, and looking at keys at all, is worth something."""
 
 import dataclasses
+from functools import partial
 
 from kvjax.policies import Chelsea, Policy, StreamingLLM
 
@@ -22,26 +23,20 @@ OTHERS = {
     "chelsea, by positions": {"match": "positions"},
 }
 
+claim = partial(Claim, own="layers", measure="perplexity", method="chelsea", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "Chunks divided by turns cost less than chunks divided otherwise",
         "Theorem 6.1",
         "by turns is optimal for the sum of similarities between the halves (a proof)",
-        "layers",
-        "perplexity",
-        "chelsea",
-        ("chelsea, halves", "chelsea, at random"),
-        PLACE,
+        others=("chelsea, halves", "chelsea, at random"),
     ),
-    Claim(
+    claim(
         "Merging similar keys costs less than merging neighbours",
         "section 4",
         "keys are alike, more so the nearer they are (figures)",
-        "layers",
-        "perplexity",
-        "chelsea",
-        ("chelsea, by positions",),
-        PLACE,
+        others=("chelsea, by positions",),
     ),
 )
 

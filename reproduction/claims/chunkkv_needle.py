@@ -1,6 +1,6 @@
 """ChunkKV (Liu et al. 2025), Tables 7 and 10, Figure 16: needles in a haystack, by method, chunk size and index reuse."""
 
-from kvjax.evals import NeedleInAHaystack
+from functools import partial
 
 from . import chunkkv_methods
 from .bench import Bench, needles
@@ -18,50 +18,44 @@ PLACE = "128 slots"
 SETTING = "LLaMA-3-8B-Instruct, 8k tokens, 128 slots"
 UNSEEN = "the table itself was not at hand"
 
+claim = partial(Claim, measure="needle accuracy", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "It finds more needles than SnapKV, H2O and StreamingLLM",
         "Figure 16, Table 7",
         f"73.8 %; SnapKV 58.9 %, H2O 47.9 %, StreamingLLM 23.7 % ({SETTING})",
         "needle",
-        "needle accuracy",
-        "chunkkv",
-        ("snapkv", "h2o", "streaming_llm"),
-        PLACE,
+        method="chunkkv",
+        others=("snapkv", "h2o", "streaming_llm"),
     ),
-    Claim(
+    claim(
         "Chunks of 10 find more than chunks of 3 and of 30",
         "Tables 10 and 20, section 4.4",
         f"best at 10, worse at 3 and 30 ({UNSEEN})",
         "needle",
-        "needle accuracy",
-        "chunkkv",
-        (chunks(3), chunks(30)),
-        PLACE,
+        method="chunkkv",
+        others=(chunks(3), chunks(30)),
     ),
     *(
-        Claim(
+        claim(
             f"Chunks of {size} do about as well as chunks of 10",
             "Table 10, section 4.4",
             f"stable from 5 to 20 ({UNSEEN}); the margin is this page's",
             "needle",
-            "needle accuracy",
-            chunks(size),
-            ("chunkkv",),
-            PLACE,
+            method=chunks(size),
+            others=("chunkkv",),
             margin=-0.05,
         )
         for size in (5, 20)
     ),
-    Claim(
+    claim(
         "One choice for two layers costs less than 0.6 %",
         "Table 9, section 4.3",
         "less than 0.6 % on LongBench, no loss on GSM8K (LLaMA-3-8B-Instruct)",
         "LongBench",
-        "needle accuracy",
-        reusing(2),
-        ("chunkkv",),
-        PLACE,
+        method=reusing(2),
+        others=("chunkkv",),
         margin=-0.006,
     ),
 )
@@ -70,9 +64,7 @@ CLAIMS = (
 def measure(bench: Bench) -> Measured:
     """All examples under each method."""
     length, depths, samples = (512, 2, 1) if bench.small else (2048, 11, 4)
-    text = bench.books[0].read_text(encoding="utf-8")
-    spaced = tuple(i / (depths - 1) for i in range(depths))
-    task = NeedleInAHaystack(lengths=(length,), depths=spaced, samples=samples, text=text)
+    task = bench.haystack(length, depths, samples)
     methods = chunkkv_methods.variants(128, 32) | chunkkv_methods.others(128, 32)
     if bench.small:
         methods = {name: methods[name] for name in ("chunkkv", reusing(2))}

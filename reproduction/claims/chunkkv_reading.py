@@ -1,5 +1,7 @@
 """ChunkKV (Liu et al. 2025), Tables 6, 9, 10 and 14: chunk size and index reuse, by what texts read through the cache lose."""
 
+from functools import partial
+
 from . import chunkkv_methods
 from .bench import Bench, continued
 from .chunkkv_methods import CHUNK, SIZES, chunks, reusing
@@ -14,53 +16,43 @@ what it kept, and kept besides. The paper scores LongBench's tasks."""
 PLACE = "10 % of the prompt"
 UNSEEN = "LongBench, LLaMA-3-8B-Instruct; the table itself was not at hand"
 
+claim = partial(Claim, own="LongBench", measure="agreement", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "It is better than SnapKV and H2O",
         "Table 6",
         f"better than both ({UNSEEN})",
-        "LongBench",
-        "agreement",
-        "chunkkv",
-        ("snapkv", "h2o"),
-        PLACE,
+        method="chunkkv",
+        others=("snapkv", "h2o"),
     ),
     *(
-        Claim(
+        claim(
             f"Chunks of {size} cost no more than 1 % against chunks of 10",
             "Figure 18, appendix B.4",
             f"scores change by less than 1 % ({UNSEEN})",
-            "LongBench",
-            "agreement",
-            chunks(size),
-            ("chunkkv",),
-            PLACE,
+            method=chunks(size),
+            others=("chunkkv",),
             margin=-0.01,
         )
         for size in SIZES
         if size != CHUNK
     ),
-    Claim(
+    claim(
         "One choice for two layers costs less than 0.6 %",
         "Table 9, section 4.3",
         "less than 0.6 % on LongBench (LLaMA-3-8B-Instruct)",
-        "LongBench",
-        "agreement",
-        reusing(2),
-        ("chunkkv",),
-        PLACE,
+        method=reusing(2),
+        others=("chunkkv",),
         margin=-0.006,
     ),
-    Claim(
+    claim(
         "The more layers share a choice, the more it costs",
         "Figure 5, Table 14, appendix B.1.2",
         "GSM8K falls markedly beyond two layers, LongBench less (LLaMA-3-8B-Instruct; the table itself was not at "
         "hand)",
-        "LongBench",
-        "agreement",
-        reusing(2),
-        (reusing(4),),
-        PLACE,
+        method=reusing(2),
+        others=(reusing(4),),
     ),
 )
 

@@ -1,5 +1,7 @@
 """ClusterKV (Liu et al. 2024), Figure 10: perplexity of a text of which each query reads 1024 tokens."""
 
+from functools import partial
+
 from kvjax.policies import ClusterKV, InfiniGen, Policy, Quest, StreamingLLM
 
 from .bench import FULL, Bench, continued
@@ -14,27 +16,21 @@ selects. All methods keep everything, and read everything in the first two layer
 PLACE = "budget 1024"
 SETTING = "PG19 up to 32000 tokens, GLM4-9B-Chat, budget 1024"
 
+claim = partial(Claim, own="perplexity", measure="perplexity", method="clusterkv", at=PLACE)
+
 CLAIMS = (
-    Claim(
+    claim(
         "Its perplexity is within 0.5 of the full cache's",
         "Figure 10, section V-B",
         f"deviation up to 0.5 ({SETTING})",
-        "perplexity",
-        "perplexity",
-        "clusterkv",
-        (FULL,),
-        PLACE,
+        others=(FULL,),
         margin=-0.5,
     ),
-    Claim(
+    claim(
         "It is better than Quest and InfiniGen",
         "Figure 10, section V-B",
         f"deviation up to 0.5; Quest about 4, InfiniGen about 2 ({SETTING})",
-        "perplexity",
-        "perplexity",
-        "clusterkv",
-        ("quest", "infinigen"),
-        PLACE,
+        others=("quest", "infinigen"),
     ),
 )
 

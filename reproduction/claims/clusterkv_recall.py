@@ -37,44 +37,40 @@ def sized(tokens: int) -> str:
     return "clusterkv" if tokens == 80 else f"clusterkv, C0 = L/{tokens}"
 
 
+claim = partial(Claim, own="recall", measure="recall of important tokens")
+
 CLAIMS = (
     *(
-        Claim(
+        claim(
             f"At a budget of {budget} it recalls more than Quest and InfiniGen",
             "Figure 11a",
             f"a figure: higher at all budgets ({SETTING})",
-            "recall",
-            "recall of important tokens",
-            "clusterkv",
-            ("quest", "infinigen"),
-            f"budget {budget}",
+            method="clusterkv",
+            others=("quest", "infinigen"),
+            at=f"budget {budget}",
             bounds=("infinigen",),
         )
         for budget in BUDGETS
     ),
     *(
-        Claim(
+        claim(
             f"At a budget of {budget} cosine similarity clusters better than L2 distance and inner product",
             "Figure 11b",
             f"a figure: cosine above both ({SETTING})",
-            "recall",
-            "recall of important tokens",
-            "clusterkv",
-            ("clusterkv, L2", "clusterkv, inner product"),
-            f"budget {budget}",
+            method="clusterkv",
+            others=("clusterkv, L2", "clusterkv, inner product"),
+            at=f"budget {budget}",
         )
         for budget in BUDGETS
     ),
     *(
-        Claim(
+        claim(
             f"C0 = L/{more} recalls more than L/{fewer}",
             "section V-B",
             f"recall improves with C0, less so above L/80 ({SETTING})",
-            "recall",
-            "recall of important tokens",
-            sized(more),
-            (sized(fewer),),
-            f"budget {SWEPT}",
+            method=sized(more),
+            others=(sized(fewer),),
+            at=f"budget {SWEPT}",
         )
         for fewer, more in itertools.pairwise(PER_CLUSTER)
     ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -106,21 +107,25 @@ class Factor:
         return f"{show.format(mine)}, {show.format(other)}: {better:.2f} times"
 
 
-CHELSEA = "Table 3 (Llama-3.1-8B-Instruct)"
-CATEKV = "Table 4 (Llama-3-8B-1M on an A100)"
-SMALL = {"eta": 0.7, "share_adaptive": 0.3}
+chelsea = partial(
+    Factor, where="Table 3 (Llama-3.1-8B-Instruct)", method="chelsea", other="full", settings={"budget": 0.2}
+)
+clusterkv = partial(Factor, method="clusterkv", context=32768, settings={"budget": 1024})
+catekv = partial(
+    Factor,
+    where="Table 4 (Llama-3-8B-1M on an A100)",
+    method="catekv",
+    other="full",
+    settings={"eta": 0.7, "share_adaptive": 0.3},
+)
 
 FACTORS = (
     *(
-        Factor(
+        chelsea(
             f"At {context} tokens Chelsea takes less time per token than full attention",
-            CHELSEA,
-            paper,
-            "TPOT",
-            "chelsea",
-            "full",
-            context,
-            {"budget": 0.2},
+            paper=paper,
+            measure="TPOT",
+            context=context,
         )
         for context, paper in (
             (16384, "0.035 s, 0.043 s: 1.23 times"),
@@ -129,15 +134,11 @@ FACTORS = (
         )
     ),
     *(
-        Factor(
+        chelsea(
             f"At {context} tokens Chelsea takes less memory than full attention",
-            CHELSEA,
-            paper,
-            "memory",
-            "chelsea",
-            "full",
-            context,
-            {"budget": 0.2},
+            paper=paper,
+            measure="memory",
+            context=context,
         )
         for context, paper in (
             (16384, "15.86 GB, 19.38 GB"),
@@ -146,69 +147,42 @@ FACTORS = (
         )
     ),
     *(
-        Factor(
+        chelsea(
             f"At {context} tokens clustering adds no more than 5 % to the time to first token",
-            CHELSEA,
-            f"{paper}; the margin is this page's",
-            "TTFT",
-            "chelsea",
-            "full",
-            context,
-            {"budget": 0.2},
+            paper=f"{paper}; the margin is this page's",
+            measure="TTFT",
+            context=context,
             margin=0.05,
         )
         for context, paper in ((32768, "4.306 s, 4.212 s"), (65536, "11.500 s, 11.421 s"))
     ),
-    Factor(
+    clusterkv(
         "With a budget of 1024 and a prompt of 32k ClusterKV writes more tokens per second than full attention",
         "Figure 12, section V-C",
         "up to 2.5 times",
         "tokens per second",
-        "clusterkv",
-        "full",
-        32768,
-        {"budget": 1024},
+        other="full",
     ),
-    Factor(
+    clusterkv(
         "With a budget of 1024 and a prompt of 32k it is as fast as Quest, to 5 %",
         "Figure 13b, section V-C",
         "deviations of up to 5 %",
         "TPOT",
-        "clusterkv",
-        "quest",
-        32768,
-        {"budget": 1024},
+        other="quest",
         margin=0.05,
     ),
-    Factor(
+    catekv(
         "At 500 thousand tokens CateKV (r = 0.3, η = 0.7) takes less time per token than full attention",
-        CATEKV,
-        "2.18 times",
-        "TPOT",
-        "catekv",
-        "full",
-        512000,
-        SMALL,
+        paper="2.18 times",
+        measure="TPOT",
+        context=512000,
     ),
-    Factor(
-        "At 500 thousand tokens it takes less memory",
-        CATEKV,
-        "2.72 times",
-        "memory",
-        "catekv",
-        "full",
-        512000,
-        SMALL,
-    ),
-    Factor(
+    catekv("At 500 thousand tokens it takes less memory", paper="2.72 times", measure="memory", context=512000),
+    catekv(
         "At 40 thousand tokens, in the largest batches that fit, it writes more tokens per second",
-        CATEKV,
-        "3.96 times",
-        "tokens per second",
-        "catekv",
-        "full",
-        40960,
-        SMALL,
+        paper="3.96 times",
+        measure="tokens per second",
+        context=40960,
         batch="largest",
     ),
 )

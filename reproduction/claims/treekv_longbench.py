@@ -1,5 +1,7 @@
 """TreeKV (He et al. 2025), Table 3: LongBench, whose prompts go through the tree in blocks of tokens."""
 
+from functools import partial
+
 from kvjax.policies import H2O, Policy, SnapKV, StreamingLLM, TreeKV
 
 from . import papers_tasks
@@ -22,29 +24,27 @@ def place(size: int) -> str:
     return f"cache of {size}"
 
 
+claim = partial(Claim, own="LongBench", measure="LongBench score")
+
 CLAIMS = tuple(
-    claim
+    each
     for size in SIZES
-    for claim in (
-        Claim(
+    for each in (
+        claim(
             f"With {size} slots TreeKV is better than H2O and SnapKV",
             "Table 3",
             f"on average by 0.74 over H2O and 0.48 over SnapKV ({SETTING})",
-            "LongBench",
-            "LongBench score",
-            "treekv",
-            ("h2o", "snapkv"),
-            place(size),
+            method="treekv",
+            others=("h2o", "snapkv"),
+            at=place(size),
         ),
-        Claim(
+        claim(
             f"With {size} slots it falls short of full attention",
             "Table 3",
             f"it did not surpass it ({SETTING})",
-            "LongBench",
-            "LongBench score",
-            FULL,
-            ("treekv",),
-            place(size),
+            method=FULL,
+            others=("treekv",),
+            at=place(size),
         ),
     )
 )

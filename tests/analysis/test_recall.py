@@ -139,6 +139,17 @@ def test_hit_rate_grows_with_the_steps_kept(replayed):
     assert found[0] < found[-1] <= 1
 
 
+def test_rates_rise_with_budget_and_clusters(layer):
+    """As in Figure 11: more tokens, or finer clusters, find more of the top; one cluster per token finds all of it."""
+
+    def rate(policy: ClusterKV) -> float:
+        return recall.recall_rate(*recall.replay(policy, layer, PROMPT)).mean()
+
+    fine = dataclasses.replace(POLICY, n_clusters=60, window=20, sinks=0)
+    assert rate(POLICY) < rate(dataclasses.replace(POLICY, budget=24)) < 1
+    assert rate(fine) == 1.0
+
+
 def test_what_cannot_be_done(layer):
     with pytest.raises(ValueError, match="give 1 to 59"):
         recall.replay(POLICY, layer, 60)

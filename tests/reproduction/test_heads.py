@@ -1,4 +1,4 @@
-"""Head types across samples, and recalled attention, against plain definitions."""
+"""Recalled attention against plain definitions."""
 
 import numpy as np
 import pytest
@@ -11,17 +11,6 @@ from reproduction.analyses import heads
 LABELS = (("adaptive", "consistent"), ("consistent", "consistent"))
 TEXT = np.random.default_rng(6).integers(0, 64, size=76).tolist()
 PROMPT = 60
-
-
-def test_overlap_and_frequency():
-    adaptive = np.zeros((3, 2, 2), bool)
-    adaptive[0, 0, 0] = adaptive[1, 1, 1] = adaptive[2, 0, 0] = adaptive[2, 0, 1] = True
-    np.testing.assert_array_equal(heads.overlap(adaptive, LABELS), [1.0, 0.5, 0.75])
-    often = heads.frequency(adaptive)
-    np.testing.assert_allclose(often, [[2 / 3, 1 / 3], [0, 1 / 3]])
-    left, right, _ = heads.draw_overlap(heads.overlap(adaptive, LABELS), often).axes
-    assert left.lines[0].get_ydata().tolist() == [1.0, 0.5, 0.75]
-    np.testing.assert_array_equal(right.images[0].get_array(), often)
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +67,6 @@ def test_no_choice_recalls_more_than_the_best(tiny, layers):
         assert (heads.recall(layers, kept(tiny, TEXT[:PROMPT], policy)) <= best + 1e-6).all()
     assert (heads.page_recall(layers, PROMPT, 16, 2, 2, 4) <= best + 1e-6).all()
     np.testing.assert_allclose(heads.top_recall(layers, PROMPT, PROMPT), 1.0, rtol=1e-5)
-
-
-def test_curves_are_sorted(layers):
-    curves = {"top": heads.top_recall(layers, PROMPT, 8), "pages": heads.page_recall(layers, PROMPT, 8, 2, 2, 4)}
-    panel = heads.draw_recall(curves).axes[0]
-    for line, values in zip(panel.lines, curves.values(), strict=True):
-        assert np.asarray(line.get_ydata()).tolist() == sorted(values.reshape(-1), reverse=True)
-    with pytest.raises(ValueError, match="no recall to draw"):
-        heads.draw_recall({})
 
 
 def test_what_cannot_be_recalled(layers):

@@ -1,7 +1,5 @@
 """Losses of whole layers, against the plain definitions."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -67,20 +65,3 @@ def test_attention_inside_a_sliding_window():
 def test_attention_needs_queries_after_the_prompt(recorded):
     with pytest.raises(ValueError, match="none after its prompt of 70"):
         layer_loss.attention_similarity(recorded, np.ones((2, 2, 70), bool))
-
-
-def test_lines_over_layers():
-    values = {"chunkkv": np.asarray([0.9, 0.8, 0.7]), "streaming_llm": np.asarray([0.5, 0.4, 0.3])}
-    panel = layer_loss.draw_layers(values, "attention cosine similarity").axes[0]
-    assert [line.get_label() for line in panel.lines] == list(values)
-    for line, expected in zip(panel.lines, values.values(), strict=True):
-        np.testing.assert_array_equal(line.get_ydata(), expected)
-    assert (panel.get_xlabel(), panel.get_ylabel()) == ("layer", "attention cosine similarity")
-
-
-def test_nothing_to_draw(monkeypatch):
-    with pytest.raises(ValueError, match="no values"):
-        layer_loss.draw_layers({}, "loss")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install .matplotlib"):
-        layer_loss.draw_layers({"a": np.ones(2)}, "loss")
