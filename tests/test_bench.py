@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import kvjax
-from benchmarks import decode, long_context, peers, several_devices
+from benchmarks import beside, decode, long_context, peers, several_devices
 from kvjax.bench import compression, figures, floor, measure, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
@@ -425,3 +425,36 @@ def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params, mo
         whole = measured(cases[0], 0, float("inf"))
         assert (whole["tokens_read"], whole["block"]) == (70, 0)
         assert len(whole["written"]) == long_context.NEW_TOKENS
+
+
+def test_versions_are_compared_on_any_list_of_cases(tmp_path, monkeypatch):
+    """All combinations of the options, or the lines of a file; the table names what cases differ in besides their sizes."""
+
+    def asked(*options: str) -> list[dict[str, Any]]:
+        found = []
+        monkeypatch.setattr(beside, "cases", lambda args, cases=beside.cases: found.extend(cases(args)) or [])
+        monkeypatch.setattr(sys, "argv", ["beside", str(tmp_path), "--out", str(tmp_path / "out.json"), *options])
+        beside.main()
+        monkeypatch.undo()
+        return found
+
+    (tmp_path / "kvjax" / "bench").mkdir(parents=True)
+    grid = asked("--policies", "full,chelsea:0.2,sinks=4", "--context", "64,128", "--batch", "1,8")
+    assert len(grid) == 8
+    assert grid[0] == {
+        "policy": "full", "context": 64, "batch": 1, "shape": "llama-3.1-8b", "new_tokens": 384, "prefill": True, "layers": None
+    }  # fmt: skip
+    assert {case["policy"] for case in grid} == {"full", "chelsea:0.2,sinks=4"}
+    listed = [
+        {"policy": "full", "context": 64, "batch": 1, "shape": "toy", "weights": kind} for kind in ("int8", "int4")
+    ]
+    (tmp_path / "cases").write_text("\n".join(map(json.dumps, listed)) + "\n\n")
+    assert asked("--cases", str(tmp_path / "cases")) == listed
+    rows = [
+        {"version": version, **case, "tpot_ms": ms, "cache_bytes": 8}
+        for case in listed
+        for version, ms in (("older", 2.0), ("newer", 3.0))
+    ]
+    assert beside.table(rows[:3]).splitlines()[2:] == [
+        "| `full` | 64 x 1, weights=int8 |  | 2 to 3 (+50.0 %) |  | 8, equal |  |  |"
+    ]

@@ -25,7 +25,7 @@ from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, partitions
 from kvjax.policies import Policy, get_policy, prefill_alone
-from kvjax.policies.base import Carry
+from kvjax.policies.base import CacheLayer, Carry
 from kvjax.runtime.mesh import ALL, on_host, on_mesh
 from kvjax.runtime.program import Partition, Program
 

@@ -6,11 +6,11 @@ import pytest
 from policies.driver import every_policy
 
 import kvjax
-from benchmarks.analyses.layer_loss import attention_similarity
 from kvjax.analysis.layers import jaccard, kept
 from kvjax.analysis.recording import record
 from kvjax.evals import fidelity
 from kvjax.models import transformer
+from reproduction.analyses.layer_loss import attention_similarity
 
 TEXTS = np.random.default_rng(8).integers(0, 64, size=(2, 72)).tolist()
 PROMPT = 60
