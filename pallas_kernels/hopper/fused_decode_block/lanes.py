@@ -55,7 +55,7 @@ def add_diagonals(
         bits = [bit for i, bit in enumerate((8, 16, 4) if of_outputs else (4, 8, 16)) if 2**i < parts]
         bits += [bit for bit in (1, 2) if 2 * bit < parts]
         down = row_of(down) if of_outputs else down
-        # A lane has products (16 warp + down + 8 half, 8 block + across) and the one beside.
+        # A lane has products (16 warp + down + 8 half, 8 block + across) and its right neighbour.
         for i, register in enumerate(products.registers.flat):
             block, half = divmod(i, 2)
             assert block < blocks
