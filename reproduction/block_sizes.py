@@ -32,6 +32,7 @@ from reproduction import models
 from reproduction.analyses.continuation import continuation
 from reproduction.equal_bytes.batches import Roomy, answered
 from reproduction.equal_bytes.suite import Data, Suite, make_suites
+from reproduction.intervals import standard_error
 
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt"
 """A needle in a text, one among others that look like it, four at once, and a chain that has to be followed."""
@@ -192,9 +193,7 @@ def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0
                 whole, blocks = (np.ravel(list(measured[policy, block][sight].values())) for block in (0, size))
                 lost = 100 * (whole - blocks)
                 if lost.mean() > points:
-                    losses.append(
-                        f"`{policy}`, {sight} ({lost.mean():.0f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.0f})"
-                    )
+                    losses.append(f"`{policy}`, {sight} ({lost.mean():.0f} ± {standard_error(lost):.0f})")
     told = "; ".join(losses) if losses else "none"
     return (
         report.table(heads, lines)

@@ -1,4 +1,4 @@
-"""The model that a program measures: its option, its name in result files, and how prompts are formatted for it."""
+"""The model that a program measures: its options, its name in result files, and its tokens of texts and prompts."""
 
 import argparse
 import os
@@ -14,6 +14,9 @@ SHARED = Path(os.environ.get("KVJAX_SHARED", "shared")) / "data"
 
 BOOK = SHARED / "text/books/1661_The_Adventures_of_Sherlock_Holmes.txt"
 """The text in which RULER hides needles."""
+
+CHARACTERS = 8
+"""Characters of a text to tokenise for each token, about twice as many as a token has."""
 
 DEFAULT = "SmolLM2-135M-Instruct (the default model)"
 
@@ -38,6 +41,20 @@ def title(settings: Mapping[str, Any]) -> str:
     """The name of a result file's model on pages."""
     name: str = settings["model"]
     return FILES.get(name, name)
+
+
+def read_tokens(params: kvjax.Params, path: Path, count: int, skip: int = 0) -> list[int]:
+    """`count` tokens of a text file after the first `skip`.
+
+    Raises:
+        SystemExit: the text is too short.
+    """
+    assert params.tokenizer is not None
+    beginning = path.read_text(encoding="utf-8")[: CHARACTERS * (skip + count)]
+    tokens = params.tokenizer.encode(beginning)[skip : skip + count]
+    if len(tokens) < count:
+        raise SystemExit(f"{path} has {len(tokens)} of {count} tokens after the first {skip}; give a longer text")
+    return tokens
 
 
 def chat_format(params: kvjax.Params) -> Format:

@@ -75,7 +75,7 @@ SHARED: dict[str, Any] = {}
 def prepare(args: argparse.Namespace) -> None:
     """Load what each process needs."""
     SHARED["params"] = params = kvjax.load(args.model, dtype=args.dtype)
-    SHARED["texts"] = [read(params, path, args.skip, args.prompt + args.scored) for path in args.text]
+    SHARED["texts"] = [models.read_tokens(params, path, args.prompt + args.scored, args.skip) for path in args.text]
     SHARED["prompt"] = args.prompt
 
 
@@ -99,14 +99,6 @@ def all_of(policies: list[kvjax.Policy], args: argparse.Namespace) -> Iterator["
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, spawn, initializer=prepare, initargs=(args,)) as pool:
         yield from pool.map(measure, policies)
-
-
-def read(params: kvjax.Params, path: Path, skip: int, count: int) -> list[int]:
-    """`count` tokens of a text file after the first `skip`."""
-    tokens = params.tokenizer.encode(path.read_text(encoding="utf-8"))[skip : skip + count]
-    if len(tokens) < count:
-        raise SystemExit(f"{path} has {len(tokens)} tokens after --skip, fewer than --prompt + --scored = {count}")
-    return tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,12 +24,12 @@ import kvjax
 from benchmarks import report
 from kvjax import Engine
 from kvjax.cache import bucket
-from kvjax.evals import Example
-from kvjax.evals.gsm8k import GSM8K
+from kvjax.evals import GSM8K, Example
 from kvjax.evals.report import ResultFile, header, model_fingerprint, read_rows
 from kvjax.policies.text import split_policies
 from reproduction import models, sections
 from reproduction.equal_bytes.batches import Clock, Compiled, ahead_of_turn, answered
+from reproduction.intervals import standard_error
 from reproduction.make_profiles import path as profile_path
 from reproduction.sections import Section, device
 
@@ -207,7 +207,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _mean(scores: Any, sign: str = "") -> str:
     """In percent, with its standard error."""
     scores = 100 * np.asarray(scores, float)
-    error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
+    error = f" ± {standard_error(scores):.1f}" if len(scores) > 1 else ""
     return f"{np.mean(scores):{sign}.1f}{error}"
 
 

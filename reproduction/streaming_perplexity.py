@@ -10,6 +10,7 @@ slots = 4 sinks + 512 tree + 508 recent.
 
 import time
 from pathlib import Path
+from typing import Any
 
 import kvjax
 from benchmarks import report
@@ -30,9 +31,7 @@ def main() -> None:
     args = parser.parse_args()
 
     params = kvjax.load(args.model, dtype=args.dtype)
-    tokens = params.tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]
-    if len(tokens) < args.tokens:
-        raise SystemExit(f"{args.text} has {len(tokens)} tokens, fewer than --tokens {args.tokens}")
+    tokens = models.read_tokens(params, args.text, args.tokens)
     header = report.header(
         model=models.named(args.model),
         trained_window=params.config.context_length,
@@ -41,29 +40,20 @@ def main() -> None:
         budget=args.budget,
         dtype=args.dtype,
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in split_policies(args.policies):
         start = time.perf_counter()
         result = measure(params, tokens, name, args.budget)
-        seconds = time.perf_counter() - start
-        parts = {
+        row = {"policy": name, "perplexity": result.perplexity, "cache_bytes": result.cache_bytes}
+        row["seconds"] = time.perf_counter() - start
+        row["parts"] = parts = {
             f"{at}-{min(at + args.part, args.tokens)}": result.part(max(at - 1, 0), at + args.part - 1).perplexity
             for at in range(0, args.tokens, args.part)
         }
-        rows.append(
-            {
-                "policy": name,
-                "perplexity": result.perplexity,
-                "cache_bytes": result.cache_bytes,
-                "seconds": seconds,
-                "parts": parts,
-            }
-        )
+        rows.append(row)
         report.write(args.out, header, rows)
-        print(
-            f"{name:16s} all {result.perplexity:9.2f}   " + "  ".join(f"{k}: {v:.2f}" for k, v in parts.items()),
-            flush=True,
-        )
+        shown = "  ".join(f"{part}: {value:.2f}" for part, value in parts.items())
+        print(f"{name:16s} all {result.perplexity:9.2f}   {shown}", flush=True)
 
 
 def measure(params: kvjax.Params, tokens: list[int], policy: str, budget: int) -> Perplexity:

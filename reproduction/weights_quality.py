@@ -20,6 +20,7 @@ from benchmarks import report
 from kvjax.evals import windowed
 from reproduction import models
 from reproduction.block_sizes import TASKS, Reading, make_suite, passages, scores
+from reproduction.intervals import standard_error
 from reproduction.sections import Section, device
 
 KINDS = "float,int8,int4"
@@ -85,19 +86,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [f"{row['weights']}", f"{row['bytes'] / 1e9:.2f} GB"]
         change = np.subtract(row["nll"], rows[0]["nll"])
         cells.append(
-            f"{np.exp(np.mean(row['nll'])):.3f} ({100 * np.expm1(change.mean()):+.2f} ± {100 * _error(change):.2f} %)"
+            f"{np.exp(np.mean(row['nll'])):.3f} ({100 * np.expm1(change.mean()):+.2f} ± {100 * standard_error(change):.2f} %)"
         )
         cells += [f"{100 * np.mean(row['scores'][task]):.0f}" for task in tasks]
         found, first = (np.concatenate([each["scores"][task] for task in tasks]) for each in (row, rows[0]))
         cells.append(
-            f"{100 * found.mean():.1f} ({100 * (found - first).mean():+.1f} ± {100 * _error(found - first):.1f})"
+            f"{100 * found.mean():.1f} ({100 * (found - first).mean():+.1f} ± {100 * standard_error(found - first):.1f})"
         )
         lines.append(cells)
     return report.table(["weights", "bytes", "perplexity", *(f"`{task}`" for task in tasks), "all tasks"], lines)
-
-
-def _error(differences: Any) -> float:
-    return float(np.std(differences, ddof=1) / len(differences) ** 0.5)
 
 
 def section(content: Mapping[str, Any]) -> str:

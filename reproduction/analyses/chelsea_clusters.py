@@ -30,9 +30,6 @@ from reproduction import models
 from reproduction.analyses.continuation import continuation
 from reproduction.sections import RESULTS
 
-CHARACTERS = 8
-"""Of a text, for each token wanted, are tokenised: about twice as many as a token has."""
-
 SIZES = (1, 2, 8, 64)
 """Clusters are told apart by the least size that they have of these."""
 
@@ -68,24 +65,13 @@ def main() -> None:
     model = Path(args.model).stem if args.model else "smollm2-135m"
     out = args.out or RESULTS / f"chelsea-clusters-{model.lower()}-{report.device_slug()}.json"
     books = sorted(args.folder.glob("*.txt"))[: args.texts]
-    header = report.header(
-        model=model,
-        fingerprint=model_fingerprint(params),
-        dtype=args.dtype,
-        books=[book.name for book in books],
-        prompt=args.prompt,
-        scored=args.scored,
-        budget=args.budget,
-    )
+    about = {name: getattr(args, name) for name in ("dtype", "prompt", "scored", "budget")}
+    about["books"] = [book.name for book in books]
+    header = report.header(model=model, fingerprint=model_fingerprint(params), **about)
     kept = ResultFile(out.with_suffix(".jsonl"), header)
     done = {(row["variant"], row["book"]) for row in kept.rows}
     for book in books:
-        text = params.tokenizer.encode(book.read_text(encoding="utf-8")[: CHARACTERS * (args.prompt + args.scored)])
-        text, layers = text[: args.prompt + args.scored], None
-        if len(text) < args.prompt + args.scored:
-            raise SystemExit(
-                f"{book} has fewer than {args.prompt + args.scored} tokens; give a longer one, or a smaller --prompt"
-            )
+        text, layers = models.read_tokens(params, book, args.prompt + args.scored), None
         for name, policy in policies(args.budget).items():
             if (name, book.name) in done:
                 continue

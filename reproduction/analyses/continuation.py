@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evals.perplexity import Perplexity, read
+from kvjax import Engine
+from kvjax.evals import Perplexity
+from kvjax.evals.perplexity import read
 from kvjax.models import Params
 from kvjax.policies import Policy
-from kvjax.runtime.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)

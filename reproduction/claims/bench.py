@@ -12,6 +12,7 @@ import numpy as np
 
 import kvjax
 from kvjax.evals import NeedleInAHaystack, Task, evaluate
+from reproduction import models
 from reproduction.analyses.continuation import continuation
 
 from .claim import FULL as FULL
@@ -21,9 +22,6 @@ T = TypeVar("T")
 
 TOGETHER = 11
 """Needles that are looked for at a time: what a prompt's layers take of all of them at once does not fit every device."""
-
-CHARACTERS = 8
-"""Of a text, for each token wanted, are tokenised: about twice as many as a token has."""
 
 
 class OutOfTime(Exception):
@@ -59,18 +57,12 @@ class Bench:
         """From each of the first `count` books, `length` tokens after the first `skip`.
 
         Raises:
-            ValueError: there are fewer books, or one is too short.
+            ValueError: there are fewer books.
+            SystemExit: a book is too short.
         """
         if len(self.books) < count:
             raise ValueError(f"{len(self.books)} books, where {count} are read; give more")
-        found = []
-        for book in self.books[:count]:
-            beginning = book.read_text(encoding="utf-8")[: CHARACTERS * (skip + length)]
-            tokens = self.params.tokenizer.encode(beginning)[skip : skip + length]
-            if len(tokens) < length:
-                raise ValueError(f"{book} begins with fewer than {skip + length} tokens; give a longer one")
-            found.append(tokens)
-        return found
+        return [models.read_tokens(self.params, book, length, skip) for book in self.books[:count]]
 
     def haystack(self, length: int, depths: int, samples: int) -> NeedleInAHaystack:
         """A needle at evenly spaced depths of the first book, `samples` times each."""

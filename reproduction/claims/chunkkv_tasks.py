@@ -1,5 +1,7 @@
 """ChunkKV (Liu et al. 2025), Tables 5, 6 and 14: GSM8K, and LongBench's Chinese tasks."""
 
+from functools import partial
+
 from . import chunkkv_methods, papers_tasks
 from .bench import Bench, scored
 from .chunkkv_methods import chunks, reusing
@@ -14,48 +16,39 @@ question in sight."""
 GSM, CHINESE = "GSM8K, 10 %", "Chinese tasks, 10 %"
 UNSEEN = "the table itself was not at hand"
 
+gsm8k = partial(Claim, own="GSM8K", measure="GSM8K accuracy", at=GSM)
+longbench = partial(Claim, own="LongBench", measure="LongBench score", at=CHINESE)
+
 CLAIMS = (
-    Claim(
+    gsm8k(
         "It solves more problems than SnapKV, H2O and StreamingLLM",
         "section 4.1",
         f"better than all three (LLaMA-3-8B-Instruct and others; {UNSEEN})",
-        "GSM8K",
-        "GSM8K accuracy",
-        "chunkkv",
-        ("snapkv", "h2o", "streaming_llm"),
-        GSM,
+        method="chunkkv",
+        others=("snapkv", "h2o", "streaming_llm"),
     ),
-    Claim(
+    gsm8k(
         "One choice for two layers costs nothing",
         "Table 14, section 4.3",
         f"no loss on GSM8K ({UNSEEN}); the margin is this page's",
-        "GSM8K",
-        "GSM8K accuracy",
-        reusing(2),
-        ("chunkkv",),
-        GSM,
+        method=reusing(2),
+        others=("chunkkv",),
         margin=-0.02,
     ),
-    Claim(
+    longbench(
         "It is better than SnapKV and H2O in Chinese",
         "appendix B",
         f"better than both (Qwen2-7B-Instruct; {UNSEEN})",
-        "LongBench",
-        "LongBench score",
-        "chunkkv",
-        ("snapkv", "h2o"),
-        CHINESE,
+        method="chunkkv",
+        others=("snapkv", "h2o"),
     ),
     *(
-        Claim(
+        longbench(
             f"Chunks of {size} do about as well as chunks of 10",
             "Tables 10 and 19, section 4.4",
             f"stable from 5 to 20 ({UNSEEN}); the margin is this page's",
-            "LongBench",
-            "LongBench score",
-            chunks(size),
-            ("chunkkv",),
-            CHINESE,
+            method=chunks(size),
+            others=("chunkkv",),
             margin=-0.02,
         )
         for size in (5, 20)

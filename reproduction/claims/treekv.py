@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 
 import kvjax
-from kvjax.evals import Perplexity, perplexity, windowed
+from kvjax.evals import Perplexity, windowed
+from kvjax.evals.perplexity import read
 from kvjax.policies import H2O, TOVA, Policy, StreamingLLM
-from kvjax.runtime.engine import Engine
 
 from .bench import FULL, Bench
 from .claim import Claim, Measured, Row
@@ -131,5 +131,5 @@ def parts(scores: list[Perplexity], lengths: tuple[int, ...]) -> list[list[float
 def streamed(bench: Bench, policy: Policy, texts: list[list[int]]) -> list[Perplexity]:
     """`kvjax.evals.streaming` of texts of one length, as one batch."""
     params, tokens = bench.params, np.asarray(texts, np.int32)
-    engine = Engine(params, policy, batch=len(texts), prompt_len=0, max_new_tokens=tokens.shape[1])
-    return [Perplexity(row) for row in perplexity.read(engine, engine.begin().caches, tokens, 0)[0]]
+    engine = kvjax.Engine(params, policy, batch=len(texts), prompt_len=0, max_new_tokens=tokens.shape[1])
+    return [Perplexity(row) for row in read(engine, engine.begin().caches, tokens, 0)[0]]

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks import report
 from kvjax.evals.report import read_rows
+from reproduction.intervals import standard_error
 from reproduction.sections import RESULTS
 
 KEY = ("suite", "task", "policy", "target", "seen")
@@ -103,5 +104,5 @@ def mean_and_error(tasks: Iterable[np.ndarray]) -> tuple[float, float]:
     """The mean over tasks of the mean over samples, and its standard error, where samples of each task are drawn apart."""
     known = [each[~np.isnan(each)] for each in tasks]
     means = [float(np.mean(each)) for each in known]
-    errors = [float(np.std(each, ddof=1)) / len(each) ** 0.5 if len(each) > 1 else np.nan for each in known]
+    errors = [standard_error(each) for each in known]
     return float(np.mean(means)), float(np.sqrt(np.sum(np.square(errors)))) / len(errors)

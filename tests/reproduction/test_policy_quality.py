@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.evals import Perplexity
-from reproduction import policy_quality, tables
+from reproduction import models, policy_quality, tables
 from reproduction.analyses.continuation import Continuation, continuation
 from reproduction.policy_quality import Measured
 
@@ -55,7 +55,7 @@ def script(tiny, monkeypatch, tmp_path):
     out = tmp_path / "quality.json"
     tokens = dict(zip(("a.txt", "b.txt"), TEXTS, strict=True))
     monkeypatch.setattr(kvjax, "load", lambda model, dtype: tiny, raising=False)
-    monkeypatch.setattr(policy_quality, "read", lambda params, path, skip, count: tokens[path.name][:count])
+    monkeypatch.setattr(models, "read_tokens", lambda params, path, count, skip: tokens[path.name][:count])
 
     def run(*options: str):
         sizes = ["--prompt", "60", "--scored", "20", "--out", str(out)]
