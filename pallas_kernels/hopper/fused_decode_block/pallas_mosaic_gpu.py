@@ -157,9 +157,9 @@ def _call(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from . import arrivals, lanes, meetings
-    from . import groups as in_groups
-    from . import levels as in_levels
+    from . import epilogue, grid_barrier, loads
+    from . import int4 as in_groups
+    from . import int8 as in_levels
 
     batch, parts = sizes.rows, sizes.parts
     narrow, wide, (share_q, share_k) = sizes.outputs, sizes.wide, sizes.heads
@@ -202,7 +202,7 @@ def _call(
         gain_refs = mlp_gain_ref, attn_gain_ref
         scales_smem: Any = factors_smem[0] if factors_smem else None
         group_sums_smem: Any = factors_smem[1] if grouped else None
-        how = arrivals.Inputs(tiled(2), batch, parts, chunk, grouped)
+        how = loads.Inputs(tiled(2), batch, parts, chunk, grouped)
 
         def _copy_weights() -> None:
             plgpu.barrier_wait(inputs_begun)  # the first inputs are loaded before weights
@@ -310,19 +310,19 @@ def _call(
                 for part in range(resident):
                     copy_inputs(ref, part)
                 return
-            others = None if squares is None else arrivals.read_squares(squares)
+            others = None if squares is None else loads.read_squares(squares)
             steps = how.steps(chunks)
             for first in range(0, steps, AT_ONCE):
                 taken = range(first, min(first + AT_ONCE, steps))
-                words = arrivals.read_inputs(ref, how, taken)
+                words = loads.read_inputs(ref, how, taken)
                 if not (begun or first):
                     plgpu.barrier_arrive(inputs_begun)
-                arrivals.write_inputs(words, inputs_smem, how, taken, group_sums_smem)
+                loads.write_inputs(words, inputs_smem, how, taken, group_sums_smem)
             if not quantized:
                 plgpu.commit_smem()  # wgmma reads this from shared memory
             plgpu.barrier_arrive(inputs_ready)
             if others is not None:
-                arrivals.write_squares(others, all_squares_smem)
+                loads.write_squares(others, all_squares_smem)
                 plgpu.barrier_arrive(squares_ready)
 
         def multiply_floats(total: Any, at: Any, inputs_at: Any) -> None:
@@ -338,7 +338,7 @@ def _call(
             return in_levels.multiply_codes(total, levels, inputs_smem.at[inputs_at], tiled(2))
 
         def multiply_groups(sums: Any, at: Any, inputs_at: Any) -> Any:
-            """Do the same for 4-bit weights. `sums` has `total` and `rest` per block of a slot; see `groups.py`."""
+            """Do the same for 4-bit weights. `sums` has `total` and `rest` per block of a slot; see `int4.py`."""
             found = []
             for tile, (total, rest) in enumerate(sums):
                 words = in_groups.take(weights_smem.at[at], scales_smem.at[at], tile)
@@ -425,12 +425,12 @@ def _call(
                     @pl.when(nth == 0)
                     def _roots() -> None:
                         plgpu.barrier_wait(squares_ready)
-                        lanes.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
+                        epilogue.inverse_roots(all_squares_smem, roots, depth=width, eps=added)
 
                 out, column = place(i)
                 for tile, product in enumerate(products):
                     first_column = column + tile * a_block if tile else column
-                    lanes.add_diagonals(
+                    epilogue.add_diagonals(
                         product, out, first_column, parts=parts, second=second, scale=roots, scales=scales
                     )
 
@@ -442,7 +442,7 @@ def _call(
 
         def added_up(parts: Sequence[Any], layout: Any) -> Array:
             """Add the partial sums of all warpgroups and round them to bfloat16."""
-            first, *others = (lanes.load(part, layout) for part in parts)
+            first, *others = (epilogue.load(part, layout) for part in parts)
             for other in others:
                 first += other
             return first.astype(bfloat16)
@@ -456,14 +456,14 @@ def _call(
         def join(gain: int, chunks: int, ref: Any, squares: Any, last: bool = False) -> None:
             """Add a result to the residual stream, and store the inputs of the next matmul for all programs."""
             product = added_up(places(sums_smem, blocks["o"], chunks), narrow_layout)
-            x = product.astype(float32) + lanes.load(x_smem, narrow_layout).astype(float32)
+            x = product.astype(float32) + epilogue.load(x_smem, narrow_layout).astype(float32)
             x = x.astype(bfloat16)
             exact = x.astype(float32)
-            gains = lanes.load(gains_smem.at[gain], narrow_layout).astype(float32)
-            meetings.publish((exact * gains).astype(bfloat16), ref, program * narrow, rows=batch, count=narrow)
-            meetings.publish_sums(exact * exact, squares, program)
+            gains = epilogue.load(gains_smem.at[gain], narrow_layout).astype(float32)
+            grid_barrier.publish((exact * gains).astype(bfloat16), ref, program * narrow, rows=batch, count=narrow)
+            grid_barrier.publish_sums(exact * exact, squares, program)
             if last:
-                meetings.publish(x, x_out, program * narrow, rows=batch, count=narrow)
+                grid_barrier.publish(x, x_out, program * narrow, rows=batch, count=narrow)
             else:
                 x_smem[...] = x
 
@@ -492,9 +492,9 @@ def _call(
                     sums_smem[i] = jnp.zeros((8, 64), float32)
                 x_smem[...] = jnp.zeros((8, 64), bfloat16)
                 pieces = [
-                    arrivals.Piece(x_ref, program * narrow, x_smem, narrow, batch),
+                    loads.Piece(x_ref, program * narrow, x_smem, narrow, batch),
                     *(
-                        arrivals.Piece(ref, program * narrow, gains_smem.at[i], narrow, 8)
+                        loads.Piece(ref, program * narrow, gains_smem.at[i], narrow, 8)
                         for i, ref in enumerate(gain_refs)
                     ),
                 ]
@@ -502,28 +502,28 @@ def _call(
                 lines = (2, 0), (0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (5, 64)
                 for ref, count, (row, column) in zip(scale_refs, counts, lines, strict=True) if quantized else ():
                     out = scales_smem.at[row, pl.ds(column, count)]
-                    pieces.append(arrivals.Piece(ref, program * count, out, count, factor=in_levels.DIVISOR))
-                words = arrivals.read(pieces)
+                    pieces.append(loads.Piece(ref, program * count, out, count, factor=in_levels.DIVISOR))
+                words = loads.read(pieces)
                 plgpu.barrier_arrive(inputs_begun)
-                lanes.sync()
-                arrivals.write(words, pieces)
+                epilogue.sync()
+                loads.write(words, pieces)
 
             def gate() -> None:
                 join(0, of_attended, normed_ref, squares_ref)
-                meetings.grid_barrier(counters_ref, 0, 2, program)
+                grid_barrier.grid_barrier(counters_ref, 0, 2, program)
                 fetch(normed_ref, of_width, squares_ref)
 
             def down() -> None:
                 gate, up = (gathered(half, blocks["wide"]).astype(float32) for half in range(2))
                 gated = (gate * up / (1 + jnp.exp(-gate))).astype(bfloat16)
                 copied = of_inner > resident
-                meetings.publish(gated, gated_ref, program * wide, rows=batch, count=wide, copied=copied)
-                meetings.grid_barrier(counters_ref, 1, 0, program, copied=copied)
+                grid_barrier.publish(gated, gated_ref, program * wide, rows=batch, count=wide, copied=copied)
+                grid_barrier.grid_barrier(counters_ref, 1, 0, program, copied=copied)
                 fetch(gated_ref, of_inner)
 
             def heads() -> None:
                 join(1, of_inner, next_ref, next_squares_ref, last=True)
-                meetings.grid_barrier(counters_ref, 2, 1, program)
+                grid_barrier.grid_barrier(counters_ref, 2, 1, program)
                 fetch(next_ref, of_width, next_squares_ref)
 
             def end() -> None:
@@ -531,7 +531,7 @@ def _call(
                 for numbers, ref, first, count in (
                     (queries, q_out, 0, share_q), (pairs, k_out, 0, share_k), (pairs, v_out, 64, share_k)
                 ):  # fmt: skip
-                    meetings.publish(numbers, ref, program * count, rows=batch, count=count, column=first)
+                    grid_barrier.publish(numbers, ref, program * count, rows=batch, count=count, column=first)
 
             def one_after_another(sums: Any, tall: int) -> Callable[[Any], tuple[Any, Any]]:
                 return lambda i: (sums, i * (tall * a_block))

@@ -15,8 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
+from .mlir_helpers import float_of, inline, int_of, item, warp_and_lane
 from .plan import ROWS
-from .threads import float_of, inline, int_of, item, warp_and_lane
 
 DIVISOR = 64.0
 """Codes are divided by this before they are multiplied. Scales are multiplied by it."""

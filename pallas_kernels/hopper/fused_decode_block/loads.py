@@ -14,8 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf
 from jaxtyping import Array
 
-from .plan import GROUP, PROGRAMS
-from .threads import (
+from .mlir_helpers import (
     REF,
     SCALAR,
     address_of,
@@ -35,6 +34,7 @@ from .threads import (
     words_layout,
     words_type,
 )
+from .plan import GROUP, PROGRAMS
 
 
 class Piece(NamedTuple):

@@ -9,9 +9,9 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf
 from jaxtyping import Array
 
 from ..wgmma import load_all
-from .levels import row_of
+from .int8 import row_of
+from .mlir_helpers import REF, SCALAR, equal, float_of, if_then, indices, inline, int_of, item, sum_over, warp_and_lane
 from .plan import HALF, PROGRAMS
-from .threads import REF, SCALAR, equal, float_of, if_then, indices, inline, int_of, item, sum_over, warp_and_lane
 
 
 def load(ref: Any, layout: Any) -> Array:

@@ -9,8 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxtyping import Array
 
-from .plan import PROGRAMS
-from .threads import (
+from .mlir_helpers import (
     REF,
     SCALAR,
     address_of,
@@ -25,6 +24,7 @@ from .threads import (
     thread_index,
     warp_and_lane,
 )
+from .plan import PROGRAMS
 
 
 def publish(

@@ -20,8 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
+from .mlir_helpers import REF, float_of, inline, int_of, item, shared_address, sum_over, warp_and_lane, word
 from .plan import BYTES, GROUPS, LINE, ROWS
-from .threads import REF, float_of, inline, int_of, item, shared_address, sum_over, warp_and_lane, word
 
 OUTPUTS = ROWS * GROUPS // LINE
 """Number of outputs whose parts are 64 rows."""
