@@ -31,7 +31,7 @@ CONFIG = PRESETS["llama-3.1-8b"]
 
 
 def policy_for(name: str, config: ModelConfig) -> Policy:
-    """The policy at a fifth of the context (sparse ones: 1024 tokens per step), with kinds of heads dealt in turn."""
+    """The policy at a fifth of the context (sparse ones: 1024 tokens per step), with kinds of heads sharded in turn."""
     cls = policies()[name]
     options = {}
     if "budget" in {field.name for field in dataclasses.fields(cls)}:
