@@ -19,8 +19,8 @@ import numpy as np
 
 import kvjax
 from benchmarks import report
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, init
-from kvjax.models.rope import RopeConfig
 from kvjax.policies.text import split_policies
 from kvjax.runtime import decoding
 
@@ -53,33 +53,15 @@ def main() -> None:
         print(json.dumps(measure(args.one[0], args.budget, int(args.one[1]))))
         return
     rows = []
-    print(
-        f"{'policy':10s} {'new tokens':>10s} {'cache bytes':>12s} {'program bytes':>14s} {'process peak MB':>16s} {'seconds':>8s}"
-    )
+    header = report.header(budget=args.budget, prompt_tokens=len(PROMPT), model="random, 4 layers")
     for policy in split_policies(args.policies):
         for tokens in args.tokens:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.constant_memory",
-                "--budget",
-                str(args.budget),
-                "--one",
-                policy,
-                str(tokens),
-            ]
-            row = json.loads(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-            )
-            rows.append(row)
-            print(
-                f"{policy:10s} {row['new_tokens']:10d} {row['cache_bytes']:12d} {row['program_bytes']:14d} "
-                f"{row['process_peak_bytes'] / 1e6:16.1f} {row['decode_s']:8.1f}",
-                flush=True,
-            )
-            report.write(
-                args.out, report.header(budget=args.budget, prompt_tokens=len(PROMPT), model="random, 4 layers"), rows
-            )
+            one = ["--budget", str(args.budget), "--one", policy, str(tokens)]
+            command = [sys.executable, "-m", "benchmarks.constant_memory", *one]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+            report.write(args.out, header, rows)
 
 
 def measure(name: str, budget: int, tokens: int) -> dict[str, object]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import kernel_cases, report
 from benchmarks.kernel_cases.case import Case
-from kvjax import files
+from kvjax._util import files
 
 INPUTS = 3
 """Sets of inputs taken in turn, so that what is read is not what the last call left in a cache."""
@@ -66,13 +66,10 @@ def main() -> None:
 
 
 def _earlier(path: Path, header: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
-    """Rows of a result file of the same device and versions, of cases that there still are."""
-    earlier = json.loads(path.read_text())
-    for key in ("device", "versions", "settings"):
-        if earlier["header"][key] != header[key]:
-            raise SystemExit(f"{path} was measured with other {key} ({earlier['header'][key]}): run all of it again")
+    """Rows of a result file of the same device and versions, of cases that still exist."""
+    begun, rows = report.begun(path, header)
     kept = {_key(vars(case)) for case in cases}
-    return [{"date": earlier["header"]["date"], **row} for row in earlier["rows"] if _key(row) in kept]
+    return [{"date": begun["date"], **row} for row in rows if _key(row) in kept]
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
-"""How the result files of benchmarks are written; they begin as those of `kvjax.evals` do."""
+"""Result files of benchmarks, and the Markdown tables made of them. Result files have the same header as those of `kvjax.evals`."""
 
 import json
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -8,38 +9,59 @@ from typing import Any
 import jax
 from filelock import FileLock
 
-from kvjax import strict_json
 from kvjax.evals import report
 from kvjax.evals.report import header as header
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The header and the rows of a result file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write a result file (whole or not at all)."""
+    """Write a result file, atomically."""
     report.write(path, json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
 
 
 def begun(path: Path, header: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Header and rows of a result file that a run goes on with: what is there if it is of the same run, else this header and none.
+    """Header and rows of the result file that a run continues; `header` and no rows if the file does not exist.
 
     Raises:
-        SystemExit: the file has other settings, versions or another device.
+        SystemExit: the file was measured with other settings or versions, or on another device.
     """
     if not path.exists():
         return header, []
-    there = strict_json.loads(path.read_text())
-    for group in ("settings", "versions", "device"):
-        if there["header"][group] != strict_json.loads(strict_json.dumps(header[group])):
+    found = read(path)
+    for group in ("device", "versions", "settings"):
+        if found["header"][group] != json.loads(json.dumps(header[group])):
             raise SystemExit(
-                f"{path} has other {group}: {there['header'][group]}, now {header[group]}; give another --out"
+                f"{path} was measured with other {group}: {found['header'][group]}, now {header[group]}. Remove it to measure "
+                "everything again, or give another --out"
             )
-    return there["header"], there["rows"]
+    return found["header"], found["rows"]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "lr") -> str:
+    """A Markdown table.
+
+    Args:
+        align: "l" or "r" for each column, left or right; the last letter is for all further columns.
+    """
+    rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(heads), align[-1])[: len(heads)]]
+    lines = [heads, rules, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def alone(path: Path | None) -> AbstractContextManager[Any]:
-    """Wait until no other program that was given this lock file uses the device; None: there is none to wait for."""
+    """Hold a lock file while the device is used, so that programs with the same file wait for one another; None for no lock."""
     return nullcontext() if path is None else FileLock(path)
 
 
 def device_slug() -> str:
-    """The device at hand, as names of result files have it."""
-    return "-".join(jax.devices()[0].device_kind.lower().replace("nvidia", "").split())
+    """The device's name in names of result files."""
+    return slug(jax.devices()[0].device_kind)
+
+
+def slug(kind: str) -> str:
+    """A kind of device, as in names of result files."""
+    return "-".join(kind.lower().replace("nvidia", "").split())

@@ -12,9 +12,9 @@ from PIL import Image
 
 import kvjax
 from kvjax import plots
+from kvjax._util.extras import import_matplotlib
 from kvjax.analysis import recall
 from kvjax.analysis.recording import record
-from kvjax.extras import import_matplotlib
 from kvjax.policies import KIVI, ShadowKV, TurboQuant, policies
 from kvjax.runtime.inspection import retained_positions
 

@@ -1,9 +1,9 @@
-"""Parameters: a pytree of weights with its configuration and tokenizer as static fields.
+"""Model parameters: a pytree of weights, with configuration and tokenizer as static fields.
 
-`abstract(config)` is the only place that defines shapes. Random initialisation, conversion and sharding start from it.
-Projections are stored as checkpoints store them, [out, in]. Tensors therefore move from a memory map to the device
-unchanged. On CPU, the matrix-vector products of decoding read contiguous rows (1.1 to 2 times as fast as [in, out] at
-the default model's shapes).
+`abstract(config)` defines all shapes; random initialisation, conversion and sharding start from it. Projections are
+stored [out, in], as in checkpoints. Tensors then go from a memory map to the device unchanged. On CPU, the
+matrix-vector products of decoding read contiguous rows, which is 1.1 to 2 times as fast as [in, out] (projection shapes
+of the default model).
 """
 
 import dataclasses
@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
-
-from .config import ModelConfig
 
 PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 """Matrices of a layer, by the last part of their names."""
@@ -29,15 +28,12 @@ TABLES = frozenset({"embed", "head"})
 """Matrices with one row per token of the vocabulary."""
 
 GROUP = 32
-"""Inputs that share a scale and a minimum when float weights are quantised to 4 bits."""
+"""Inputs that share a scale and a minimum when floats are quantised to 4 bits."""
 
 
 @flax.struct.dataclass
 class Attention:
-    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH].
-
-    N query heads, K KV heads, H head dim, D model dim.
-    """
+    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim."""
 
     q: Matrix
     k: Matrix
@@ -53,7 +49,7 @@ class Attention:
 
 @flax.struct.dataclass
 class MLP:
-    """Gated MLP: down(silu(gate(x)) * up(x)). gate and up [F, D], down [D, F]. D model dim, F hidden dim."""
+    """Gated MLP: down(silu(gate(x)) * up(x)); gate and up [F, D], down [D, F]. D model dim, F hidden dim."""
 
     gate: Matrix
     up: Matrix
@@ -77,11 +73,11 @@ class Block:
 
 @flax.struct.dataclass
 class Params:
-    """A whole model. embed and head are [V, D]. V vocabulary, D model dim.
+    """Parameters of a model; embed and head are [V, D]. V vocabulary, D model dim.
 
-    Matrices may be quantised to 8 or 4 bits, and are used as such (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is
-    None if the embedding is the output head. `config` and `tokenizer` are static: they take part in tree equality, not
-    in arithmetic. The tokenizer (None for a model without text) is compared by content.
+    Matrices may be quantised to 8 or 4 bits, and remain so in memory (`kvjax.pallas_kernels.QuantizedMatrix`). `head`
+    is None if it is tied to the embedding. `config` and `tokenizer` are static: they are part of the tree structure.
+    `tokenizer` is None for a model without text, and tokenizers compare by content.
     """
 
     embed: Matrix
@@ -93,11 +89,11 @@ class Params:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Floating-point dtype of activations, cache, and all weights that are not quantised."""
+        """Floating-point type of activations, cache, and weights that are not quantised."""
         return self.norm.dtype
 
     def __repr__(self) -> str:
-        """The model and its size. Leaves may be anything, because `jax.tree.map` makes such trees of parameters."""
+        """Summary of the model. Leaves may be of any type, as after `jax.tree.map`."""
         c, leaves = self.config, jax.tree.leaves(self)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
         weights = jax.tree.leaves(self, is_leaf=is_quantized)
@@ -116,7 +112,7 @@ class Params:
 
 
 def without_text(params: Params) -> Params:
-    """Return the same weights without tokenizer and begin and end tokens, on which no program depends."""
+    """Copy without tokenizer and without the ids of start and end tokens, on which no program depends."""
     return dataclasses.replace(params, tokenizer=None, config=dataclasses.replace(params.config, eos=(), bos=None))
 
 
@@ -127,17 +123,14 @@ def abstract(
     weights: str = "float",
     embedding: str = "float",
 ) -> Params:
-    """Return the shapes of a model's parameters as `jax.ShapeDtypeStruct` leaves, without allocating anything.
+    """Shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves. Nothing is allocated.
 
     Args:
-        config: the model.
-        dtype: dtype of weights that are not quantised.
-        tokenizer: the tokenizer, if any.
-        weights: "float", "int8" or "int4", format of the layers' matrices.
-        embedding: the same, for embedding and head.
-
-    Raises:
-        ValueError: a format is unknown, or a matrix cannot be quantised to 4 bits.
+        config: the model's configuration.
+        dtype: type of parameters that are not quantised.
+        tokenizer: tokenizer to attach.
+        weights: kind of the layers' matrices: "float", "int8" or "int4".
+        embedding: kind of embedding and head.
     """
     c = config
     array = functools.partial(_struct, dtype=dtype)
@@ -184,30 +177,30 @@ def abstract(
 
 
 def kind_of(name: str, weights: Any, embedding: Any) -> Any:
-    """Return `weights` for the name of a layer's matrix, `embedding` for embedding and head, otherwise "float"."""
+    """Kind of a parameter: `weights` for matrices of layers, `embedding` for embedding and head, "float" for others."""
     last = name.rpartition(".")[-1]
     return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
 
 
 def quantized_shape(leaf: Any, kind: str) -> Any:
-    """Return the shapes of a matrix quantised to "int8" or "int4". "float" returns it as it is."""
+    """Shapes of a matrix as "int8" or "int4"; unchanged for "float"."""
     if kind == "float":
         return leaf
     outputs, inputs = leaf.shape
     if kind == "int8":
         return Int8Matrix(_struct(outputs, inputs, dtype=jnp.int8), _struct(outputs, dtype=jnp.float32))
     if kind != "int4":
-        raise ValueError(f"weights={kind!r} is unknown. Give float, int8 or int4.")
+        raise ValueError(f"weights={kind!r}; give float, int8 or int4")
     group = math.gcd(inputs, GROUP)
     if group % 2:
-        raise ValueError(f"a matrix with {inputs} inputs cannot be quantised to 4 bits, with two in a byte. Use int8.")
+        raise ValueError(f"a matrix with {inputs} inputs cannot be in 4 bits, as two inputs share a byte")
     levels = _struct(outputs, group // 2, inputs // group, dtype=jnp.uint8)
     scale = _struct(outputs, inputs // group, dtype=jnp.float16)
     return GroupedMatrix(levels, scale, scale)
 
 
 def retyped(params: Params, dtype: Any) -> Params:
-    """Return the shapes of these parameters with another floating-point dtype. Quantised weights keep theirs."""
+    """Shapes of the parameters with another floating-point type. Quantised matrices do not change."""
     return jax.tree.map(
         lambda weight: (
             jax.tree.map(lambda x: _struct(*x.shape, dtype=x.dtype), weight)
@@ -227,16 +220,19 @@ def init(
     weights: str = "float",
     embedding: str = "float",
 ) -> Params:
-    """Return random parameters: matrices with variance 1/fan-in, norm gains one, biases zero.
+    """Initialise random parameters, for tests and for benchmarks at the shapes of real models.
 
-    For tests, and for benchmarks at a real model's shape. Float matrices are normal, and quantised ones uniform.
-    Weights are made on the device, by one small program per shape. (One program for all of them takes minutes to
-    compile.)
+    Matrices are normal with variance 1/fan-in (quantised ones uniform with the same variance), norm gains one and
+    biases zero. Weights are made on the device by one small program per shape, as a single program for all takes
+    minutes to compile.
 
     Args:
-        config: the model.
+        config: the model's configuration.
         key: random key.
         dtype, tokenizer, weights, embedding: as for `abstract`.
+
+    Example:
+        >>> params = kvjax.models.init(config, jax.random.key(0), "bfloat16")
     """
     shapes = abstract(config, dtype, tokenizer, weights, embedding)
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
@@ -247,24 +243,24 @@ def init(
 
 
 def count(params: Params) -> int:
-    """Number of parameters, also of an `abstract` tree."""
+    """Number of parameters. Also works for an `abstract` tree."""
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(params, is_leaf=is_quantized))
 
 
 def nbytes(params: Params) -> int:
-    """Bytes of all weights, also of an `abstract` tree."""
+    """Bytes of all weights. Also works for an `abstract` tree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def same_shapes(params: Params, other: Params) -> bool:
-    """Whether programs for one accept the other: equal configurations, and equal shapes and dtypes of all weights."""
+    """Whether compiled programs accept either: equal configuration, and equal shapes and types of all weights."""
     bare = [dataclasses.replace(each, tokenizer=None) for each in (params, other)]
     leaves = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(each)] for each in bare]
     return jax.tree.structure(bare[0]) == jax.tree.structure(bare[1]) and leaves[0] == leaves[1]
 
 
 def tree_map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
-    """Map `f(name, leaf)` over the leaves. Names look like ``layers.3.attn.q``."""
+    """Map `f(name, leaf)` over the leaves; names look like ``layers.3.attn.q``."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: f(name_of(path), leaf), params)
 
 
@@ -278,7 +274,7 @@ def _struct(*shape: int, dtype: Any) -> Any:
 
 
 def initial(name: str, leaf: Any, key: PRNGKeyArray) -> Any:
-    """Return one random parameter of this shape, see `init`. Names that are ``embed`` or end with ``bias`` matter."""
+    """Random parameter of the shape of `leaf`, see `init`. Only names that are ``embed`` or end with ``bias`` matter."""
     if len(leaf.shape) == 2:
         deviation = 1.0 if name == "embed" else leaf.shape[1] ** -0.5
         if is_quantized(leaf):
@@ -293,7 +289,7 @@ def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any)
 
 
 def _uniform(key: PRNGKeyArray, deviation: float, shapes: Any) -> Any:
-    """Return a matrix of random codes whose scales (and minima, if codes begin at 0) give mean 0 and this deviation."""
+    """Random quantised matrix with mean 0 and the given standard deviation, set by its scales and minima."""
     levels = _bits(key, shapes.levels.shape, shapes.levels.dtype)
     count = 16 if shapes.kind == "int4" else 256
     scale = deviation / ((count**2 - 1) / 12) ** 0.5

@@ -1,13 +1,12 @@
-"""Sharding of a model's weights on a mesh: the user's axes, and which devices shard which axis of a weight.
+"""Shards a model's weights over a mesh.
 
-A mesh shards rows along `data` and the model along `model`. If the model has fewer KV heads than `model` has devices,
-several devices have the same heads and shard only the matrices. Devices along `sequence` do so as well, and also shard
-the slots of these heads' caches.
+A user's mesh has three axes. `data` shards the batch. `model` shards KV heads with their query heads, matrices and the
+vocabulary. If there are fewer KV heads than devices along `model`, several devices hold the same heads and shard only
+the matrices. Devices along `sequence` also hold the same heads, and shard the slots of their caches.
 
-KV heads, with the query heads that read them, are sharded over `heads` devices. The columns of o and down, the MLP's
-width and the vocabulary are sharded over all devices that share the model (`kvjax.cache.shard`). Sizes that do not
-divide are padded with zeros, which do not change results: silu(0) · 0 is 0, and logits beyond the vocabulary are cut
-off.
+KV heads are sharded over `heads` devices. Columns of the output and down projections, the MLP's width and the
+vocabulary are sharded over all devices of `model` and `sequence` (`kvjax.cache.shard`). Sizes that do not divide evenly
+are padded with zeros, which do not change results: silu(0) · 0 is 0, and logits beyond the vocabulary are dropped.
 """
 
 import math
@@ -22,120 +21,118 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
-from kvjax.arguments import shown
+from kvjax._util.arguments import shown
 from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import is_quantized
 
-from .config import ModelConfig
 from .params import Params, abstract, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"
-"""Axes of a user's mesh: rows; KV heads, matrices and vocabulary; cache slots, and again matrices and vocabulary."""
+"""Axes of a user's mesh: the batch; KV heads, matrices and the vocabulary; cache slots, and also matrices and the vocabulary."""
 
 _ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
     ("gate", "up", "gate_bias", "up_bias", "embed", "head"), MODEL
 )
-"""Mesh axes of a parameter's outputs (its first axis), by the last part of its name."""
+"""Last part of a parameter's name → mesh axes that shard its first axis (outputs)."""
 
 _COLUMNS = ("o", "down")
-"""Matrices whose inputs are sharded along `MODEL`: the last axis, which is that of groups in a 4-bit matrix."""
+"""Matrices whose inputs are sharded along `MODEL`: their last axis, which is that of groups in a 4-bit matrix."""
 
 _FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
-"""Arrays of a quantised matrix, whose names follow the matrix's name."""
+"""Arrays of a quantised matrix, whose names follow that of the matrix."""
 
 _ALLOWED = (
-    'Give a jax.sharding.Mesh with some of the axes "data" (rows), "model" (KV heads and matrices) and "sequence" (slots of the cache, and '
-    'matrices), or text such as "data=2,model=4".'
+    'give a jax.sharding.Mesh with some of the axes "data" (rows), "model" (KV heads and matrices) and "sequence" (slots of the cache, and '
+    'matrices), or text such as "data=2,model=4"'
 )
 
 
 def get_mesh(mesh: Mesh | str) -> Mesh:
-    """Return a mesh with the axes `data`, `model` and `sequence`.
+    """Normalise a mesh, or text such as "data=2,model=4", to a mesh with axes `data`, `model` and `sequence`.
 
-    This sets NCCL_GRAPH_MIXING_SUPPORT=0, unless the variable is set. With mixing support, NCCL adds event nodes to
-    CUDA graphs, and CUDA does not allow loops in such graphs. The setting has no effect if NCCL has started already.
-
-    Args:
-        mesh: a mesh with some of the axes, or text such as "data=2,model=4".
+    Sets NCCL_GRAPH_MIXING_SUPPORT=0 unless the variable is set. Without it, NCCL adds event nodes to CUDA graphs, which
+    loops do not support. Only programs that communicate inside and outside of a graph at the same time need such nodes.
+    The variable has no effect once NCCL is initialised.
 
     Raises:
-        ValueError: the mesh has other axes, or there are fewer devices than it needs.
+        ValueError: the mesh has other axes, or needs more devices than there are.
     """
     if isinstance(mesh, str):
         sizes = parse_mesh(mesh)
         axes, count, there = tuple(sizes), math.prod(sizes.values()), jax.devices()
         if count > len(there):
-            raise ValueError(f"mesh={mesh!r} needs {count} devices, but there are {len(there)}. Give a smaller mesh.")
+            raise ValueError(f"mesh={mesh!r} asks for {count} devices, but there are {len(there)}; give a smaller mesh")
         return get_mesh(Mesh(np.asarray(there[:count]).reshape(tuple(sizes.values())), axes))
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh={shown(mesh)} is not a mesh. {_ALLOWED}")
+        raise ValueError(f"mesh={shown(mesh)}; {_ALLOWED}")
     _check_axes(mesh)
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names])
     processes = {device.process_index for device in devices.flat}
     if jax.process_count() > 1 and jax.process_index() not in processes:
         raise ValueError(
-            f"the mesh has {devices.size} devices, none of them in process {jax.process_index()} of {jax.process_count()}. Give one with devices of "
-            f"every process. All processes together have {jax.device_count()}."
+            f"the mesh has {devices.size} devices, none of them in process {jax.process_index()} of {jax.process_count()}; give one with devices of "
+            f"every process; there are {jax.device_count()} in all"
         )
     return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
 
 
 def is_of_one_process(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Whether all of a mesh's devices belong to this process."""
+    """Whether all devices of a mesh belong to this process."""
     return isinstance(mesh, Mesh) and all(x.process_index == jax.process_index() for x in mesh.devices.flat)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse the sizes of a mesh's axes from text such as "data=2,model=4".
+    """Parse the axis sizes of a mesh from text such as "data=2,model=4".
 
     Raises:
-        ValueError: the text is not of this form.
+        ValueError: the text is not a mesh.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (x.strip() for x in part.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
-            raise ValueError(f"mesh={text!r} is not a mesh. {_ALLOWED}")
+            raise ValueError(f"mesh={text!r}; {_ALLOWED}")
         sizes[axis] = int(size)
     return sizes
 
 
-def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
-    """Return how the devices of a mesh shard a model. `ONE_DEVICE` without a mesh.
+def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, heads_coupled: bool = False) -> Shard:
+    """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
 
     Args:
-        mesh: a mesh, possibly abstract, with some of the axes, or text.
-        config: the model.
-        joint_heads: whether each device has all KV heads. Devices along `model` then shard slots, as along `sequence`,
-            so that caches of unequal sizes take equal bytes.
+        mesh: the mesh, which may be abstract.
+        config: the model's configuration.
+        heads_coupled: whether each device holds all KV heads. Devices along `model` then share slots, as along
+            `sequence`, so that caches of unequal heads are balanced.
 
     Raises:
-        ValueError: see `get_mesh`. Or the model's query heads cannot be divided among devices with the same KV heads.
+        ValueError: as `get_mesh`, or the query heads cannot be sharded over devices with the same KV heads.
     """
     if mesh is None:
         return ONE_DEVICE
     given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
     _check_axes(given)
     data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
-    heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
+    heads = 1 if heads_coupled else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
     if width % (copies * slots):
         asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
         raise ValueError(
-            f"{asked}: {heads} times {copies * slots} devices cannot shard {config.num_heads} query heads of {config.head_dim} on "
-            f"{config.num_kv_heads} KV heads. Give a number of devices that divides {config.num_heads * config.head_dim}."
+            f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
+            f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
     axes = DATA, HEADS, COPIES, SLOTS
-    sizes = (data, 1, 1, copies * slots) if joint_heads else (data, heads, copies, slots)
+    sizes = (data, 1, 1, copies * slots) if heads_coupled else (data, heads, copies, slots)
     if isinstance(given, AbstractMesh):
         return Shard(AbstractMesh(sizes, axes))
     return Shard(Mesh(given.devices.reshape(sizes), axes))
 
 
 def partition(name: str, ndim: int) -> PartitionSpec:
-    """How the parameter of this name is sharded. Names are those of `tree_map_named`."""
+    """Partition of a parameter, by its name as in `tree_map_named` and its number of axes."""
     part = _matrix(name).rpartition(".")[2]
     if part in _COLUMNS:
         return PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim > 1 else PartitionSpec()
@@ -143,7 +140,7 @@ def partition(name: str, ndim: int) -> PartitionSpec:
 
 
 def partitions(params: Params) -> Params:
-    """`partition` of every parameter, in a tree of the same structure."""
+    """Partitions of all parameters, in a tree of the same structure."""
     leaves, tree = jax.tree.flatten(params)
     return _partitions(tree, tuple(leaf.ndim for leaf in leaves))
 
@@ -154,7 +151,7 @@ def _partitions(tree: Any, ndims: tuple[int, ...]) -> Params:
 
 
 def place(shard: Shard, name: str, weight: Any) -> Any:
-    """Pad one parameter and place it on its devices. A `jax.ShapeDtypeStruct` gets its padded shape and sharding.
+    """Pad a parameter and place it on its devices. For a `jax.ShapeDtypeStruct`, return the padded shape with its sharding.
 
     A parameter that is already in place is not copied.
 
@@ -167,16 +164,16 @@ def place(shard: Shard, name: str, weight: Any) -> Any:
 
 
 def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slice | None], Any]) -> Any:
-    """Place one parameter, reading only the part that this process' devices need, once.
+    """Read a parameter and place it on its devices. Each process reads only the parts of its own devices, once each.
 
-    The process needs that much host memory in addition.
+    Host memory temporarily holds these parts.
 
     Args:
-        shard: how devices shard the model.
-        name: name of the parameter.
-        shapes: shapes of the parameter, or of the arrays of a quantised matrix.
-        read: `read(rows, columns)` returns one or more rows on the host, with these columns of a matrix's last axis
-            (for a quantised matrix, of its codes), or with all columns, if they cannot be read separately.
+        shard: the devices.
+        name: the parameter's name.
+        shapes: shape of the parameter, or of the arrays of a quantised matrix.
+        read: `read(rows, columns)` returns at least one row on the host. For a matrix, `columns` slices the last axis,
+            which is that of the codes if it is quantised. All columns are returned if they cannot be read separately.
 
     Raises:
         ValueError: as `place`.
@@ -218,7 +215,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
 
 
 def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Map each range to its union with all adjacent ranges."""
+    """Map each range to the union of the adjacent ranges that it belongs to."""
     found: list[list[tuple[int, int]]] = []
     for each in sorted(ranges):
         if found and found[-1][-1][1] == each[0]:
@@ -229,12 +226,12 @@ def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]
 
 
 def _within(part: tuple[int, int], size: int) -> slice:
-    """A range without padding."""
+    """Clip a range to the unpadded size."""
     return slice(*(min(end, size) for end in part))
 
 
 def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The array, padded with zeros to a shape."""
+    """Pad an array with zeros to a shape."""
     if array.shape == tuple(shape):
         return array
     whole = np.zeros(shape, array.dtype)
@@ -245,16 +242,16 @@ def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 def init_on(
     shard: Shard, config: ModelConfig, key: PRNGKeyArray, dtype: Any, weights: str = "float", embedding: str = "float"
 ) -> Params:
-    """Return random parameters in place, as `init` makes them. On a mesh, each device makes only its part.
+    """Initialise random parameters on their devices, as `init` does. On a mesh, each device makes only its own part.
 
     Args:
-        shard: how devices shard the model.
-        config: the model.
+        shard: the devices.
+        config: the model's configuration.
         key: random key.
         dtype, weights, embedding: as for `abstract`.
 
     Raises:
-        ValueError: as for `place`.
+        ValueError: as `place`.
     """
     if shard.mesh is None:
         return init(config, key, dtype, weights=weights, embedding=embedding)
@@ -266,7 +263,7 @@ def init_on(
 def compile_init_on(
     shard: Shard, config: ModelConfig, dtype: Any, weights: str = "float", embedding: str = "float"
 ) -> None:
-    """Compile the programs of `init_on` for a mesh into the compilation cache. (Those for one device are small.)"""
+    """Compile the programs of `init_on` into the compilation cache. Only needed for a mesh, as those for one device compile fast."""
     if shard.mesh is None:
         return
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -275,7 +272,7 @@ def compile_init_on(
 
 
 def _making(shard: Shard, config: ModelConfig, dtype: Any, weights: str, embedding: str) -> tuple[list[Any], Any]:
-    """Return the program that makes each parameter from a key, and the tree of all parameters."""
+    """For each parameter, the program that makes it from a key; and the tree of all parameters."""
     shapes = abstract(config, dtype, weights=weights, embedding=embedding)
     paths, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
     programs: list[Any] = []
@@ -305,12 +302,12 @@ def place_all(shard: Shard, params: Params) -> Params:
 
 
 def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """Shape of a parameter without the padding of a mesh.
+    """Shape of a parameter without the padding that a mesh may have added.
 
     Args:
-        name: name of the parameter.
-        shape: its shape, possibly padded.
-        matrix: unpadded shapes by name.
+        name: the parameter's name.
+        shape: its possibly padded shape.
+        matrix: unpadded shapes of parameters, by name.
     """
     outputs, *inputs = matrix[_matrix(name)]
     padded = len(inputs) == 1 and len(shape) == 2 and (name.endswith(".levels") or _matrix(name) == name)
@@ -318,7 +315,7 @@ def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int
 
 
 def unpadded(params: Params) -> Params:
-    """Return parameters without the padding of a mesh, on the same devices."""
+    """Remove the padding that a mesh may have added. The parameters remain on their devices."""
     if mesh_of(params) is None:
         return params
     whole = abstract(params.config)
@@ -332,7 +329,7 @@ def unpadded(params: Params) -> Params:
 
 
 def mesh_of(params: Params) -> Mesh | None:
-    """The mesh of the weights, with the axes `data`, `model` and `sequence`. None for one device."""
+    """Mesh of placed weights, with axes `data`, `model` and `sequence`; None if they are on one device."""
     sharding = getattr(params.norm, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
@@ -341,7 +338,7 @@ def mesh_of(params: Params) -> Mesh | None:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that arrays, or shapes with shardings, take on each device."""
+    """Bytes per device of arrays, or of shapes with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -350,7 +347,7 @@ def bytes_per_device(tree: Any) -> int:
 
 def _check_axes(mesh: Mesh | AbstractMesh) -> None:
     if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
-        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}. {_ALLOWED}")
+        raise ValueError(f"mesh has the axes {list(mesh.axis_names)}; {_ALLOWED}")
 
 
 def _placed(shard: Shard, name: str, array: Any) -> Any:
@@ -364,20 +361,20 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
             f"model={shard.model} devices" if shard.slots == 1 else f"{shard.model} devices along model and sequence"
         )
         raise ValueError(
-            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which {sharing} do not divide. Give a number of devices that "
-            "does, or other weights, such as int8."
+            f"{name}: inputs are in {array.shape[-1]} groups of one scale, which {sharing} do not divide; give a number of devices that "
+            "does, or other weights, such as int8"
         )
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
-    if isinstance(array, np.ndarray):  # from a file: each device gets only its part
+    if isinstance(array, np.ndarray):  # from a file: each device receives only its part
         whole = np.pad(array, padding) if any(more for _, more in padding) else array
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
     return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
 
 
 def _matrix(name: str) -> str:
-    """The name of the parameter that an array belongs to."""
+    """Name of the parameter that an array belongs to."""
     matrix, _, field = name.rpartition(".")
     return matrix if field in _FIELDS else name
 

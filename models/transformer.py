@@ -1,11 +1,16 @@
-"""The transformer's forward pass, as plain functions over a parameter pytree.
+"""The transformer's forward pass, as functions of a parameter pytree.
 
-One block serves four functions, which differ only in attention: `forward` (every position, no cache), `prefill` (a
-prompt in, a cache out), `read_block` (a block of a text in, cache updated) and `decode_step` (one token in, cache
-updated). The cache is accessed only through the functions of a policy's layers, so this module contains no method.
+The same block serves four uses, which differ in what attention sees:
 
-Layers are unrolled. Each layer has weights and a cache of its own shape, and a scan would copy both. (On an H200 at the
-Llama-3.1-8B shape, a token takes 4.94 ms unrolled and 17.95 ms scanned.)
+- `forward`: all positions, without a cache
+- `prefill`: a prompt; returns caches
+- `read_block`: a block of a text; updates caches
+- `decode_step`: one token; updates caches
+
+Caches are used only through the policy's layers, so nothing here depends on a method.
+
+Layers are unrolled, as each has its own cache shape and a scan would copy weights and caches. At the shape of
+Llama-3.1-8B on an H200, a token takes 4.94 ms unrolled and 17.95 ms scanned.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
+from kvjax._util.any_rank import any_rank
+from kvjax.cache import LayerSpec, PromptKV, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
+from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
     BlockWeights,
     Matrix,
@@ -30,41 +36,39 @@ from kvjax.pallas_kernels import (
     prefill_attention,
     projection,
 )
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.base import CacheLayer, Carry
 from kvjax.policies.checks import calling, expect_same_state, expect_shape
-from kvjax.policies.surroundings import Surroundings
 
-from .config import ModelConfig
 from .params import MLP, Block, Params
-from .rope import Rope
 
 HEAD_BLOCK = 256
-"""Positions that go through the vocabulary head at a time when a whole text is scored."""
+"""Positions that pass through the vocabulary head at a time when a text is scored."""
 
 SMALL_SUM = 16384
-"""Maximum size of an all-reduce in float32 for any model dtype: 64 KiB take as long to send as 32."""
+"""Maximum elements of an all-reduce in float32, regardless of the model's type. 64 KiB take as long to send as 32."""
 
 Attend = Callable[[Array, Array, Array], Array]
-"""Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
+"""Attention of one layer: maps unrotated q [..., N, H] and k, v [..., K, H] to values [..., N, H]."""
 
 Fused = Callable[[Array, Array], tuple[Array, tuple[Array, Array, Array]]]
-"""Maps the residual stream and a layer's attention to the new residual stream and the next layer's q, k and v."""
+"""From the residual stream and a layer's attention to the residual stream after it and the next layer's q, k and v."""
 
 AttendAt = Callable[[int, Array, Array, Array], Array]
-"""Attention of any layer. The index of the layer is the first argument."""
+"""Attention of any layer; the first argument is the layer's index."""
 
 
 @any_rank
 def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Return logits [B, T, V] of every position in float32, with causal attention. Rows may be right-padded."""
+    """Logits of all positions in float32. Each position attends to itself and all earlier ones; rows may be right-padded."""
     return _logits(params, hidden(params, tokens))
 
 
 @any_rank
 def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given the tokens before it, from the second token on.
+    """Log-probability of each token given those before it, from the second token on.
 
-    Only `HEAD_BLOCK` positions at a time go through the vocabulary head, so there is no [B, T, V] array.
+    Only `HEAD_BLOCK` positions pass through the vocabulary head at a time, so no [B, T, V] array is needed.
     """
     x = hidden(params, tokens, shard=shard)[:, :-1]
     batch, length, width = x.shape
@@ -85,13 +89,13 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE
 def hidden(
     params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "B T D"]:
-    """The residual stream after the last layer, with causal attention.
+    """Residual stream after the last layer, with causal attention.
 
     Args:
         params: the model.
         tokens: token ids.
-        attend: replaces causal attention, for studies.
-        shard: how devices shard the model.
+        attend: replaces attention, for studies of what a model needs of it.
+        shard: how devices share the model.
     """
     config = params.config
     rope = config.rope.resolve(tokens.shape[1])
@@ -113,17 +117,18 @@ def prefill(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Prefill a right-padded prompt.
+    """Prefill right-padded prompts.
 
     Args:
         params: the model.
         tokens: token ids.
-        lengths: tokens in each row.
-        total: tokens that each row will reach with its new ones.
-        caches: the policy's functions for each layer.
+        lengths: number of tokens in each row.
+        total: final length of each row, including new tokens.
+        caches: the policy's layers.
 
     Returns:
-        Logits of each row's last token (only that position goes through the vocabulary head), and one state per layer.
+        Logits of each row's last token (only that position passes through the vocabulary head), and one state per
+            layer.
     """
     config, shard = params.config, caches[0].spec.shard
     x = _embed(params, tokens, shard)
@@ -137,12 +142,11 @@ def prefill(
         ) -> Array:
             nonlocal carry
             spec = cache.spec
-            prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
+            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total)
             with calling(cache, "prefill"):
                 state, carry = cache.prefill(prompt, around(carry))
             out = _prompt_attention(spec, prompt)
-            # The barrier makes XLA compress before the next layer. Otherwise it compresses at the end, and keeps all layers'
-            # keys and values until then.
+            # Compress now: XLA otherwise delays it to the end, and keeps the keys and values of all layers until then.
             out, state = jax.lax.optimization_barrier((out, state))
             states.append(state)
             return out
@@ -160,18 +164,7 @@ def decode_step(
     pos: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Process one token per row at original position `pos`.
-
-    Args:
-        params: the model.
-        states: one state per layer.
-        token: token ids.
-        pos: original positions.
-        caches: the policy's functions for each layer.
-
-    Returns:
-        Logits of the next token, and the states with the token appended. `compress` is not called.
-    """
+    """Process one token per row at original position `pos`. Returns the next token's logits, and the states with the token appended."""
     config, layers, shard = params.config, params.layers, caches[0].spec.shard
     x = before = _embed(params, token, shard)
     heads: tuple[Array, Array, Array] | None = None
@@ -206,16 +199,16 @@ def read_block(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Process a right-padded block of a text (chunked prefill). See `CacheLayer.read_block` for its attention.
+    """Prefill a right-padded block of a text. What its tokens attend to is defined by `CacheLayer.read_block`.
 
     Args:
         params: the model.
         states: one state per layer.
         tokens: token ids.
         pos: original position of each row's first token.
-        count: tokens in each row. In rows with 0, caches do not change, and logits are arbitrary.
-        total: tokens that each row will reach with its new ones.
-        caches: the policy's functions for each layer.
+        count: number of tokens in each row. For a row with 0, the caches do not change and the logits are meaningless.
+        total: final length of each row, including new tokens.
+        caches: the policy's layers.
 
     Returns:
         Logits of each row's last token, and the states.
@@ -249,11 +242,8 @@ def read_block(
     return _logits(params, last, shard), tuple(updated)
 
 
-def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"]:
-    """Attention of a whole prompt.
-
-    Devices with the same KV heads each compute the query heads that their columns multiply, if these are whole.
-    """
+def _prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
+    """Attention over a whole prompt. Devices with the same KV heads split the query heads, if the split is even."""
     shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
     q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
     own, part = divmod(spec.num_heads, shard.same_heads)
@@ -277,7 +267,7 @@ def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
 def _block(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "... D"]:
-    """One transformer block: attention and MLP, each normed before (and in some families after) and added to `x`."""
+    """One transformer block: attention and MLP, each with a norm before it (and after it, in some families) and a residual."""
     out = attend(*_heads_of(config, layer, x))
     return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
@@ -285,8 +275,8 @@ def _block(
 def _surrounded(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
 ) -> Carry:
-    """The carry of a layer with input `x`, including `Surroundings` if the layer declares them."""
-    if not cache.surroundings:
+    """The carry for a layer with input `x`. AttentionContext of attention are added if the layer asks for them."""
+    if not cache.needs_context:
         return carry
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
 
@@ -296,7 +286,7 @@ def _surrounded(
         )
         return wide.T.reshape(-1, config.head_dim, wide.shape[0])
 
-    return Surroundings(lambda: norm(x), output).told(carry)
+    return AttentionContext(lambda: norm(x), output).with_context(carry)
 
 
 def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
@@ -306,9 +296,9 @@ def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tu
 
 
 def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) -> Fused | None:
-    """One operation for the rest of `layer` and the q, k, v of the `following` layer.
+    """One operation for the rest of `layer` and the heads of the `following` layer.
 
-    None if the model has biases or norms between the matrices, or if devices all-reduce between them.
+    None where the model has biases or norms between the matrices, or where devices all-reduce between them.
     """
     p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
     between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
@@ -325,7 +315,7 @@ def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) ->
 
 
 def _shaped(config: ModelConfig, layer: Block, products: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """A layer's q, k and v by heads, with the family's biases and norms."""
+    """Split q, k and v into heads, with biases and norms if the family has them."""
     p, (q, k, v) = layer.attn, products
     return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
 
@@ -337,9 +327,11 @@ def _rest(
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
 ) -> Array:
-    """The residual stream after a layer with attention output `out`."""
+    """Residual stream after a layer whose attention output is `out`."""
     p, mlp = layer.attn, layer.mlp
-    if out.shape[-1] == config.num_heads // shard.heads * config.head_dim:  # otherwise only this device's columns
+    if (
+        out.shape[-1] == config.num_heads // shard.heads * config.head_dim
+    ):  # `out` has all columns, not only this device's
         out = shard.own_columns(out)
     x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm, shard)
     h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
@@ -349,11 +341,9 @@ def _rest(
 def _joined(
     config: ModelConfig, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard
 ) -> Array:
-    """The residual stream `x` plus the projection of `h` by `w`."""
+    """Add the projection of `h` by `w` to the residual stream `x`."""
     if shard.model > 1:
-        exact = (
-            x.size <= SMALL_SUM
-        )  # partial sums stay in float32 if that costs nothing, otherwise they are rounded before the all-reduce
+        exact = x.size <= SMALL_SUM  # larger sums are rounded to the model's type before the all-reduce
         (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
         y = shard.sum_over_model(y).astype(x.dtype)
     elif bias is None and norm is None:
@@ -381,7 +371,7 @@ def _biased(y: Array, bias: Array | None) -> Array:
 
 
 def _queries_ahead(params: Params, layer: int, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
-    """Queries of a layer, computed from the attention input of the previous layer, whose residual stream was `x`."""
+    """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
     config, p = params.config, params.layers[layer].attn
     (q,) = projection(x, p.q, norm=Norm(params.layers[layer - 1].attn_norm, config.norm_eps))
     return _heads(config, q, p.q_bias, p.q_norm)
@@ -396,4 +386,4 @@ def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Ar
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     head = params.embed if params.head is None else params.head
     (logits,) = projection(x, head, norm=Norm(params.norm, params.config.norm_eps), dtype=jnp.float32)
-    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # without the padding for even shards
+    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # drops the padding of a sharded vocabulary

@@ -20,8 +20,8 @@ import tokenizers
 
 runtime_types.install()
 
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, init
-from kvjax.models.rope import RopeConfig
 
 pytest_plugins = ["long_share"]
 
@@ -195,3 +195,15 @@ def letters(tiny: Params) -> Params:
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokenizer = Tokenizer(backend, eos=(63,), chat_template=template)
     return tiny.replace(tokenizer=tokenizer, config=dataclasses.replace(tiny.config, eos=(63,)))
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Params:
+    """A random Llama of window 8192 with a byte-level tokenizer and a chat template, for tasks that are given as text."""
+    from checkpoints import HF_CONFIG, write_hf
+
+    from kvjax.conversion import load
+
+    path = tmp_path_factory.mktemp("talker") / "small"
+    write_hf(path, HF_CONFIG | {"max_position_embeddings": 8192}, tokenizer=True)
+    return load(path)

@@ -25,8 +25,8 @@ import numpy as np
 from policies import surrogates
 
 import kvjax
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, abstract
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import (
     MeanQueries,
     Policy,

@@ -14,13 +14,14 @@ import jax
 import pytest
 
 import kvjax
-from benchmarks import decode, long_context, peers, several_devices
+from benchmarks import beside, decode, long_context, peers, several_devices
 from kvjax.bench import compression, figures, floor, measure, states
 from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
 from kvjax.cache import layer_specs
 from kvjax.cli.bench import read_cases
-from kvjax.models import Params, init, presets
+from kvjax.config import presets
+from kvjax.models import Params, init
 from kvjax.policies import get_policy
 
 WORKER = """
@@ -147,7 +148,7 @@ def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: P
 
 
 def test_a_case_that_needs_too_much_is_not_tried(small: Case, tiny: Params) -> None:
-    with pytest.raises(ValueError, match="of the device's memory, of which there are 1000"):
+    with pytest.raises(ValueError, match="of the device's memory, which has 1000"):
         measure.measure(dataclasses.replace(small, prefill=False, new_tokens=4), tiny, bandwidth=None, memory=1000)
 
 
@@ -339,7 +340,7 @@ def test_policies_of_others_and_random_statistics(small: Case) -> None:
     name, settings = read_policy("recompress(snapkv:32;every=8)")
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
     assert policy == kvjax.get_policy("recompress(snapkv:32;every=8)").bind(small.config)
-    with pytest.raises(ValueError, match="Close it with"):
+    with pytest.raises(ValueError, match="close the bracket"):
         read_policy("recompress(snapkv:32")
     name, settings = read_policy("triattention:32,every=8,window=4,profile=random")
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
@@ -387,7 +388,7 @@ def test_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "'--devices'" in bench("--devices", "0")
     assert "'int9'; give any of float, int8, int4" in " ".join(bench("--weights", "float,int9").split())
     assert "--weights" in bench("--weights", "int8,int8")
-    assert "mesh='wheels=2' is not a mesh. Give a jax.sharding.Mesh" in " ".join(bench("--mesh", "wheels=2").split())
+    assert "mesh='wheels=2'; give a jax.sharding.Mesh" in " ".join(bench("--mesh", "wheels=2").split())
     assert "--devices: processes" in bench("--mesh", "model=2", "--devices", "2")
     assert not list(tmp_path.iterdir())
 
@@ -424,3 +425,36 @@ def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params, mo
         whole = measured(cases[0], 0, float("inf"))
         assert (whole["tokens_read"], whole["block"]) == (70, 0)
         assert len(whole["written"]) == long_context.NEW_TOKENS
+
+
+def test_versions_are_compared_on_any_list_of_cases(tmp_path, monkeypatch):
+    """All combinations of the options, or the lines of a file; the table names what cases differ in besides their sizes."""
+
+    def asked(*options: str) -> list[dict[str, Any]]:
+        found = []
+        monkeypatch.setattr(beside, "cases", lambda args, cases=beside.cases: found.extend(cases(args)) or [])
+        monkeypatch.setattr(sys, "argv", ["beside", str(tmp_path), "--out", str(tmp_path / "out.json"), *options])
+        beside.main()
+        monkeypatch.undo()
+        return found
+
+    (tmp_path / "kvjax" / "bench").mkdir(parents=True)
+    grid = asked("--policies", "full,chelsea:0.2,sinks=4", "--context", "64,128", "--batch", "1,8")
+    assert len(grid) == 8
+    assert grid[0] == {
+        "policy": "full", "context": 64, "batch": 1, "shape": "llama-3.1-8b", "new_tokens": 384, "prefill": True, "layers": None
+    }  # fmt: skip
+    assert {case["policy"] for case in grid} == {"full", "chelsea:0.2,sinks=4"}
+    listed = [
+        {"policy": "full", "context": 64, "batch": 1, "shape": "toy", "weights": kind} for kind in ("int8", "int4")
+    ]
+    (tmp_path / "cases").write_text("\n".join(map(json.dumps, listed)) + "\n\n")
+    assert asked("--cases", str(tmp_path / "cases")) == listed
+    rows = [
+        {"version": version, **case, "tpot_ms": ms, "cache_bytes": 8}
+        for case in listed
+        for version, ms in (("older", 2.0), ("newer", 3.0))
+    ]
+    assert beside.table(rows[:3]).splitlines()[2:] == [
+        "| `full` | 64 x 1, weights=int8 |  | 2 to 3 (+50.0 %) |  | 8, equal |  |  |"
+    ]

@@ -11,9 +11,9 @@ import pytest
 
 import kvjax
 from benchmarks import long_file, tables
-from benchmarks.analyses import kvzip_needles
-from kvjax import strict_json
 from kvjax.policies import registry
+from reproduction import tables as quality_tables
+from reproduction.analyses import kvzip_needles
 
 ROOT = Path(__file__).parents[1]
 README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS, SEVERAL_DEVICES = (
@@ -107,17 +107,17 @@ def test_policies_are_all_listed():
 
 
 def test_needles_of_kvzip_are_those_of_the_result_file():
-    rows = strict_json.loads((ROOT / "benchmarks/results/kvzip-needles-cpu.json").read_text(encoding="utf-8"))["rows"]
-    assert "\n".join(kvzip_needles.table(rows)) in (ROOT / "docs/methods/kvzip.md").read_text(encoding="utf-8")
+    rows = quality_tables.rows("kvzip-needles-cpu.json")
+    assert kvzip_needles.table(rows) in (ROOT / "docs/methods/kvzip.md").read_text(encoding="utf-8")
 
 
 def test_tables_are_those_of_the_result_files():
     assert tables.speed() in README
     for table in (
-        tables.perplexity(),
+        quality_tables.perplexity(),
         tables.memory(),
-        tables.quality(tables.measured_quality()),
-        *map(tables.reading_in_blocks, tables.BLOCK_SIZE_MODELS),
+        quality_tables.quality(quality_tables.measured_quality()),
+        *map(quality_tables.reading_in_blocks, quality_tables.BLOCK_SIZE_MODELS),
     ):
         assert table in QUALITY
     for table in (tables.first_token(), tables.compression(), tables.published(), tables.long_texts(), tables.peers()):
@@ -174,11 +174,11 @@ def test_what_kernels_of_a_step_over_data_take():
 
 def test_a_methods_page_has_the_needles_of_the_table():
     for name in ("snapkv", "rkv", "full"):
-        cells = [line.strip("| ").split(" | ") for line in tables.needles_of(name).splitlines()[2:]]
+        cells = [line.strip("| ").split(" | ") for line in quality_tables.needles_of(name).splitlines()[2:]]
         told = {row[1]: ", ".join(row[2:]) for row in cells if row[0] == f"`{name}`"}
         assert f"| `{name}` | {told['whole']} | {told['in blocks of 512']} | {told['in blocks of 2048']} |" in QUALITY
         assert cells[-1][0] == "`full`" or name == "full"
-    assert not tables.needles_of("lagkv")
+    assert not quality_tables.needles_of("lagkv")
 
 
 def test_how_fast_a_million_tokens_are_read():
@@ -221,7 +221,7 @@ def test_a_long_file_took_what_the_page_says():
 
 def test_result_files_say_what_the_docs_claim():
     """Within the trained window TreeKV is near the full cache; beyond it stays where it was while the full cache fails."""
-    rows = {row["policy"]: row["parts"] for row in tables.rows("streaming-perplexity-h200.json")}
+    rows = {row["policy"]: row["parts"] for row in quality_tables.rows("streaming-perplexity-h200.json")}
     inside, beyond = "6144-8192", "14336-16384"
     assert rows["treekv"][inside] < 1.05 * rows["full"][inside]
     assert rows["treekv"][beyond] < 1.5 * rows["treekv"][inside]

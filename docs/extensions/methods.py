@@ -14,10 +14,11 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
-from benchmarks import tables
-from kvjax.extras import import_matplotlib
-from kvjax.models.presets import PRESETS
+from benchmarks import tables as speed_tables
+from kvjax._util.extras import import_matplotlib
+from kvjax.config import PRESETS
 from kvjax.policies import Full, Policy, get_policy, policies
+from reproduction import tables
 
 DOCS = Path(__file__).parents[1]
 LINES = "## The lines that do it"
@@ -140,7 +141,7 @@ def _options(name: str) -> str:
 def _costs(name: str) -> str:
     """Bytes, which are known without running anything, and time, where it has been measured."""
     parts = [_bytes(name)]
-    if speed := tables.speed_of(name):
+    if speed := speed_tables.speed_of(name):
         parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
     else:
         parts.append("Its speed has not been measured yet in a decoding step ([speed](/speed.md) has those that were).")
@@ -281,7 +282,7 @@ class Quality(Directive):
 
 
 class Measured(Directive):
-    """A table of `benchmarks.tables`, by the name of its function."""
+    """A table of `reproduction.tables`, by the name of its function."""
 
     required_arguments = 1
 

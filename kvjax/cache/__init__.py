@@ -1,8 +1,8 @@
-"""The cache state: a pytree of fixed shape, and the few functions that policies are written with.
+"""The cache state: a pytree of fixed shape, and the few verbs that policies are written with.
 
-A cache has C slots for every row and KV head. Its capacity is a shape, never a mask over the whole context, so dropped
-tokens occupy no memory. Slots are filled from the left. When a token is evicted, the next token takes its slot, so keys
-and values never move while decoding.
+A cache holds C slots for every row and KV head. Its capacity is a shape, never a mask over the whole context, so what a policy
+drops is really freed. Slots are filled from the left; when one is evicted, the next token takes its place, so keys and
+values never move while decoding.
 """
 
 from .attention import attend as attend
@@ -11,26 +11,26 @@ from .attention import attend_packed as attend_packed
 from .attention import attend_prompt as attend_prompt
 from .attention import attend_selected as attend_selected
 from .attention import attend_split as attend_split
-from .blocks import in_rows as in_rows
+from .blocks import as_prompt_with_block as as_prompt_with_block
 from .blocks import keep_places as keep_places
-from .blocks import kept_and_block as kept_and_block
 from .blocks import kept_as_prompt as kept_as_prompt
+from .blocks import where_rows as where_rows
 from .blocks import with_places as with_places
-from .dealt import RUN as RUN
-from .dealt import by_device as by_device
-from .dealt import deal as deal
-from .dealt import dealt_empty as dealt_empty
-from .dealt import gathered as gathered
-from .dealt import in_order as in_order
-from .dealt import keys_at as keys_at
-from .dealt import local_slots as local_slots
-from .dealt import merged as merged
-from .dealt import own as own
-from .dealt import own_slot as own_slot
-from .dealt import rows_at as rows_at
-from .dealt import slots_of_leaves as slots_of_leaves
-from .dealt import stripes as stripes
 from .shard import Shard as Shard
+from .sharded import RUN as RUN
+from .sharded import gathered as gathered
+from .sharded import global_order as global_order
+from .sharded import keys_at as keys_at
+from .sharded import local_part as local_part
+from .sharded import local_slot as local_slot
+from .sharded import local_slots as local_slots
+from .sharded import merged as merged
+from .sharded import rows_at as rows_at
+from .sharded import shard_order as shard_order
+from .sharded import shard_slots as shard_slots
+from .sharded import sharded_empty as sharded_empty
+from .sharded import slots_of_leaves as slots_of_leaves
+from .sharded import stripes as stripes
 from .spec import LayerSpec as LayerSpec
 from .spec import bucket as bucket
 from .spec import layer_specs as layer_specs
@@ -41,9 +41,9 @@ from .state import compact_indices as compact_indices
 from .state import empty as empty
 from .state import extended as extended
 from .state import from_prompt as from_prompt
-from .state import gather_kept as gather_kept
+from .state import keep as keep
 from .state import map_kv as map_kv
-from .tokens import Prompt as Prompt
+from .tokens import PromptKV as PromptKV
 from .tokens import Rotated as Rotated
 from .tokens import Token as Token
 from .tokens import TokenBlock as TokenBlock

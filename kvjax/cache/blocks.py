@@ -1,7 +1,7 @@
-"""Chunked prefill: the kept tokens of a text and a block of new tokens, as one prompt.
+"""Reading a text in blocks: what is kept of the text so far, and a block of new tokens, as one prompt.
 
-A method chooses from them by the rule with which it chooses from a prompt. A block with a whole text therefore gives
-the published method. Memory is that of the kept tokens and one block, for texts of any length.
+So the rule by which a method chooses from a prompt chooses from them, too, and with a block that holds a whole text it is that of
+the published method. Memory is that of what is kept and of one block, whatever the length of the text.
 """
 
 from typing import TypeVar
@@ -11,19 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .state import LayerCache, compact_indices, move_forward
-from .tokens import Prompt, TokenBlock
+from .tokens import PromptKV, TokenBlock
 
 S = TypeVar("S")
 
 
-def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
-    """Return a prompt of the kept tokens, in order and directly before the block, and the block.
+def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> PromptKV:
+    """A prompt of what is kept, in order and up against the block that follows.
 
     Args:
-        kept: cache with the kept tokens.
-        block: new tokens.
-        rotated: whether cached keys are rotated to their original positions. If not, tokens have their ranks as
-            positions, and the block's tokens follow.
+        rotated: whether keys are kept rotated to their original positions. If not, tokens stand at their places among those kept, and
+            the block's at those after them.
     """
     order = in_order(kept)
     pos = jnp.take_along_axis(jnp.where(kept.live, kept.pos, -1), order, axis=-1)
@@ -37,16 +35,14 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
     q_rotated, k_rotated = block.q_rotated, keys
     if not rotated:
         count = jnp.sum(live, axis=-1, dtype=jnp.int32)
-        places = (
-            jnp.arange(pos.shape[-1] + block.size, dtype=jnp.int32) - pos.shape[-1]
-        )  # 0 for the block's first token
+        places = jnp.arange(pos.shape[-1] + block.size, dtype=jnp.int32) - pos.shape[-1]  # 0 for the block's first
         ranks = jnp.swapaxes(jnp.maximum(count[..., None] + places, 0), 1, 2)
         k_rotated = block.rope.rotate_by_table(keys, ranks, ranks.shape[1])
         group = block.q.shape[2] // keys.shape[2]
         own = jnp.repeat(ranks[:, pos.shape[-1] :], group, axis=2)
         q_rotated = block.rope.rotate_by_table(block.q, own, ranks.shape[1])
     new = jnp.where(block.mask, block.positions, -1)[:, None]
-    return Prompt(
+    return PromptKV(
         q=block.q,
         k=keys,
         v=joined(kept.v, block.v),
@@ -59,13 +55,13 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
     )
 
 
-def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> Prompt:
-    """Return a prompt of the kept tokens alone, right-aligned and in order, with rotated keys.
+def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> PromptKV:
+    """A prompt of what is kept alone, in order and up against the end, with rotated keys.
 
     Args:
-        kept: cache whose tokens fill slots from the first one on, in order of position.
-        q: rotated queries of the last S tokens seen, which are all kept. S is less than the number of slots. In rows
-            with fewer tokens, the first queries are arbitrary.
+        kept: its tokens fill slots from the first one on, in order of position.
+        q: rotated queries of the last S tokens seen, which are all kept, S less than there are slots; what a row of fewer tokens has in
+            the first places does not matter.
         total: tokens that each row will reach.
     """
     order = _up_against_the_end(kept)
@@ -76,16 +72,15 @@ def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Arra
         return jnp.swapaxes(jnp.where(pos[..., None] >= 0, x, jnp.zeros((), x.dtype)), 1, 2)
 
     k, lengths = ordered(kept.k), jnp.full_like(kept.seen, pos.shape[-1])
-    return Prompt(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
+    return PromptKV(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
 
 
 def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> LayerCache:
-    """Return the tokens of `kept_as_prompt` that are kept, in order, in the first `capacity` slots.
+    """What is kept of `kept_as_prompt`, in order, in the first `capacity` slots; tokens stand there in order.
 
     Args:
-        kept: cache whose tokens fill slots from the first one on, in order of position.
-        capacity: slots of the result.
-        keep: mask over the places of `kept_as_prompt`.
+        kept: its tokens fill slots from the first one on, in order of position.
+        keep: by places of `kept_as_prompt`.
     """
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
@@ -102,7 +97,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
 
 
 def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
-    """Move values of slots to the places of `kept_and_block`. The block's places get 0."""
+    """What else is known of slots, by the places of `as_prompt_with_block`; zero for the block's."""
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
     free = kept.pos.shape[-1] - kept.count
     live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
@@ -110,7 +105,7 @@ def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBl
 
 
 def _up_against_the_end(kept: LayerCache) -> Int[Array, "B K C"]:
-    """`in_order` for tokens that fill slots from the first one on in that order."""
+    """`in_order` where tokens fill slots from the first one on in that order."""
     size = kept.pos.shape[-1]
     return (jnp.arange(size, dtype=jnp.int32) + kept.next[..., None]) % size
 
@@ -120,8 +115,8 @@ def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
     return jnp.argsort(jnp.where(kept.live, kept.pos, -1), axis=-1, stable=True).astype(jnp.int32)
 
 
-def in_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
-    """Return `new` in some rows, and `old` in the others."""
+def where_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
+    """A state that is `new` in some rows, and in the others as it was."""
 
     def chosen(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,4 +1,4 @@
-"""Static facts of one layer's cache, and the sizes of caches."""
+"""What is static about one layer's cache, and how large one is."""
 
 import dataclasses
 from typing import Any
@@ -6,34 +6,33 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import NO_ROPE, Rope
+from kvjax.config import NO_ROPE, ModelConfig, Rope
 
 from .shard import ONE_DEVICE, Shard
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """All static facts of one layer's cache: hashable, known before anything runs.
+    """All that is static about one layer's cache: hashable, known before anything runs.
 
-    `layer_specs` makes those of a model. A layer without a model needs five numbers: `LayerSpec(num_heads=8,
-    num_kv_heads=2, head_dim=64, prompt_len=512, new_tokens=64)`.
+    `layer_specs` makes those of a model. A layer without a model needs five numbers:
+    `LayerSpec(num_heads=8, num_kv_heads=2, head_dim=64, prompt_len=512, new_tokens=64)`.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: N, K, H.
-        prompt_len: T, length that prompts are padded to, 0 if decoding starts from an empty cache.
+        prompt_len: T, length to which prompts are padded; 0 when decoding starts from an empty cache.
         new_tokens: maximum number of tokens to decode, padded as prompts are.
         batch: B, rows.
-        layer, num_layers: index of the layer, and number of layers.
-        dtype: dtype of cached keys and values.
-        rope: the rotation by positions. Defaults to none, for keys and queries that are already rotated.
-        scale: factor on attention logits. Defaults (0) to 1 / sqrt(head_dim).
-        window: sliding attention window in tokens, None for full attention.
-        block: block size in tokens for chunked prefill, 0 for whole prompts.
+        layer, num_layers: which layer of how many.
+        dtype: type of the cached keys and values.
+        rope: the rotation that positions stand for. By default none, for keys and queries that are rotated already.
+        scale: factor on attention logits. By default (0) 1 / sqrt(head_dim).
+        window: sliding attention window in tokens, None where attention is full.
+        block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
-        words: tokens of the words that replays read besides the prompt, by text: those of the text, and those that open
-            an answer in the model's template. Empty without replays or without a tokenizer.
-        shard: how devices shard the layer. On a mesh, `batch`, `num_heads` and `num_kv_heads` are those of one device.
+        words: tokens of what a method has the model read besides the prompt, by text: those of the text, and those with which the
+            model's template opens an answer. Empty where no method does, or there is no tokenizer.
+        shard: how devices share the layer; of one that runs over a mesh, `batch`, `num_heads` and `num_kv_heads` are one device's.
     """
 
     num_heads: int
@@ -54,26 +53,26 @@ class LayerSpec:
     shard: Shard = ONE_DEVICE
 
     def __post_init__(self) -> None:
-        """Fill in the default scale, and convert the dtype to a `jnp.dtype`."""
+        """Fill in the default scale, and make a `jnp.dtype` of the type."""
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale", self.scale or self.head_dim**-0.5)
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a row: padded prompt and all new tokens."""
+        """The most tokens a row can hold: padded prompt and all new ones."""
         return self.prompt_len + self.new_tokens
 
     def totals(self, total: Int[Array, " B"] | None) -> Int[Array, " B"]:
-        """Tokens that each row will reach: as given, or the maximum by default."""
+        """Tokens that each row will reach: as given, by default all that it can hold."""
         return jnp.full((self.batch,), self.max_tokens, jnp.int32) if total is None else total
 
     @property
     def head_ids(self) -> Int[Array, " K"]:
-        """IDs of the KV heads, independent of how they are sharded."""
+        """Numbers that tell KV heads apart, the same whatever device has them."""
         return self.shard.head_ids(self.num_kv_heads)
 
     def on(self, shard: Shard) -> "LayerSpec":
-        """Return the spec of one device's part of the layer."""
+        """What one of these devices has of the layer."""
         batch, heads, kv_heads = (
             self.batch // shard.data,
             self.num_heads // shard.heads,
@@ -83,7 +82,7 @@ class LayerSpec:
 
     @property
     def whole(self) -> "LayerSpec":
-        """The spec of the whole layer on one device."""
+        """The layer as one device has all of it."""
         shard = self.shard
         batch, heads, kv_heads = (
             self.batch * shard.data,
@@ -105,12 +104,9 @@ def layer_specs(
     """One `LayerSpec` per layer.
 
     Args:
-        config: the model.
-        batch: number of rows.
         prompt_len: tokens of the longest prompt.
-        new_tokens: maximum number of tokens that a row decodes. This and `prompt_len` are padded here, see `bucket`.
-        dtype: dtype of keys and values.
-        total: maximum tokens of a row, if less than prompt_len + new_tokens. The rotation is resolved for this length.
+        new_tokens: the most that any row decodes. Both are padded up here, see `bucket`.
+        total: the most tokens that any row has in all, if that is fewer than both together: the rotation is for that many.
         block: see `LayerSpec`.
     """
     rope = config.rope.resolve(prompt_len + new_tokens if total is None else total)
@@ -135,14 +131,11 @@ def layer_specs(
 
 
 LEAST_NEW_TOKENS = 8
-"""Minimum of the padded number of new tokens."""
+"""The smallest room for new tokens."""
 
 
 def bucket(length: int, least: int = 64) -> int:
-    """Pad a length to 2^n or 1.5 × 2^n, at least `least`, so that few compiled programs serve all lengths.
-
-    `least` is a power of two.
-    """
+    """What a length is padded to: 2^n or 1.5 × 2^n, at least `least`, a power of two; so a few compiled programs serve all lengths."""
     if length == 0:
         return 0
     size = least
@@ -152,7 +145,7 @@ def bucket(length: int, least: int = 64) -> int:
 
 
 def row_buckets(lengths: Int[Array, " B"], longest: int) -> Int[Array, " B"]:
-    """`bucket` of each length. No length exceeds `longest`."""
+    """`bucket` of each length, none of which is above `longest`."""
     sizes = [bucket(1)]
     while sizes[-1] < longest:
         sizes.append(bucket(sizes[-1] + 1))
@@ -160,10 +153,10 @@ def row_buckets(lengths: Int[Array, " B"], longest: int) -> Int[Array, " B"]:
 
 
 def round_slots(slots: int) -> int:
-    """Capacity for at least `slots` slots: a multiple of 128, or of 32 up to 2048 slots.
+    """Capacity for at least `slots` slots: a multiple of 128, or of 32 in caches under 2048.
 
-    Odd capacities are slow. (13107 slots took 12.5 ms per step on an H200, 13056 took 8.1 ms.) In a small cache, steps
-    of 128 could add half as many slots as were requested.
+    Odd capacities are slow (13107 slots took 12.5 ms per step on an H200 where 13056 took 8.1); in a small cache a step of 128
+    would hold up to half as many slots again as were asked for.
     """
     step = 128 if slots > 2048 else 32
     return -(-slots // step) * step

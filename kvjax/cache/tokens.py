@@ -1,7 +1,7 @@
-"""Inputs of a layer's cache: a prompt, one new token per row, or a block of tokens.
+"""What a layer gives its cache: a prompt, one new token per row, or several; with queries and keys rotated to original positions.
 
-Queries and keys have rotated versions by name, so that a policy cannot forget to rotate. Unrotated ones are for methods
-that assign new positions.
+Rotated queries and keys are there by name, so that a policy cannot forget to rotate; unrotated ones are for methods that assign
+positions anew.
 """
 
 import dataclasses
@@ -12,29 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.models.rope import Rope
+from kvjax.config import Rope
 from kvjax.pallas_kernels import DeferredRope
 from kvjax.pallas_kernels.head_shards import query_heads
 
 Rotated = Float[Array, "B N H"] | DeferredRope
-"""Rotated queries or keys of one token per row, possibly in a form that a kernel rotates. Opaque to policies."""
+"""Rotated queries or keys of one token per row, if need be such as the kernel that reads them rotates; opaque to policies."""
 
 
 @flax.struct.dataclass
-class Prompt:
+class PromptKV:
     """Right-padded prompts as one layer sees them. B rows, T places, S queries, N query heads, K KV heads, H head dim.
 
-    A whole prompt has S = T. In chunked prefill, the prompt has the kept tokens of the text, followed by a block. Kept
-    tokens are in order and right-aligned before the block in each head. They have T - S places without queries (see
-    `kept_and_block`).
+    A whole prompt has S = T. Where a text is read in blocks, each block makes a prompt together with what is kept of the text before it,
+    which comes first, in order, each head's as many as it has up against the block: T - S places without queries (see `as_prompt_with_block`).
 
     Attributes:
-        q, k, v: unrotated queries and keys, and values. `k` is rotated for tokens that were cached rotated.
+        q, k, v: unrotated queries and keys, and values. Of what was kept rotated, `k` is rotated.
         q_rotated, k_rotated: queries and keys, rotated to their positions.
-        pos: original position of the token in each place, -1 if there is none.
-        lengths: places up to the end of each row. For a whole prompt, its number of tokens.
+        pos: original position of the token in each place, -1 where there is none.
+        lengths: places up to the end of each row; of a whole prompt, its tokens.
         seen: tokens of each row so far, kept or not.
-        total: tokens that each row will reach with its new ones, for fractional budgets.
+        total: tokens that each row will reach with its new ones, which a fractional budget is a fraction of.
     """
 
     q: Float[Array, "B S N H"]
@@ -57,7 +56,7 @@ class Prompt:
         lengths: Int[Array, " B"],
         total: Int[Array, " B"],
     ) -> Self:
-        """Make a whole prompt from unrotated queries and keys, which are rotated once here."""
+        """A whole prompt of unrotated queries and keys, which are rotated here once for all that read them."""
         place = jnp.arange(q.shape[1], dtype=jnp.int32)
         pos = jnp.where(prompt_mask(lengths, q.shape[1]), place, -1)[:, None]
         turn = place[None, :, None]
@@ -70,26 +69,26 @@ class Prompt:
 
     @property
     def before(self) -> int:
-        """Places before the first query, 0 in a whole prompt."""
+        """Places before the first query: none in a whole prompt."""
         return self.size - self.q.shape[1]
 
     @property
     def mask(self) -> Bool[Array, "B T"]:
-        """Places of a whole prompt that contain a token."""
+        """Which places of a whole prompt hold a token."""
         return prompt_mask(self.lengths, self.size)
 
     @property
     def live(self) -> Bool[Array, "B #K T"]:
-        """Places that contain a token, in each head."""
+        """Which places hold a token in each head."""
         return self.pos >= 0
 
     @property
     def places(self) -> Int[Array, "B #K T"] | None:
-        """Positions, or None for a whole prompt, whose positions operations assume by default."""
+        """Positions for operations that take those of whole prompts for granted, and then need not be told."""
         return self.pos if self.before else None
 
-    def heads(self, kv_heads: np.ndarray) -> "Prompt":
-        """Return some KV heads of a whole prompt, with the query heads that read them."""
+    def heads(self, kv_heads: np.ndarray) -> "PromptKV":
+        """Some of the KV heads of a whole prompt, and the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         return dataclasses.replace(
             self,
@@ -108,7 +107,7 @@ class Token:
     Attributes:
         q, k, v: unrotated query and key, and value.
         position: original position of each row's token.
-        rope: the rotation by positions.
+        rope: the rotation that positions stand for.
     """
 
     q: Float[Array, "B N H"]
@@ -124,35 +123,35 @@ class Token:
 
     @property
     def key(self) -> Rotated:
-        """The rotated key, for the same operations."""
+        """The rotated key, likewise."""
         return deferred_rope(self.rope, self.k, self.position)
 
     @property
     def q_rotated(self) -> Float[Array, "B N H"]:
-        """The rotated query, as an array."""
+        """The rotated query, computed."""
         return self.rope.rotate(self.q, self.position[:, None])
 
     @property
     def k_rotated(self) -> Float[Array, "B K H"]:
-        """The rotated key, as an array."""
+        """The rotated key, computed."""
         return self.rope.rotate(self.k, self.position[:, None])
 
     def heads(self, kv_heads: np.ndarray) -> "Token":
-        """Return some KV heads, with the query heads that read them."""
+        """Some of the KV heads, and the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[1] // self.k.shape[1])
         return Token(self.q[:, queries], self.k[:, kv_heads], self.v[:, kv_heads], self.position, self.rope)
 
 
 @flax.struct.dataclass
 class TokenBlock:
-    """Up to S consecutive tokens per row, right-padded, as one layer sees them.
+    """Up to S tokens per row that stand one after the other, padded on the right, as one layer sees them.
 
     Attributes:
         q, k, v: unrotated queries and keys, and values.
         position: original position of each row's first token.
-        count: tokens in each row, 0 in rows that stay unchanged.
-        total: tokens that each row will reach, for fractional budgets.
-        rope: the rotation by positions.
+        count: tokens in each row; none in a row that is not to be touched.
+        total: tokens that each row will reach, which a fractional budget is a fraction of.
+        rope: the rotation that positions stand for.
     """
 
     q: Float[Array, "B S N H"]
@@ -170,7 +169,7 @@ class TokenBlock:
 
     @property
     def mask(self) -> Bool[Array, "B S"]:
-        """Places that contain a token."""
+        """Which places hold a token."""
         return prompt_mask(self.count, self.size)
 
     @property
@@ -189,19 +188,19 @@ class TokenBlock:
         return self.rope.rotate(self.k, self.positions[..., None])
 
     def by_token(self) -> Token:
-        """Return S tokens, stacked along a new first axis to scan over."""
+        """The same as S tokens stacked in front, to be scanned over."""
         q, k, v, position = (jnp.swapaxes(x, 0, 1) for x in (self.q, self.k, self.v, self.positions))
         return Token(q, k, v, position, self.rope)
 
     def heads(self, kv_heads: np.ndarray) -> "TokenBlock":
-        """Return some KV heads, with the query heads that read them."""
+        """Some of the KV heads, and the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         q, k, v = self.q[:, :, queries], self.k[:, :, kv_heads], self.v[:, :, kv_heads]
         return dataclasses.replace(self, q=q, k=k, v=v)
 
 
 def deferred_rope(rope: Rope, x: Float[Array, "B N H"], position: Int[Array, " B"]) -> Rotated:
-    """Rotate `x` to each row's position, or defer the rotation to the kernel that reads it."""
+    """`x` rotated to each row's position, if need be later, by the kernel that reads it."""
     if rope.rotates_halves_of(x.shape[-1]):
         return DeferredRope(x, *rope.cos_sin(position))
     return rope.rotate(x, position[:, None])
@@ -213,5 +212,5 @@ def prompt_mask(lengths: Int[Array, " B"], size: int) -> Bool[Array, "B T"]:
 
 
 def positions_from(position: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
-    """Positions of `count` consecutive tokens from `position` on."""
+    """Positions of `count` tokens that stand one after the other from `position` on."""
     return position[:, None] + jnp.arange(count, dtype=jnp.int32)

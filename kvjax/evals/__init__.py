@@ -1,4 +1,4 @@
-"""Evaluation: how a policy affects the quality of a model's output."""
+"""Measure the effect of a policy on quality: tasks, perplexity and fidelity of attention."""
 
 from . import ruler as ruler
 from .gsm8k import GSM8K as GSM8K

@@ -1,4 +1,4 @@
-"""Checkpoints of a long run over one text, so that an interrupted run can resume."""
+"""The state of a long text on disk, so that an interrupted run resumes."""
 
 import json
 import time
@@ -10,18 +10,18 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files, user_files
+from kvjax._util import files, user_files
 
 _REST_BYTES = 1 << 28
-"""Maximum bytes of a file besides the caches: scores of 64 million tokens."""
+"""Maximum size of a file besides its caches: the scores of 64 million tokens."""
 
 
 class Checkpoint:
-    """Caches, measurements so far, and the position reached in the text, in one `.npz` file.
+    """Caches, scores so far, and the position in the text, in one `.npz` file.
 
     Args:
-        path: the file, which is written atomically.
-        run: settings that identify the run, as JSON. A file of another run is refused.
+        path: the file; it is replaced atomically.
+        run: settings that identify the run, as JSON; a file with other settings is refused.
         seconds: minimum time between two writes.
     """
 
@@ -30,10 +30,10 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def load(self, like: Any) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
-        """Load NumPy caches with the shapes and dtypes of `like`, the position T, and the scores, or None.
+        """Caches as NumPy arrays of the shapes and types of `like`, the position T, and the scores; None if there is no file.
 
         Raises:
-            ValueError: the file belongs to another run, or is not a checkpoint.
+            ValueError: the file is of another run, or not a checkpoint.
             OSError: the file is not a regular file, or cannot be read.
         """
         if not self._path.exists():
@@ -43,34 +43,34 @@ class Checkpoint:
         with user_files.opened(self._path, room) as stream:
             try:
                 with np.load(stream) as file:
-                    # Uncompressed arrays are no larger than the file. Compressed ones could be a thousand times larger.
+                    # Uncompressed arrays are as large as the file; compressed ones could be a thousand times larger.
                     if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.zip.infolist()):
                         raise ValueError("it is compressed")
                     run, reached, scores = str(file["run"]), int(file["position"]), file["scores"]
                     stored = [file[f"leaf{i}"] for i in range(len(leaves))]
                 if scores.shape != (1, reached) or scores.dtype != np.float32:
                     raise ValueError(f"scores of shape {scores.shape} for {reached} tokens")
-            except Exception as error:  # NumPy raises various errors for damaged bytes
+            except Exception as error:  # NumPy raises errors of any type for damaged files
                 raise ValueError(
-                    f"{self._path} is not a readable checkpoint ({error or type(error).__name__}). Remove it to start again."
+                    f"{self._path} is no checkpoint that can be read ({error or type(error).__name__}); remove it to start again"
                 ) from None
         if run != self._run:
             raise ValueError(
-                f"{self._path} belongs to another run: {run} in the file, {self._run} now. Remove it, or give another path."
+                f"{self._path} is of another run: {run} there, {self._run} now; remove it, or give another path"
             )
         if any(raw.dtype != np.uint8 or raw.size != leaf.nbytes for raw, leaf in zip(stored, leaves, strict=True)):
-            raise ValueError(f"{self._path} has caches of other sizes than this run's. Remove it to start again.")
+            raise ValueError(f"{self._path} has caches of other sizes than this run's; remove it to start again")
         restored = [raw.view(leaf.dtype).reshape(leaf.shape) for raw, leaf in zip(stored, leaves, strict=True)]
         return jax.tree.unflatten(tree, restored), reached, scores
 
     @property
     def due(self) -> bool:
-        """Whether the minimum time since the last write has passed."""
+        """Whether the last write was long enough ago."""
         return time.monotonic() - self._written >= self._seconds
 
     def save(self, caches: Any, position: int, scores: np.ndarray) -> None:
-        """Write the checkpoint."""
-        # As bytes, because NumPy's format does not support bfloat16.
+        """Write the file."""
+        # As bytes: NumPy's format does not know bfloat16.
         leaves: dict[str, Any] = {
             f"leaf{i}": np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for i, leaf in enumerate(jax.device_get(jax.tree.leaves(caches)))
@@ -80,5 +80,5 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def remove(self) -> None:
-        """Remove the file, after the run is complete."""
+        """Remove the file, when the run is complete."""
         self._path.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""Fidelity: how close attention under a policy is to full attention, by layer and head, without decoding.
+"""Compare attention under a policy with full attention, by layer and head, without decoding a token.
 
-The plain model processes a text once. The queries, keys and values of every layer are then given to a policy: a prompt,
-and the tokens after it one by one. To find what attention reads, values are one-hot vectors of their tokens. This is
-exact for policies that evict, merge, select or move tokens, if they choose by queries and keys and not by values.
+The plain model reads a text once. A policy then gets the queries, keys and values of every layer: a prompt, and the tokens after it
+one by one. One-hot values, which name their tokens, show what attention reads of each token. The result is exact for policies that
+evict, merge, select or move tokens, if they choose by queries and keys, not by values.
 
-On a mesh, all devices process the text together. One device of each process then runs the policy.
+Over a mesh, all devices of the model read the text together; one device of each process then runs the policy.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from kvjax._util.any_rank import any_rank
 from kvjax.analysis.layers import jaccard
-from kvjax.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, Token, layer_specs
 from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, partitions
@@ -29,19 +29,18 @@ from kvjax.policies.base import CacheLayer, Carry
 from kvjax.runtime.mesh import ALL, on_host, on_mesh
 from kvjax.runtime.program import Partition, Program
 
+from .budgets import bytes_held
+
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """A policy's attention compared with full attention.
-
-    L layers, N query heads, averaged over the queries after the prompt.
+    """A policy's attention compared with full attention: L layers, N query heads, averaged over the queries after the prompt.
 
     Attributes:
-        recall: share of the most attended tokens that the policy still reads.
-        output_error: |o' - o| / |o| of attention outputs o with the full cache and o' with the policy.
-        cosine: cosine of the two attention distributions over all tokens.
-        jaccard: for any two layers, number of prompt tokens that both read at some step, divided by those that either
-            reads, averaged over KV heads.
+        recall: share of the tokens with the most attention that the policy still reads.
+        output_error: |o' - o| / |o|, where o is the output of full attention and o' that under the policy.
+        cosine: cosine similarity of the two attention distributions over all tokens.
+        jaccard: for any two layers, the Jaccard index of the prompt tokens that they read at some step, averaged over KV heads.
         cache_bytes: bytes of the policy's cache, on device and host together.
     """
 
@@ -52,7 +51,7 @@ class Fidelity:
     cache_bytes: int
 
     def means(self) -> dict[str, float]:
-        """Mean of each measure over all layers and heads. The Jaccard similarity is averaged over adjacent layers."""
+        """The mean of each measure over all layers and heads; that of the Jaccard index over adjacent layers."""
         adjacent = np.diagonal(self.jaccard, offset=1)
         return {
             "recall": float(np.mean(self.recall)),
@@ -63,7 +62,7 @@ class Fidelity:
 
 
 class Reading(NamedTuple):
-    """Attention inputs of the plain model on a text of T tokens, by layer: unrotated queries and keys, and values."""
+    """Inputs of the plain model's attention for a text of T tokens: unrotated queries and keys, and values, by layer."""
 
     q: tuple[Float[Array, "T N H"], ...]
     k: tuple[Float[Array, "T K H"], ...]
@@ -71,18 +70,16 @@ class Reading(NamedTuple):
 
 
 def read(params: Params, tokens: Sequence[int], mesh: Mesh | str | None = None) -> Reading:
-    """Process a text once, for any number of policies.
+    """Read a text once, for any number of policies.
 
     Args:
-        params: the model.
-        tokens: token ids.
-        mesh: devices, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
+        mesh: devices to run over, as for `kvjax.Engine`. There is one text, which devices along "data" repeat.
 
     Raises:
         ValueError: the text is empty.
     """
     if not len(tokens):
-        raise ValueError("the text is empty. Give a prompt and at least one more token.")
+        raise ValueError("the text is empty; give a prompt and at least one token more")
     params, mesh = on_mesh(params, mesh)
     shard = get_shard(mesh, params.config)
     specs = tuple(spec.on(shard) for spec in layer_specs(params.config, shard.data, len(tokens), 0, params.dtype))
@@ -103,12 +100,10 @@ def fidelity(
     """Compare a policy's attention with full attention, for every token after the prompt.
 
     Args:
-        params: the model.
-        reading: result of `read` for the whole text.
+        reading: of the whole text.
         prompt: number of tokens of the prompt.
-        policy: the policy.
-        budget: as for `generate`. A fraction is relative to the whole text.
-        top: number of most attended tokens of each query that count for `recall`.
+        budget: as for `generate`; a fraction is of the whole text.
+        top: for each query, number of tokens with the most full attention that count as important.
 
     Raises:
         ValueError: the prompt is empty or the whole text, or `top` is less than 1.
@@ -116,9 +111,9 @@ def fidelity(
     """
     total, dim = len(reading.k[0]), params.config.head_dim
     if not 0 < prompt < total:
-        raise ValueError(f"prompt={prompt} is out of range for a text of {total} tokens. Give 1 to {total - 1}.")
+        raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
     if top < 1:
-        raise ValueError(f"top={top} is too small. Give 1 or more.")
+        raise ValueError(f"top={top}; give 1 or more")
     policy = get_policy(policy, budget=budget).bind(params.config)
     policy.validate(total)
     rows = 1 + -(-total // dim)
@@ -140,19 +135,18 @@ def fidelity(
         found["cosine"].append(np.sum(weights * full, axis=-1) / (_norm(weights) * _norm(full)))
         read = np.any(weights[..., :prompt] > 0, axis=0).reshape(spec.num_kv_heads, -1, prompt)
         seen.append(np.any(read, axis=1))
-    shape = params.config, 1, prompt, total - prompt, params.dtype
     return Fidelity(
         **{name: np.stack([np.mean(x, axis=0, dtype=np.float64) for x in layers]) for name, layers in found.items()},
         jaccard=jaccard(np.stack(seen)),
-        cache_bytes=policy.nbytes(*shape) + policy.host_nbytes(*shape),
+        cache_bytes=bytes_held(policy, params.config, prompt, total - prompt, params.dtype),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _ReaderLayer(CacheLayer[Policy]):
-    """Keeps the attention inputs of a prompt."""
+    """Keeps the inputs of attention for a prompt."""
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
 
 
@@ -161,14 +155,14 @@ def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[
     return transformer.prefill(params, tokens, lengths, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
 
 
-def _dealt(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
-    """How `read_text` is sharded over a mesh."""
+def _sharded(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
+    """How `read_text` is sharded over the devices of a mesh."""
     shard, by_heads = specs[0].shard, PartitionSpec(None, HEADS)
     return None if shard.mesh is None else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(specs))
 
 
-read_text = Program(_read, static=1, partition=_dealt)
-"""`read_text(specs, params, tokens)`: compiled; queries, keys and values of a text [1, T], by layer. Heads are sharded on a mesh."""
+read_text = Program(_read, static=1, partition=_sharded)
+"""`read_text(specs, params, tokens)`: queries, keys and values of a text [1, T], by layer, compiled. On a mesh they are sharded by heads."""
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -176,7 +170,7 @@ read_text = Program(_read, static=1, partition=_dealt)
 def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: Reading) -> tuple[Array, ...]:
     """Attention outputs of every token after the prompt, by layer: [S, rows, N, H].
 
-    Row 0 has the real values. Row r has one-hot values for tokens (r - 1) H to r H - 1.
+    Row 0 has the real values. Row r has one-hot values that name tokens (r - 1) H to r H - 1.
     """
     rows, total = specs[0].batch, len(reading.k[0])
     lengths = jnp.full((rows,), prompt, jnp.int32)
@@ -200,7 +194,7 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     carry: Carry = {}
     for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
-        given = Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
+        given = PromptKV.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
         state, carry = prefill_alone(cache, given, carry)
         states.append(state)
 
@@ -250,12 +244,7 @@ def sweep(
     """`fidelity` of several policies on one text.
 
     Args:
-        params: the model.
-        tokens: token ids of the text.
-        prompt: number of tokens of the prompt.
-        policies: the policies.
-        top: as for `fidelity`.
-        progress: called with the number of policies done, and of all.
+        progress: called with the number of policies done and in all.
         mesh: as for `read`.
     """
     reading, found = read(params, tokens, mesh), []

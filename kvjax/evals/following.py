@@ -1,4 +1,4 @@
-"""Log-likelihood of continuations, given contexts that a policy has compressed."""
+"""Log-likelihoods of continuations, predicted from what a policy kept of their contexts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from .perplexity import read
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """The score of one continuation.
+    """One continuation.
 
     Attributes:
         logprob: natural logarithm of its probability, given its context.
-        greedy: whether each of its tokens is the most probable one.
+        greedy: whether each of its tokens is the top-1 token.
     """
 
     logprob: float
@@ -40,23 +40,21 @@ def following(
 ) -> list[Following]:
     """Score continuations of contexts, both as token ids.
 
-    A context without its last token is prefilled and compressed. That token and the continuation are then processed one
-    by one, so all predictions use the compressed cache. A context of one token has nothing to compress.
+    The context without its last token is prefilled and compressed. The last token and the continuation are then read one by one, so
+    all predictions come from the compressed cache. A context of one token is not compressed.
 
     Args:
-        params: the model.
-        policy: the policy.
-        pairs: contexts and continuations, none of them empty. Results do not depend on the batch.
-        batch: number of pairs that run together.
-        progress: called with the number of pairs done, and of all.
-        mesh: devices, as for `kvjax.Engine`. Pairs that run together are divided evenly along "data".
+        pairs: contexts and continuations, none of them empty. The result of a pair does not depend on the others.
+        batch: pairs that run together.
+        progress: called with the number of pairs done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`; pairs that run together are sharded evenly along "data".
 
     Raises:
         ValueError: a context or continuation is empty.
         PolicyError: the policy cannot work with these lengths.
     """
     if not all(context and continuation for context, continuation in pairs):
-        raise ValueError("a context or a continuation is empty. Give at least one token of each.")
+        raise ValueError("a context or a continuation is empty; give at least one token of each")
     policy = policy.bind(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):

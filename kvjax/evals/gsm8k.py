@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021): word problems, few-shot, many-shot (ChunkKV, section 4.1), or with reasoning."""
+"""GSM8K (Cobbe et al. 2021): word problems, after 8 or 50 solved examples (many-shot, ChunkKV section 4.1) or with reasoning."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, field_validator
 
-from kvjax import json_lines
+from kvjax._util import json_lines
 
 from .haystack import seeded
 from .math_answers import last_box, spoken
@@ -21,20 +21,19 @@ _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
 @dataclasses.dataclass(frozen=True)
 class GSM8K:
-    r"""A cache policy compresses the solved examples, and the problem is the question.
+    r"""The solved examples are the context, which the policy compresses; the problem is the question.
 
-    Without examples (`shots=0`), the policy compresses the problem, and the question asks for step-by-step reasoning
-    with the answer in \boxed{}, in the model's chat template if it has one. Long reasoning then fills the cache.
+    Without examples the problem is the context. The model is asked, in its chat template if it has one, to reason step by step and put
+    its answer in \boxed{}, so the cache fills with long chains of thought.
 
     Attributes:
         file: problems, one JSON object with `question` and `answer` per line.
-        examples_file: solved examples in the same form, or None.
-        shots: number of solved examples, or 0. The published many-shot setting has 50, with more than 4k tokens.
-        samples: number of problems from the beginning of the file. None for all.
-        extract: "strict" accepts the number after "####" or in a box. "flexible" otherwise accepts the answer's last
-            number.
-        seed: of the choice and order of examples, which are the same for all problems.
-        max_new_tokens: maximum tokens of a solution. None for 256 with examples, and 1024 without.
+        examples_file: solved examples, in the same format; None for no examples.
+        shots: number of solved examples; 50 in the published many-shot setting, which has more than 4k tokens.
+        samples: number of problems, from the start of the file; None for all.
+        extract: "strict" takes the number after "####" or in a box as the answer; "flexible" takes the last number if there is none.
+        seed: random seed of the choice and order of examples, which are the same for all problems.
+        max_new_tokens: of a solution; None for 256 after examples, and 1024 without.
     """
 
     file: str
@@ -47,14 +46,14 @@ class GSM8K:
 
     def __post_init__(self) -> None:
         if self.extract not in ("flexible", "strict"):
-            raise ValueError(f"extract={self.extract!r} is unknown. Give 'flexible' or 'strict'.")
+            raise ValueError(f"extract={self.extract!r}; give 'flexible' or 'strict'")
         if self.shots < 0 or any(number is not None and number < 1 for number in (self.samples, self.max_new_tokens)):
             raise ValueError(
-                f"shots={self.shots}, samples={self.samples}, max_new_tokens={self.max_new_tokens}: a number is too small. Give 0 or more "
-                "shots, and 1 or more of the others, or None."
+                f"shots={self.shots}, samples={self.samples}, max_new_tokens={self.max_new_tokens}; give 0 or more shots, and 1 or more "
+                "of the others, or None"
             )
         if self.shots and self.examples_file is None:
-            raise ValueError(f"shots={self.shots} needs examples_file. Give a file of solved examples, or shots=0.")
+            raise ValueError(f"shots={self.shots}, but no examples_file; give a file of solved examples, or shots=0")
 
     def check(self) -> None:
         """Read the files, and raise the errors of `examples`."""
@@ -68,15 +67,15 @@ class GSM8K:
 
     @property
     def new_tokens(self) -> int:
-        """Maximum tokens of a solution."""
+        """Maximum number of tokens of a solution."""
         return self.max_new_tokens or (256 if self.shots else 1024)
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One example per problem.
+        """One for each problem.
 
         Raises:
-            ValueError: a line is not JSON with a question and an answer that ends in #### NUMBER, or the file has too
-                few solved examples.
+            ValueError: a line of a file is not in GSM8K's format (JSON with a question, and an answer that ends in #### NUMBER), or there are
+                fewer solved examples than `shots`.
         """
         if not self.shots:
             return [
@@ -107,17 +106,17 @@ class GSM8K:
             return []
         solved = _read(self.examples_file)
         if self.shots > len(solved):
-            raise ValueError(f"shots={self.shots} is too large: {self.examples_file} has {len(solved)} solved examples")
+            raise ValueError(f"shots={self.shots}; {self.examples_file} has {len(solved)} solved examples")
         return solved
 
     def score(self, answer: str, example: Example) -> float:
-        """Whether the answer's number is the right one."""
+        """1 if the answer's number equals the reference, else 0."""
         found = _final(answer, self.extract)
         return float(found is not None and float(found) == float(example.answers[0]))
 
 
 def _final(answer: str, extract: str) -> str | None:
-    """The final number of an answer, in digits."""
+    """The final number of an answer, as digits; None if there is none."""
     answer = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ",", spoken(answer))  # LaTeX's thousands
     marked, box = re.search(rf"####\s*({_NUMBER})", answer), last_box(answer)
     if marked or box is not None:

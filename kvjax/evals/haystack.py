@@ -1,4 +1,4 @@
-"""Haystacks for needles: a repeated sentence, or any text cut into sentences."""
+"""Haystacks for needles: a sentence repeated, or any text split into sentences."""
 
 import itertools
 import random
@@ -13,19 +13,19 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @cache
 def sentences(text: str) -> tuple[str, ...]:
-    """Split a text into sentences, with white space normalised.
+    """A text's sentences, white space normalised.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the text has no sentence.
     """
     found = tuple(" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text) if part.strip())
     if not found:
-        raise ValueError("the haystack is empty. Give a text with sentences.")
+        raise ValueError("the haystack is empty; give a text of some sentences")
     return found
 
 
 def hide(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float], separator: str) -> str:
-    """Insert needle i after a share `depths[i]` of the hay's units. Needles of equal depth stay in order."""
+    """The hay with needle i inserted after a fraction `depths[i]` of its units; needles at the same depth keep their order."""
     behind: dict[int, list[str]] = {}
     for needle, depth in zip(needles, depths, strict=True):
         behind.setdefault(round(depth * len(hay)), []).append(needle)
@@ -37,12 +37,12 @@ def hide(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float], se
 
 
 def repeated(units: Sequence[str], count: int) -> list[str]:
-    """Return `count` units, repeated from the start if necessary."""
+    """`count` units, starting again from the first after the last one."""
     return list(itertools.islice(itertools.cycle(units), count))
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """A random number with `digits` digits, the first of which is not 0."""
+    """A random number of `digits` digits; the first is not 0."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 

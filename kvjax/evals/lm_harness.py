@@ -2,8 +2,8 @@
 
     python -m kvjax.evals.lm_harness run --model kvjax --model_args policy=chelsea,budget=0.2 --tasks lambada_openai
 
-takes the arguments of the harness's `lm_eval` command, which supports only its own models. In Python, `register()`
-makes `lm_eval.simple_evaluate(model="kvjax", model_args=…)` work. Needs the `lm-eval` extra.
+takes the arguments of the harness's own `lm_eval` command, which does not know this model. From Python, `register()` makes
+`lm_eval.simple_evaluate(model="kvjax", model_args=…)` work. Needs the `lm-eval` extra.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax._util.extras import optional
 from kvjax.cache import bucket
 from kvjax.conversion import load
 from kvjax.conversion.tokenizer_source import TokenizerSource, find_tokenizer
-from kvjax.extras import optional
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy
@@ -45,22 +45,22 @@ def register() -> type[Any]:
     utils = optional("lm_eval.utils", "kvjax as a model of lm-evaluation-harness", "lm-eval")
 
     class KVJaxLM(model.TemplateLM):
-        """A model whose cache is kept by a policy.
+        """A model with its cache kept by a policy.
 
-        `generate_until` compresses whole prompts, question included (question-aware), because the harness does not
-        separate contexts from questions. Log-likelihoods are those of continuations after a compressed context
-        (`kvjax.evals.following`). Rolling ones use windows of the model's length, as the harness's own models do.
+        Prompts of `generate_until` are compressed with their question (question-aware), because the harness does not separate contexts from
+        questions. Log-likelihoods are of continuations predicted from the compressed context (`kvjax.evals.following`). Rolling
+        log-likelihoods use windows of the model's length, as the harness's own models do.
 
         Args:
-            pretrained: argument of `kvjax.load`, or loaded `Params`. Defaults to the default model.
+            pretrained: a source for `kvjax.load`, or loaded `Params`; by default the default model.
             policy, budget, settings: as for `kvjax.get_policy`.
-            dtype: dtype of the weights.
+            dtype: type of the weights.
             tokenizer: as for `kvjax.load`.
-            batch_size: number of requests that run together.
-            max_length: maximum tokens of context and continuation. Defaults to the model's window.
-            max_gen_toks: maximum number of generated tokens for tasks without a limit.
-            mesh: devices of one process, as for `kvjax.Engine`. In `--model_args` write it as JSON, '{"mesh":
-                "data=2,model=4"}', because commas separate arguments there.
+            batch_size: requests that run together.
+            max_length: maximum number of tokens of context and continuation; by default the model's window.
+            max_gen_toks: maximum number of generated tokens, if a task sets none.
+            mesh: devices to run over, of one process, as for `kvjax.Engine`. `--model_args` takes it as JSON, '{"mesh": "data=2,model=4"}',
+                because commas separate arguments there.
         """
 
         def __init__(
@@ -80,10 +80,10 @@ def register() -> type[Any]:
         ) -> None:
             super().__init__()
             if not str(batch_size).isdecimal() or int(batch_size) < 1:
-                raise ValueError(f"batch_size={batch_size!r} is not valid. Give a number, 1 or more.")
+                raise ValueError(f"batch_size={batch_size!r}; give a number, 1 or more")
             for name, value, least in (("max_length", max_length, 2), ("max_gen_toks", max_gen_toks, 1)):
                 if value is not None and (not isinstance(value, int) or value < least):
-                    raise ValueError(f"{name}={value!r} is not valid. Give a whole number, {least} or more.")
+                    raise ValueError(f"{name}={value!r}; give a whole number, {least} or more")
             self.policy = get_policy(policy, budget=budget, **settings)
             check_unbound(self.policy, over_mesh=mesh is not None)
             given = (
@@ -94,10 +94,10 @@ def register() -> type[Any]:
             if tokenizer is not None and given is pretrained:
                 given = dataclasses.replace(given, tokenizer=find_tokenizer(tokenizer)(given.config))
             self.params, over = on_mesh(given, mesh, self.policy)
-            self._together = get_shard(over, given.config).data  # number of devices that shard rows
+            self._together = get_shard(over, given.config).data  # requests are sharded over as many devices
             if self.params.tokenizer is None:
                 raise ValueError(
-                    "this model has no tokenizer, which the harness's tasks need. Load a model with a tokenizer."
+                    "this model has no tokenizer, so it cannot be given the harness's tasks; load one that has"
                 )
             self.batch_size = int(batch_size)
             self.max_length = self.params.config.context_length if max_length is None else max_length
@@ -114,7 +114,7 @@ def register() -> type[Any]:
 
         @property
         def tokenizer_name(self) -> str:
-            """The harness's key for its cache of prompts."""
+            """The key of the harness's cache of prompts."""
             return f"kvjax-{self.params.tokenizer.digest.hex()[:16]}"
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -139,7 +139,7 @@ def register() -> type[Any]:
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             windows = [list(map(utils.make_disjoint_window, self._windows(request.args[0]))) for request in requests]
-            if self.policy == Full():  # one pass per window is equivalent and faster
+            if self.policy == Full():  # one pass per window gives the same, faster
                 return [sum(_likelihood(self.params, *window) for window in each) for each in windows]
             pairs = [pair for each in windows for pair in each]
             scores = iter(following(self.params, self.policy, pairs, self.batch_size))
@@ -157,7 +157,7 @@ def register() -> type[Any]:
                 most = self.max_length - options["max_new_tokens"]
                 if most < 1:
                     raise ValueError(
-                        f"max_gen_toks={options['max_new_tokens']} leaves no room for a prompt in {self.max_length} tokens"
+                        f"max_gen_toks={options['max_new_tokens']} leaves no room in {self.max_length} tokens"
                     )
                 for at in range(0, len(group), size):
                     chosen = group[at : at + size]
@@ -175,7 +175,7 @@ def register() -> type[Any]:
             )
 
         def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-            """Convert the harness's generation arguments to those of `kvjax.generate`."""
+            """The harness's generation arguments as those of `kvjax.generate`."""
             until = given.get("until") or []
             stop = [until] if isinstance(until, str) else list(until)
             sampled = given.get("do_sample", given.get("temperature", 0) > 0)
@@ -194,10 +194,7 @@ def register() -> type[Any]:
 
 
 def _likelihood(params: Params, context: list[int], continuation: list[int]) -> float:
-    """Log-probability of the continuation in one pass without a cache.
-
-    Lengths are padded, so that few programs serve all of them.
-    """
+    """Log-probability of the continuation in one pass, without a cache; padded so that a few programs serve all lengths."""
     tokens = [*context, *continuation]
     padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens

@@ -1,6 +1,6 @@
-"""Comparing a solution's answer with a reference by value: the content of its last box, or its last expression.
+"""Check the final answer of a solution, which is in a box or comes last, by value rather than spelling.
 
-math-verify (Kydlíček et al., Hugging Face) parses and compares expressions with sympy, in a separate process.
+math-verify (Kydlíček et al., Hugging Face) parses expressions and compares them with sympy, in a separate process.
 """
 
 import atexit
@@ -15,20 +15,20 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 Extract = Literal["flexible", "strict"]
-"""What counts as the answer: the last box ("strict"), or else the last number or formula ("flexible")."""
+"""What counts as the answer: "strict" takes only the last box, "flexible" the last number or formula if there is no box."""
 
 EXTRACTS = get_args(Extract)
 
 SECONDS = 20
-"""Maximum time for one answer, after which the process is killed."""
+"""Maximum time for one answer; a process that takes longer is killed."""
 
 _BOX = r"\\(?:boxed|fbox)\s*"
 _BRACE = re.compile(
     rf"(?P<box>{_BOX}\{{)"
-    # Without braces: a number, or a command or letter followed by digits or braces.
+    # Without braces: a number, or a command or letter with what follows it in braces or as a digit.
     rf"|{_BOX}(?P<bare>-?\d+(?:[.,/]\d+)*|(?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))(?:\d|\{{[^{{}}]*\}})*)"
     r"|(?<!\\)[{}]"
 )
@@ -36,15 +36,15 @@ _BRACE = re.compile(
 
 @cache
 def check() -> None:
-    """Raise ImportError if the package that compares answers is not installed."""
+    """Raise ImportError if math-verify is not installed."""
     optional("math_verify", "comparing answers to problems of mathematics")
 
 
 def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool:
     r"""Whether a solution's answer has the value of a reference in LaTeX, such as "42" or r"\frac{1}{2}".
 
-    For a model that thinks first, only text after the thought counts, and nothing if the thought does not end. An
-    answer that takes too long to evaluate is wrong.
+    If the model thinks first, only the text after the thought counts; a thought that does not end has no answer. An answer that takes too long
+    to compare is wrong.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -58,12 +58,12 @@ def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool
 
 
 def spoken(solution: str) -> str:
-    """The text after a model's thought. Empty if a thought does not end, and everything if there is none."""
+    """The text after a model's thought: nothing if the thought does not end, everything if there is no thought."""
     return solution.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last closed \boxed{...}, or of one without braces, as in \boxed7. None if there is none."""
+    r"""The content of the last \boxed{...} that is closed or has no braces, as in \boxed7; None if there is none."""
     opened: list[tuple[int, bool]] = []
     last, found = -1, None
     for brace in _BRACE.finditer(text):
@@ -79,14 +79,14 @@ def last_box(text: str) -> str | None:
 
 
 class _Worker:
-    """The process, which starts on first use, and again after it was ended."""
+    """The process, which starts when it is first needed, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def same(self, reference: str, answer: str) -> bool:
-        """Whether two texts have one value. False if the comparison takes too long or the process fails."""
+        """Whether two texts have the same value; False if the comparison takes too long or crashes the process."""
         with self._lock:
             process = self._process = self._process or _started()
             assert process.stdin is not None
@@ -103,11 +103,11 @@ class _Worker:
             finally:
                 clock.cancel()
                 if not found.endswith("\n"):
-                    self.end()  # also after an interruption, or the next call would get this answer
+                    self.end()  # also after an interruption: its answer must not go to the next call
             return found.strip() == "true"
 
     def end(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         if self._process is not None:
             _end(self._process)
             self._process = None
@@ -126,7 +126,7 @@ def _started() -> "subprocess.Popen[str]":
     if process.stdout.readline().strip() != "ready":
         _end(process)
         raise RuntimeError(
-            "the process that compares answers does not start. Check whether `import math_verify` works in a new Python process."
+            "the process that compares answers does not start; look whether `import math_verify` works in a Python of its own"
         )
     return process
 

@@ -1,4 +1,4 @@
-r"""Competition problems with boxed answers: MATH-500 (Hendrycks et al. 2021, Lightman et al. 2023) and AIME."""
+r"""Competition problems, whose solutions end in \boxed{...}: MATH-500 (Hendrycks et al. 2021, Lightman et al. 2023), and AIME's."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvjax import json_lines
+from kvjax._util import json_lines
 
 from . import math_answers
 from .math_answers import EXTRACTS, Extract
@@ -23,16 +23,15 @@ _NEW_TOKENS = {"math500": 2048, "aime": 8192}
 
 @dataclasses.dataclass(frozen=True)
 class MathProblems:
-    """A cache policy compresses the problem before the model reasons. The question is the request to reason.
+    """The problem is the context, which the policy compresses; the request to reason is the question.
 
     Attributes:
-        file: problems, as JSON lines or as one list. MATH-500 has `problem` and `answer`, and optionally `subject` and
-            `level`, by which results are broken down. AIME has `problem` (or `question`) and `answer`, a whole number.
-        benchmark: "math500", whose answers are formulas, or "aime", whose answers are 0 to 999.
-        samples: number of problems from the beginning of the file. None for all.
-        max_new_tokens: maximum tokens of a solution. None for 2048 (MATH-500) and 8192 (AIME). Published results of
-            reasoning models allow 16384 and more.
-        extract: "strict" accepts only boxed answers. "flexible" otherwise accepts the last formula or number.
+        file: problems, as JSON lines or as one list. Rows of MATH-500 have `problem`, `answer` and optionally `subject` and `level`, by which
+            results are broken down. Rows of AIME have `problem` (or `question`) and `answer`, a whole number.
+        benchmark: "math500", whose answers are formulas, or "aime", whose answers are from 0 to 999.
+        samples: number of problems, from the start of the file; None for all.
+        max_new_tokens: of a solution; None for 2048 in MATH-500 and 8192 in AIME. Published results of reasoning models use 16384 or more.
+        extract: "strict" takes only a boxed answer; "flexible" takes the last formula or number if nothing is boxed.
     """
 
     file: str
@@ -43,12 +42,12 @@ class MathProblems:
 
     def __post_init__(self) -> None:
         if self.benchmark not in get_args(Benchmark):
-            raise ValueError(f"benchmark={self.benchmark!r} is unknown. Give one of {', '.join(get_args(Benchmark))}.")
+            raise ValueError(f"benchmark={self.benchmark!r}; give one of {', '.join(get_args(Benchmark))}")
         if self.extract not in EXTRACTS:
-            raise ValueError(f"extract={self.extract!r} is unknown. Give 'flexible' or 'strict'.")
+            raise ValueError(f"extract={self.extract!r}; give 'flexible' or 'strict'")
         if any(number is not None and number < 1 for number in (self.samples, self.max_new_tokens)):
             raise ValueError(
-                f"samples={self.samples}, max_new_tokens={self.max_new_tokens}: a number is too small. Give 1 or more, or None."
+                f"samples={self.samples}, max_new_tokens={self.max_new_tokens}; give 1 or more of each, or None"
             )
 
     def check(self) -> None:
@@ -56,7 +55,7 @@ class MathProblems:
 
         Raises:
             ValueError: as `examples`.
-            ImportError: the package that compares answers is not installed.
+            ImportError: math-verify is not installed.
         """
         self._problems()
         math_answers.check()
@@ -67,11 +66,10 @@ class MathProblems:
         return self.benchmark
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One example per problem.
+        """One for each problem.
 
         Raises:
-            ValueError: a row of the file has no problem or answer, or an answer of AIME is not a whole number from 0 to
-                999.
+            ValueError: a row of the file has no problem or answer, or an answer of AIME is not a whole number from 0 to 999.
         """
         return [
             Example(
@@ -85,7 +83,7 @@ class MathProblems:
         ]
 
     def score(self, answer: str, example: Example) -> float:
-        """Whether the answer has the reference's value."""
+        """1 if the answer has the reference's value, else 0."""
         return float(math_answers.equals(answer, example.answers[0], self.extract))
 
     def _problems(self) -> list["_Problem"]:
@@ -94,9 +92,7 @@ class MathProblems:
             for row in found:
                 text = str(row.answer).strip()
                 if not (text.isascii() and text.isdecimal() and int(text) <= 999):
-                    raise ValueError(
-                        f"{self.file}: answer {row.answer!r} is not a whole number from 0 to 999, as AIME's are"
-                    )
+                    raise ValueError(f"{self.file}: answer {row.answer!r}; AIME's are whole numbers from 0 to 999")
         return found
 
 

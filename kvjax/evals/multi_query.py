@@ -1,7 +1,4 @@
-"""Many questions about one context, as in SCBench.
-
-Li et al. 2025, "SCBench: A KV Cache-Centric Analysis of Long-Context Methods".
-"""
+"""Many questions of one context, in the style of SCBench (Li et al. 2025, "SCBench: A KV Cache-Centric Analysis of Long-Context Methods")."""
 
 import dataclasses
 import re
@@ -11,8 +8,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvjax import json_lines
-from kvjax.json_lines import Listed
+from kvjax._util import json_lines
+from kvjax._util.json_lines import Listed
 
 from .longbench import metrics
 from .ruler.scoring import match_all, match_part
@@ -23,22 +20,21 @@ ScoreBy = Literal["any", "all", "number", "f1"]
 
 @dataclasses.dataclass(frozen=True)
 class MultiQuery:
-    """A context is prefilled and compressed once, before its questions are known. Then the questions are asked in turn.
+    """A context is prefilled and compressed once, before its questions are known; then they are asked one after the other.
 
-    SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions work
-    unchanged. SCBench's own runner puts an instruction before each context. Its summaries, multiple choice and code
-    tasks have other metrics, and are not implemented.
+    Reads SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions. SCBench's own
+    runner puts an instruction before each context. SCBench's summaries, multiple choices and code, which have other metrics, are not
+    supported.
 
     Attributes:
-        file: JSON lines, or one list, of rows with `context` and `multi_turns`, a list of `input` and `answer` (one, or
-            a list).
-        history: what precedes a question: the previous question with its "reference" answer (SCBench's default) or with
-            the model's "own" answer, or "none", the context alone (SCBench's context shared by several requests).
-        score_by: how answers are scored, ignoring case: "any" reference is in the answer, the share of "all" references
-            in it, its first whole "number" is the reference, or the maximum "f1" of words.
-        samples: number of contexts. None for all.
-        turns: number of questions per context. None for all.
-        max_new_tokens: maximum tokens of an answer.
+        file: JSON lines, or one list, of rows with `context` and `multi_turns`, a list of `input` and `answer` (one, or a list of them).
+        history: what a question follows: the previous question with its "reference" answer, SCBench's default, or with the model's "own"; or
+            only the context ("none"), which is SCBench's shared context of several requests.
+        score_by: "any": whether a reference answer is in the answer, ignoring case; "all": the share of reference answers that are in it;
+            "number": whether the answer's first whole number is the reference; "f1": the best F1 of words.
+        samples: number of contexts, from the start of the file; None for all.
+        turns: number of questions of each; None for all.
+        max_new_tokens: of an answer.
     """
 
     file: str
@@ -51,13 +47,13 @@ class MultiQuery:
     def __post_init__(self) -> None:
         if self.history not in get_args(History) or self.score_by not in get_args(ScoreBy):
             raise ValueError(
-                f"history={self.history!r}, score_by={self.score_by!r}: a value is unknown. Give one of {', '.join(get_args(History))}, "
-                f"and one of {', '.join(get_args(ScoreBy))}."
+                f"history={self.history!r}, score_by={self.score_by!r}; give one of {', '.join(get_args(History))}, and one of "
+                f"{', '.join(get_args(ScoreBy))}"
             )
         if any(number is not None and number < 1 for number in (self.samples, self.turns, self.max_new_tokens)):
             raise ValueError(
-                f"samples={self.samples}, turns={self.turns}, max_new_tokens={self.max_new_tokens}: a number is too small. Give 1 or "
-                "more (the first two may be None)."
+                f"samples={self.samples}, turns={self.turns}, max_new_tokens={self.max_new_tokens}; give 1 or more (the first two "
+                "may be None)"
             )
 
     def check(self) -> None:
@@ -70,7 +66,7 @@ class MultiQuery:
         return "multi-query"
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One example per question, context by context.
+        """One for each question, context by context.
 
         Raises:
             ValueError: a row of the file has no context, or no questions with answers.
@@ -90,7 +86,7 @@ class MultiQuery:
         ]
 
     def score(self, answer: str, example: Example) -> float:
-        """Score by `score_by`."""
+        """The score that `score_by` names."""
         if self.score_by == "number":
             found = re.search(r"\d+", answer)
             return float(found is not None and found[0] == example.answers[0])
@@ -102,7 +98,7 @@ class MultiQuery:
         return json_lines.read_rows(Path(self.file), _Row, self.samples)
 
 
-_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would match every answer
+_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would be found in every answer
 
 
 class _Turn(BaseModel):

@@ -1,7 +1,7 @@
-"""Needle in a haystack: one sentence hidden in a text, and a question that only this sentence answers.
+"""Needle in a haystack: one sentence hidden at some depth of a text, and a question that only this sentence answers.
 
-The grid of lengths and depths is Kamradt's (2023, "Needle In A Haystack: Pressure Testing LLMs"). The kinds of needle
-are his sentence, the passkey of Mohtashami and Jaggi (2023, "Landmark Attention"), and numbers and UUIDs as in RULER.
+The grid of lengths and depths is Kamradt's (2023, "Needle In A Haystack: Pressure Testing LLMs"). The kinds of needle are his
+sentence, the passkey of Mohtashami and Jaggi (2023, "Landmark Attention"), and numbers and UUIDs as in RULER.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ class NeedleInAHaystack:
 
     Attributes:
         lengths: tokens of prompt and answer.
-        depths: shares of the haystack before the needle.
-        kind: "number" (seven digits), "uuid", "passkey" (five digits, stated twice) or "sentence" (Kamradt's sandwich
-            in Dolores Park).
-        samples: examples per length and depth, each with its own needle and part of the haystack.
-        text: haystack. None repeats the passkey task's noise.
-        begin: whether the beginning of the answer is given. Without it, models restate the question first.
-        seed: of needles, and of the start of a haystack in the text.
+        depths: fractions of the haystack before the needle.
+        kind: "number" (seven digits), "uuid", "passkey" (five digits, stated twice) or "sentence" (Kamradt's sandwich in Dolores
+            Park).
+        samples: number of examples for each length and depth, with different needles and parts of the haystack.
+        text: haystack; None repeats the passkey task's noise.
+        begin: whether the model is given the beginning of the answer; without it, models restate the question first.
+        seed: random seed of needles and of the haystack's position in the text.
     """
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)
@@ -50,13 +50,13 @@ class NeedleInAHaystack:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise ValueError(f"kind={self.kind!r} is unknown. Give one of {', '.join(get_args(Kind))}.")
+            raise ValueError(f"kind={self.kind!r}; give one of {', '.join(get_args(Kind))}")
         if not self.lengths or not self.depths or self.samples < 1:
             raise ValueError(
-                f"lengths={self.lengths}, depths={self.depths}, samples={self.samples}: one is empty. Give one or more of each."
+                f"lengths={self.lengths}, depths={self.depths}, samples={self.samples}; give one or more of each"
             )
         if not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"depths={self.depths} are out of range. Give shares from 0 to 1.")
+            raise ValueError(f"depths={self.depths}; give shares from 0 to 1")
 
     def check(self) -> None:
         """Raise ValueError if the haystack is empty."""
@@ -68,7 +68,7 @@ class NeedleInAHaystack:
         return f"needle-{self.kind}"
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One example per length, depth and sample.
+        """One for every length, depth and sample.
 
         Raises:
             ValueError: a length is too short for needle and question.
@@ -105,7 +105,7 @@ class NeedleInAHaystack:
 
 
 def make_needle(kind: Kind, rng: random.Random) -> Needle:
-    """Draw a needle. A "sentence" is always the same."""
+    """A needle of a kind; all but the "sentence" are random."""
     if kind == "sentence":
         return Needle(
             "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",

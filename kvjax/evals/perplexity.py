@@ -1,4 +1,4 @@
-"""Perplexity of a text: in windows with the full cache, or token by token with any policy's cache."""
+"""Perplexity of a text: in windows with the full cache, or streamed token by token through any policy's cache."""
 
 import dataclasses
 import hashlib
@@ -23,20 +23,21 @@ from kvjax.runtime.mesh import ALL, ROWS, first_row, on_host, on_mesh, repeated_
 from kvjax.runtime.processes import broadcast, from_first, is_first
 from kvjax.runtime.program import Partition, Program
 
+from .budgets import bytes_held
 from .checkpoint import Checkpoint
 from .report import model_fingerprint
 
 CHUNK = 512
-"""Tokens that one call of the compiled loop processes."""
+"""Tokens per call of the compiled loop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Log-probabilities of a text's tokens, in order, and the resulting perplexity.
+    """Log-probabilities of a text's tokens, in order, and the perplexity.
 
     Attributes:
-        logprobs: natural logarithms, one per predicted token.
-        cache_bytes: bytes of the cache on one device, 0 without a cache.
+        logprobs: natural logarithms, one for every predicted token.
+        cache_bytes: bytes of the cache on one device; 0 if no cache was used.
     """
 
     logprobs: np.ndarray
@@ -53,7 +54,7 @@ class Perplexity:
         return math.exp(self.nll)
 
     def part(self, start: int, stop: int | None = None) -> "Perplexity":
-        """The perplexity of a part of the predicted tokens."""
+        """The perplexity of some of the predicted tokens."""
         return Perplexity(self.logprobs[start:stop], self.cache_bytes)
 
 
@@ -68,31 +69,26 @@ def windowed(
 ) -> Perplexity:
     """Full-cache perplexity over windows of a text, from its start.
 
-    Windows are independent: the first token of a window is not predicted, the other `window - 1` are. A shorter window
-    at the end is skipped.
+    Each window of `window` tokens is independent: its first token is not predicted, the other `window - 1` are. A last, shorter
+    window is excluded.
 
     Args:
-        params: the model.
-        tokens: token ids of the text.
-        window: tokens in a window.
-        windows: number of windows. Defaults to all.
-        stride: tokens from the start of one window to the next. By default, windows do not overlap. A window that
-            overlaps the previous one scores only tokens that the previous one does not have.
-        progress: called with the number of windows done, and of all.
-        mesh: devices, as for `kvjax.Engine`. Devices along "data" process different windows.
+        windows: number of windows; by default all.
+        stride: tokens from the start of one window to that of the next; by default windows do not overlap. If they overlap, only tokens
+            that the previous window does not contain are scored, each from a longer context.
+        progress: called with the number of windows done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`. Windows are sharded along "data".
 
     Raises:
-        ValueError: the text has too few tokens, or the stride is not between 1 and the window.
+        ValueError: the text has fewer tokens than requested, or the stride is not between 1 and the window.
     """
     step = window if stride is None else stride
     if not 1 <= step <= window:
-        raise ValueError(f"stride={stride} is out of range for windows of {window} tokens. Give 1 to {window}.")
+        raise ValueError(f"stride={stride} of windows of {window} tokens; give 1 to {window}")
     available = max(0, (len(tokens) - window) // step + 1)
     count = available if windows is None else windows
     if count < 1 or count > available:
-        raise ValueError(
-            f"{count} windows of {window} tokens are requested, but the text of {len(tokens)} tokens has {available}"
-        )
+        raise ValueError(f"{count} windows of {window} tokens asked of a text of {len(tokens)}, which has {available}")
     params, mesh = on_mesh(params, mesh)
     rows, scores = get_shard(mesh, params.config).data, []
     for first in range(0, count, rows):
@@ -116,35 +112,30 @@ def streaming(
     checkpoint: Path | None = None,
     mesh: Mesh | str | None = None,
 ) -> Perplexity:
-    """Perplexity of one text of any length, processed token by token with a cache that starts empty.
+    """Perplexity of one text of any length, read token by token into a cache that starts empty.
 
-    Every token is predicted from the current cache, as in generation. Memory is constant at any length (TreeKV, section
-    5.2, Table 1).
+    Every token is predicted from the current cache, as in generation: memory does not depend on the length (TreeKV, section 5.2,
+    Table 1).
 
     Args:
-        params: the model.
-        tokens: token ids of the text.
-        policy: the policy.
-        budget: as for `generate`.
-        progress: called with the number of tokens done, and of all.
-        checkpoint: file to save the state to every minute. An existing file is resumed, on any devices. It is removed
-            at the end. With several processes, only the first one accesses the file.
-        mesh: devices, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
+        progress: called with the number of tokens read and in all.
+        checkpoint: a file to save the state to every minute. The run resumes from it, on any devices, and removes it at the end. Of several
+            processes only the first has the file.
+        mesh: devices to run over, as for `kvjax.Engine`. There is one text, which devices along "data" repeat.
 
     Raises:
-        ValueError: the text has fewer than two tokens, or the checkpoint belongs to another run.
+        ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     if len(tokens) < 2:
-        raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict. Give 2 or more.")
+        raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")
     policy = get_policy(policy, budget=budget)
     params, mesh = on_mesh(params, mesh, policy)
     rows = get_shard(mesh, params.config).data
     engine = Engine(params, policy, batch=rows, prompt_len=0, max_new_tokens=len(tokens), mesh=mesh)
     begun = engine.begin()
     text, first, before = np.asarray([tokens] * rows, np.int32), 0, np.zeros((1, 0), np.float32)
-    sizes = params.config, 1, 0, len(tokens), params.dtype
-    cache_bytes = policy.nbytes(*sizes) + policy.host_nbytes(*sizes)
+    cache_bytes = bytes_held(policy, params.config, 0, len(tokens), params.dtype)
     if checkpoint is None:
         return Perplexity(read(engine, begun.caches, text, first, progress)[0][0], cache_bytes)
     digest = hashlib.sha256(text[:1].tobytes()).hexdigest()
@@ -171,7 +162,7 @@ def streaming(
 
 
 def _resumed(saved: Checkpoint, like: Any, mesh: Mesh | None) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
-    """`saved.load` of the first process of a mesh, broadcast to all."""
+    """The result of `saved.load` in the first process that shares a mesh, sent to all."""
     found: Any = None
 
     def reached() -> int | None:
@@ -196,20 +187,18 @@ def read(
     save: Callable[[Any, int, Sequence[np.ndarray]], None] | None = None,
     shift: Int[np.ndarray, " B"] | int = 0,
 ) -> tuple[Float[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-    """Process texts one token at a time, with caches of the tokens before position `first`.
+    """Read texts one token at a time into caches that contain what precedes position `first`.
 
     Args:
-        engine: the engine.
         caches: the policy's state of each layer. Their buffers are donated.
         tokens: whole texts, of one length.
-        first: position of the first token to process. The last token is only predicted.
-        progress: called with the number of tokens done, and of all.
-        save: called after each chunk but the last, with the caches, the position reached, and the log-probabilities so
-            far, in pieces [B, …].
-        shift: offset of each text's positions from its columns in `tokens`, if its beginning is missing there.
+        first: position of the first token to read; the last token is predicted, not read.
+        progress: called with the number of tokens read and in all.
+        save: called with the caches, the position, and the log-probabilities so far, in pieces [B, …], after each piece but the last.
+        shift: position minus column in `tokens`, for texts whose beginning is not in `tokens`.
 
     Returns:
-        For each of the S = T - first - 1 tokens after `first`: its log-probability, and the most probable token.
+        For each of the S = T - first - 1 tokens after `first`, its log-probability and the top-1 token.
     """
     last, scores, best = tokens.shape[1] - 1, [], []
     for start in range(first, last, CHUNK):
@@ -233,11 +222,10 @@ def read(
 
 
 def compile_read(engine: Engine, caches: Any) -> None:
-    """Compile the program of `read`.
+    """Compile the program that `read` runs.
 
     Args:
-        engine: the engine.
-        caches: shapes of the policy's state of each layer, as in `engine.reading()[1].caches`.
+        caches: shapes of the policy's state of each layer, as `engine.reading()[1].caches` has them.
     """
     texts, pos, count = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((engine.batch, CHUNK), (engine.batch,), ())
@@ -255,10 +243,9 @@ def _stream_chunk(
     start: Int[Array, " B"],
     count: Int[Array, ""],
 ) -> tuple[tuple[Any, ...], Float[Array, "B M"], Int[Array, "B M"]]:
-    """Process `count` tokens, beginning at each text's position `start`.
+    """Read `count` tokens, the first at each text's position `start`.
 
-    Returns:
-        The caches, the log-probability of the token after each one, and the most probable token.
+    Returns the caches, the log-probability of each next token, and the top-1 token.
     """
 
     def read_token(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
@@ -272,8 +259,8 @@ def _stream_chunk(
     return jax.lax.fori_loop(0, count, read_token, (caches, *buffers))
 
 
-def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
-    """How `stream` is sharded over a mesh."""
+def _sharded(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
+    """How `stream` is sharded over the devices of a mesh."""
     shard = specs[0].shard
     if shard.mesh is None:
         return None
@@ -281,14 +268,14 @@ def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Pa
     return shard, (partitions(params), caches, ROWS, ROWS, ROWS, ALL), (caches, ROWS, ROWS)
 
 
-stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt, canonical=decoding.of_steps)
+stream = Program(_stream_chunk, static=2, donate=(3,), partition=_sharded, canonical=decoding.of_steps)
 """`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
 
 
 def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given the tokens before it. Compiled, and on the weights' mesh if there is one.
+    """Log-probability of each token given those before it, compiled; on the mesh of the weights, if there is one.
 
-    Rows are sharded along "data" if their number is divisible, otherwise replicated.
+    Rows are sharded along "data" if its size divides them; otherwise they are replicated.
     """
     return _score(get_shard(mesh_of(params), params.config), params, tokens)
 

@@ -1,4 +1,4 @@
-"""Headers of result files, and result files that a later run can continue."""
+"""Headers of result files, and result files from which a later run resumes."""
 
 import datetime
 import errno
@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kvjax import json_lines, strict_json, user_files
+from kvjax._util import json_lines, strict_json, user_files
+from kvjax._util.files import append
+from kvjax._util.files import write as write
 from kvjax._version import __version__
-from kvjax.files import append
-from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.models.sharding import unpadded
 from kvjax.policies.profile import fingerprint
@@ -25,14 +25,14 @@ from kvjax.runtime.mesh import on_host
 from kvjax.runtime.processes import from_first, is_first
 
 _MOST_BYTES = 1 << 29
-"""Maximum size of a result file. Its rows take up to three times as much memory."""
+"""Maximum size of a result file; its rows take up to three times as much memory."""
 
 _SAMPLED = 1024
-"""Number of values of each weight in a model's fingerprint."""
+"""Values of each weight that go into a model's fingerprint."""
 
 
 def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Versions, device and date of a run, its mesh and XLA flags, if any, and its settings."""
+    """Versions, device, date and settings of a run, with its mesh and XLA's flags, if there are any."""
     device = jax.devices()[0]
     over = {} if mesh is None else {"mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())}
     flags = {"xla_flags": found} if (found := os.environ.get("XLA_FLAGS")) else {}
@@ -48,7 +48,7 @@ def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
 
 
 def model_fingerprint(params: Params) -> str:
-    """The architecture (as in profiles), the dtype of the weights, and a hash of values from every weight."""
+    """The architecture (as profiles know it), the type of the weights, and a hash of values from every weight."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(unpadded(params)):
         flat = leaf.reshape(-1)
@@ -58,25 +58,25 @@ def model_fingerprint(params: Params) -> str:
 
 
 class ResultFile:
-    """JSON lines: a header, then one row per finished part of a run. Parts in the file do not run again.
+    """JSON lines: a header, then one row for every finished part of a run. Parts that the file contains are not run again.
 
-    A last line that is not JSON and has no newline was truncated while it was written. It is ignored with a warning,
-    and its part runs again. Any other problem with a file is an error, and leaves the file unchanged.
+    A last line that has no newline and is not JSON was truncated by an interruption. It is dropped with a warning, and its part runs
+    again. Any other defect is an error, which leaves the file unchanged.
 
     Args:
-        path: the file. None keeps rows in memory only.
-        header: result of `header`. An existing file must have the same settings and versions.
-        kind: type of a row: a pydantic model, a dataclass, or any type with a pydantic adapter.
-        check: returns the problem of an existing row, or None. Called for each row in order.
-        mesh: devices of the run. With several processes, only the first one accesses the file, and broadcasts its rows.
+        path: the file; None keeps rows only in memory.
+        header: as returned by `header`. An existing file must have the same settings and versions.
+        kind: type of a row: a pydantic model, a dataclass, or any other type that pydantic has an adapter for.
+        check: called with each row of an existing file, in order; returns what is wrong with it, or None.
+        mesh: devices of the run. If several processes share them, only the first reads and writes the file, and sends its rows to the
+            others.
 
     Attributes:
-        header: header of the file, as it was begun.
+        header: of the file; that of the first run.
         rows: all rows so far.
 
     Raises:
-        ValueError: the file is not a result file, belongs to another run, or has an invalid row. The message has the
-            difference, or the line.
+        ValueError: the file is not a result file, is of another run, or has an invalid row. The message names the difference or the line.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ResultFile:
             self.header, self.rows = from_first(mesh, lambda: self._begin(path, kind, check))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, and write them to disk."""
+        """Add rows and write them to disk."""
         self.rows += rows
         if self.path is not None:
             append(self.path, "".join(strict_json.dumps(row) + "\n" for row in rows))
@@ -102,9 +102,11 @@ class ResultFile:
     def _begin(
         self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Header and rows of the file. A new file is created with our header."""
+        """Header and rows of the file. A new file is created with our header and no rows."""
         if path.is_fifo():
-            raise user_files.NotRegularError(errno.EINVAL, "a pipe cannot be resumed. Give a regular file.", str(path))
+            raise user_files.NotRegularError(
+                errno.EINVAL, "a run cannot resume from a pipe; give a regular file", str(path)
+            )
         if path.exists() and path.stat().st_size:
             return self._resume(path, kind, check)
         write(path, strict_json.dumps({"header": self.header}) + "\n")
@@ -123,18 +125,18 @@ class ResultFile:
         _, first = next(lines, (1, b""))
         begun = _begun(path, first)
         different = [
-            f"{group} {name}: {begun[group].get(name)!r} in the file, {self.header[group].get(name)!r} now"
+            f"{group} {name}: {begun[group].get(name)!r} there, {self.header[group].get(name)!r} now"
             for group in ("settings", "versions")
             for name in {**begun[group], **self.header[group]}
             if begun[group].get(name) != self.header[group].get(name)
         ]
         if different:
-            raise ValueError(f"{path} has results of another run ({'; '.join(different)}). Give another path.")
+            raise ValueError(f"{path} holds results of another run ({'; '.join(different)}); give another path")
         if cut:
             number = content.count(b"\n") + 1
             warnings.warn(
-                f"{path}, line {number}: truncated while it was written. It is ignored, and its part runs again.",
-                stacklevel=7,
+                f"{path}, line {number}: cut short as it was written; it is dropped, and its part run again",
+                stacklevel=8,
             )
         rows = []
         for number, line in lines:
@@ -142,7 +144,7 @@ class ResultFile:
             rows.append(strict_json.loads(line))
             if (wrong := check(rows[-1])) is not None:
                 raise ValueError(
-                    f"{path}, line {number}: {wrong}. Remove the line to run it again, or give another path."
+                    f"{path}, line {number}: {wrong}; remove the line to have it run again, or give another path"
                 )
         if content != whole:
             write(path, content)
@@ -150,10 +152,10 @@ class ResultFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a complete result file.
+    """The rows of a complete result file.
 
     Raises:
-        ValueError: it is not a result file, or a line is not JSON.
+        ValueError: the file is not a result file, or a line is not JSON.
     """
     lines = json_lines.numbered(user_files.read_bytes(path, _MOST_BYTES))
     _, first = next(lines, (1, b""))
@@ -162,14 +164,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _begun(path: Path, line: bytes) -> dict[str, Any]:
-    """Parse the header of a result file from its first line."""
+    """The header of a result file, from its first line."""
     try:
         begun = strict_json.loads(line)["header"]
         if all(isinstance(begun[group], dict) for group in ("settings", "versions")):
             return begun
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{path} exists, but is not a result file of kvjax. Give another path.")
+    raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path")
 
 
 def _is_json(line: bytes) -> bool:

@@ -9,26 +9,26 @@ from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 
 History = Literal["reference", "own", "none"]
-"""What precedes a session's question: the previous one with its reference answer or the model's own, or nothing."""
+"""What a question of a session follows: the previous question with its reference answer or the model's own, or only the context."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A context, a question about it, and reference answers.
+    """A context, a question about it, and the correct answers.
 
     Attributes:
-        context: text that the cache policy compresses.
-        question: text after the context, not empty.
+        context: the text that the cache policy compresses.
+        question: the text after the context; not empty.
         answers: reference answers.
-        max_new_tokens: maximum tokens of the model's answer.
-        prefix: beginning of the answer, given to the model.
+        max_new_tokens: maximum number of tokens of an answer.
+        prefix: the beginning of the answer, which the model is given.
         stop: strings that end the answer.
-        chat: whether chat models get the example in their chat template. Completions (code, few-shot lists) do without.
-        choices: classes of a classification task.
-        labels: values by which results are broken down, such as a needle's depth.
-        session: number of the session. Examples of a session have one context, which is compressed once, and are asked
-            in order. None for a separate example.
-        history: what precedes the question in a session.
+        chat: whether chat models get this example in their chat template; False for completions, such as code and few-shot lists.
+        choices: the classes of a classification task.
+        labels: values to break results down by, such as a needle's depth.
+        session: examples with the same number share one context, which is prefilled and compressed once; they are asked in order.
+            None for an example that is asked alone.
+        history: what the question follows in its session.
     """
 
     context: str
@@ -49,21 +49,21 @@ class Format:
     """How examples become tokens.
 
     Attributes:
-        tokenizer: the model's tokenizer.
-        chat: whether to put examples that allow it in the model's chat template, as one user message.
+        tokenizer: the model's own.
+        chat: whether examples that allow it are put in the model's chat template, as one user message.
     """
 
     tokenizer: Tokenizer
     chat: bool = False
 
     def encode(self, example: Example) -> tuple[list[int], list[int]]:
-        """Return token ids of the part that is compressed, and of the part after it.
+        """Token ids of the context, which is compressed, and of the rest.
 
-        The two parts are tokenised separately, so question-aware and question-agnostic runs see the same tokens. Text
-        of the template after the message, and the answer's prefix, belong to the second part.
+        The two are tokenised separately, so a run sees the same tokens whether it is question-aware or not. The rest includes the end of
+        the chat template and the answer's prefix.
 
         Raises:
-            ValueError: the model has no chat template, or its template changes the message.
+            ValueError: the model has no chat template, or its template modifies the message.
         """
         if not (self.chat and example.chat):
             following = self.tokenizer.encode(example.question + example.prefix, add_special=False)
@@ -77,10 +77,10 @@ class Format:
         return self.tokenizer.encode(context, add_special=False), self.tokenizer.encode(following, add_special=False)
 
     def encode_next(self, example: Example) -> list[int]:
-        """Return token ids of a question after the answer to another one: in a chat, as the user's next message.
+        """Token ids of a question that follows the previous question's answer: in a chat, as the user's next message.
 
         Raises:
-            ValueError: the model has no chat template, or its template drops earlier answers.
+            ValueError: the model has no chat template, or its template omits earlier answers.
         """
         if not (self.chat and example.chat):
             return self.tokenizer.encode(example.question + example.prefix, add_special=False)
@@ -91,32 +91,32 @@ class Format:
         return self.tokenizer.encode(text + example.prefix.lstrip(), add_special=False)
 
     def count(self, example: Example) -> int:
-        """Number of tokens of prompt, question and the longest answer."""
+        """Number of tokens of context, question and the longest answer."""
         context, question = self.encode(example)
         return len(context) + len(question) + example.max_new_tokens
 
 
 @contextlib.contextmanager
 def _without_chat() -> Iterator[None]:
-    """Context manager that adds the fix to errors of a chat template."""
+    """Add to the errors of a chat template how to do without it."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error}. Use chat=False.") from error
+        raise ValueError(f"{error}; use chat=False") from error
 
 
 class Task(Protocol):
-    """Examples and their scores. A task is a frozen dataclass whose fields are settings, which result files record."""
+    """Examples and their scores. A task is a frozen dataclass whose fields are its settings, which result files record."""
 
     @property
     def name(self) -> str:
-        """Name of the task in results."""
+        """The name in results."""
         ...
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """All examples, the same on every call."""
+        """All examples; deterministic."""
         ...
 
     def score(self, answer: str, example: Example) -> float:
-        """Score of an answer, from 0 (wrong) to 1 (right)."""
+        """The score of an answer, from 0 (wrong) to 1 (right)."""
         ...

@@ -1,44 +1,44 @@
-"""Tasks by name, made from a user's inputs: lengths, samples, a seed, files."""
+"""Tasks by name, made from a few inputs: lengths, samples, a seed, files."""
 
 import dataclasses
 from pathlib import Path
 from typing import cast, get_args
 
-from kvjax.suggestions import hint, same
-from kvjax.texts import read_text
+from kvjax._util.suggestions import hint, same
+from kvjax._util.texts import read_text
+from kvjax._util.user_code import load_module
 
 from . import longbench, ruler
 from .gsm8k import GSM8K
 from .math_problems import Benchmark, MathProblems
 from .multi_query import MultiQuery, ScoreBy
 from .needle import Kind, NeedleInAHaystack
-from .task import History
+from .task import History, Task
 
 MEASURES = ("perplexity", "fidelity")
-"""Measurements on a text, without answers to score."""
+"""Tasks that are measured on a text; there are no answers to score."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Inputs of tasks. Each task uses the ones that apply to it.
+    """What named tasks are made from; each task uses what it has a use for.
 
     Attributes:
-        lengths: tokens of prompt and answer, or of the text. None for the task's default. Only needle tasks take
-            several.
-        samples: number of examples, for a needle task per length and depth. None for 1 (needles), 20 (RULER) or all.
-        seed: of all draws.
-        depths: depths of needles, as shares of the haystack.
-        text: a plain text: haystack, or the text of perplexity and fidelity.
-        data: LongBench's jsonl file or their folder, problems of GSM8K, MATH-500 or AIME, contexts with many questions,
-            or questions of RULER's QA tasks.
+        lengths: tokens of prompt and answer, or of the text; None for the task's own. Only needle tasks take several.
+        samples: number of examples, in needle tasks for each length and depth; None for 1 in needle tasks, 20 in RULER, otherwise all.
+        seed: random seed.
+        depths: of needles, as fractions of the haystack.
+        text: plain text: a haystack, or what perplexity and fidelity are measured on.
+        data: LongBench's jsonl file or the folder of them, problems of GSM8K, MATH-500 or AIME, contexts with many questions, or the
+            questions of RULER's QA tasks.
         examples: GSM8K's solved examples.
-        shots: number of solved examples. With 0, GSM8K asks for step-by-step reasoning.
-        window, stride: tokens of a window, and from window to window, for perplexity in windows instead of streaming.
-        queries: number of tokens at the text's end whose attention fidelity compares.
-        max_new_tokens: maximum tokens of an answer to mathematical problems and to questions about one context. None
-            for the task's default.
-        history: what precedes questions about one context, see `MultiQuery`.
-        score_by: how their answers are scored, see `MultiQuery`.
+        shots: number of solved examples; with 0, GSM8K asks the model to reason.
+        window, stride: tokens of a window, and from the start of one window to that of the next, to measure perplexity in windows instead of
+            streaming.
+        queries: tokens at the text's end whose attention fidelity compares.
+        max_new_tokens: of an answer to problems of mathematics and to questions of one context; None for the task's own.
+        history: what the questions of one context follow, see `MultiQuery`.
+        score_by: how answers to them are scored, see `MultiQuery`.
     """
 
     lengths: tuple[int, ...] | None = None
@@ -57,62 +57,85 @@ class Inputs:
     score_by: ScoreBy = "any"
 
     def length(self, default: int) -> int:
-        """The single length that most tasks take.
+        """The length, for tasks that take only one.
 
         Raises:
-            ValueError: there are several.
+            ValueError: several are given.
         """
         if self.lengths is not None and len(self.lengths) != 1:
-            raise ValueError(f"lengths {self.lengths}: only needle tasks take several lengths. Give one.")
+            raise ValueError(f"lengths {self.lengths}: only needle tasks take several; give one")
         return default if self.lengths is None else self.lengths[0]
 
     def read_text(self) -> str | None:
-        """The text, if one is given."""
+        """The text, or None if none is given."""
         return None if self.text is None else read_text(self.text)
 
     def file(self, field: str, what: str) -> str:
-        """The path in `field`.
+        """The path that `field` has.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no path is given.
         """
         path: Path | None = getattr(self, field)
         if path is None:
-            raise ValueError(f"no {what} is given. Give it as --{field} FILE.")
+            raise ValueError(f"no {what}; give it as --{field} FILE")
         return str(path)
 
 
 def task_names() -> tuple[str, ...]:
-    """All names that `make_task` accepts, and the `MEASURES`."""
+    """The names of all tasks: the `MEASURES`, and those that `make_task` makes."""
     needles = (f"needle-{kind}" for kind in get_args(Kind))
     named = (f"longbench-{name}" for name in longbench.tasks())
     return (*MEASURES, *needles, *ruler.TASKS, *named, "gsm8k", *get_args(Benchmark), "multi-query")
 
 
 def task_name(asked: str) -> str:
-    """Find the task of a name, of which only letters and digits matter, without case.
+    """The name in `task_names` that has the same letters and digits, whatever their case.
 
     Raises:
-        ValueError: there is none. The message lists all names, and suggests the nearest.
+        ValueError: there is no such task. The message names all tasks and the most similar one.
     """
     found = same(asked, task_names())
     if found is None:
-        raise ValueError(f"unknown task {asked!r}. Give one of {', '.join(task_names())}.{hint(asked, task_names())}")
+        raise ValueError(f"unknown task {asked!r}; there are {', '.join(task_names())}.{hint(asked, task_names())}")
     return found
+
+
+def find_task(text: str) -> str | Task:
+    """The task that a command is given: a name of `task_names`, or the user's own as "FILE.py:NAME" or "MODULE:NAME".
+
+    Raises:
+        ValueError: there is no such task, or it lacks part of a `Task`.
+        FileNotFoundError, ImportError: the module cannot be loaded.
+    """
+    source, colon, name = text.rpartition(":")
+    if not colon:
+        return task_name(text)
+    module = load_module(source)
+    if not hasattr(module, name):
+        raise ValueError(f"{text}: {source} has no {name!r}; give a task that it defines.{hint(name, vars(module))}")
+    task = getattr(module, name)
+    try:
+        task = task() if isinstance(task, type) else task
+    except TypeError as error:
+        raise ValueError(f"{text}: {error}; give the task's fields defaults, or name an object") from None
+    if not all(callable(getattr(task, part, None)) for part in ("examples", "score")) or not (
+        dataclasses.is_dataclass(task) and isinstance(getattr(task, "name", None), str)
+    ):
+        raise ValueError(f"{text}: not a task; give a dataclass with a name, examples(form) and score(answer, example)")
+    return cast(Task, task)
 
 
 def make_task(
     name: str, inputs: Inputs, window: int
 ) -> NeedleInAHaystack | ruler.RulerTask | longbench.LongBench | GSM8K | MathProblems | MultiQuery:
-    """Make the task of a name.
+    """The task of that name.
 
     Args:
-        name: name of the task.
-        inputs: its inputs.
-        window: the model's window in tokens, to which prompts of LongBench are cut.
+        window: length of the model's context window in tokens; LongBench's prompts are truncated to it.
 
     Raises:
-        ValueError: the name is unknown, or an input that the task needs is missing.
+        ValueError: the name is unknown, or an input that the task needs is not given.
     """
     name = task_name(name)
     if name.startswith("needle-") and name.removeprefix("needle-") in get_args(Kind):
@@ -159,4 +182,4 @@ def make_task(
             inputs.samples,
             **({} if inputs.max_new_tokens is None else {"max_new_tokens": inputs.max_new_tokens}),
         )
-    raise ValueError(f"{name} is measured on a text and has no examples")
+    raise ValueError(f"{name} is measured on a text; it has no examples")

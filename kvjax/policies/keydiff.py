@@ -1,4 +1,4 @@
-"""KeyDiff: the tokens whose keys differ most from the others."""
+"""KeyDiff: the keys that differ most from the others."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 
 from .base import CacheLayer
 from .families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer
@@ -17,13 +17,13 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class KeyDiff(ScoreEviction):
-    """Evict the keys most similar to the average key (Park et al. 2025, section 3).
+    """Evict the keys most like the average key (Park et al. 2025, section 3).
 
-    The similarity is the cosine of a key with the mean of the normalised keys. The mean is over the whole prompt, and
-    then, at every step, over the cache. Attention weights are not needed.
+    A key's likeness is its cosine with the mean of the normalised keys, over the whole prompt and then, at every step, over
+    what the cache holds. No attention weights are needed.
 
     Attributes:
-        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -35,10 +35,10 @@ class KeyDiff(ScoreEviction):
         stage="both",
     )
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return difference(prompt.k_rotated.swapaxes(1, 2), prompt.live)
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
     @property
@@ -51,7 +51,7 @@ class KeyDiff(ScoreEviction):
 
 @dataclasses.dataclass(frozen=True)
 class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
-    """A layer that recomputes all scores at every step."""
+    """One layer, whose scores are computed anew at every step."""
 
     @property
     def compress_reads_kv(self) -> bool:
@@ -63,9 +63,9 @@ class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
 
 
 def difference(k: Float[Array, "B K C H"], live: Bool[Array, "B #K C"]) -> Float[Array, "B K C"]:
-    """2 minus the cosine of each live key with the mean of the normalised live keys. 2 for other slots.
+    """2 less the cosine of each live key with the mean of the normalised ones, so that rounding is as small a share of all of them.
 
-    The offset keeps rounding a small share of every score.
+    Of those that are not live it is 2.
     """
     k = jnp.where(live[..., None], k.astype(jnp.float32), 0.0)
     unit = _normalised(k)

@@ -1,4 +1,4 @@
-"""KNorm: tokens whose keys have a small norm receive the most attention."""
+"""The norm of its key tells how little a token will be attended to."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 
 from .base import CacheLayer
 from .families.dense import DenseLayer
@@ -22,9 +22,8 @@ class KNorm(ScoreEviction):
     """Keep the tokens whose keys have the smallest L2 norm (Devoto et al. 2024, section 3).
 
     Attributes:
-        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
-        dense_layers: first layers, which keep everything. Two as in the paper, because norms predict attention poorly
-            there.
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        dense_layers: first layers, which keep everything: two, as in the paper, where norms there tell little of attention.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -49,7 +48,7 @@ class KNorm(ScoreEviction):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return DenseLayer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return -jnp.linalg.norm(prompt.k.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:

@@ -1,4 +1,4 @@
-"""KVzip: the prompt's tokens that the model needs to repeat the prompt. Question-agnostic."""
+"""KVzip: the tokens of a prompt that the model needs to say the prompt again; no question is needed."""
 
 import dataclasses
 import math
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
+from .attention_context import AttentionContext, projected_norms
 from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.ragged import RaggedLayer
@@ -21,11 +22,10 @@ from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
 from .replay import Part, Replay
-from .surroundings import Surroundings, projected_norms
 
 FIRST = "\n\nRepeat the previous context exactly."
 THEN = "\n\nRepeat the part of the previous context exactly, starting with "
-"""Words that ask for the first part of a prompt, and, with the previous part's last tokens, for a later one (published code)."""
+"""What asks for the first part of a prompt, and, with the last tokens of the part before, for another one: the published code's words."""
 
 QUERIES = 128
 """Queries that are scored at a time."""
@@ -36,38 +36,32 @@ QUERIES = 128
 class KVzip(PromptScorer):
     """Keep what the model attends to when it is asked to repeat the prompt (Kim et al. 2025, by the published code).
 
-    After prefill, the model reads the prompt again in parts of `chunk` tokens. Each part is behind words that ask to
-    repeat it, while the whole prompt is in the cache. The score of a token of the part is the maximum attention
-    probability that any query of that pass, of any query head in its group, gives to it. The softmax is over the first
-    tokens, the part, and the tokens read now up to the query. Heads share a budget, so a head with high scores keeps
-    more. New tokens are kept in addition.
+    Once a prompt is read, the model reads it again in parts of `chunk` tokens, each behind words that ask it to repeat that part, while the
+    whole prompt is in the cache. A token of the part scores the most that any query of that reading, of any query head of its group,
+    gives to it: softmax probabilities over the first tokens, the part, and what is read now up to the query. Heads share a budget, so one
+    with high scores keeps more than another. New tokens are kept in addition.
 
-    By default, all heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`). Other
-    scopes:
+    By default all heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`). The published code has one budget
+    for all layers together, `scope="model"`: how much of it falls to a layer is known only when the prompt has been read, so each has
+    slots for `slack` times the average, and what a layer wants beyond them goes to the next best tokens of others. `scope="head"`, the
+    published pair-uniform, gives every head as much. As the published code drops all that equals its threshold, it may keep less.
 
-    - `scope="model"`: one budget for all layers, as in the published code. The division among layers is known only
-      after prefill, so each layer has slots for `slack` times the average. Slots that a layer needs beyond them go to
-      the next best tokens of other layers.
-    - `scope="head"`: the same budget for every head, the published pair-uniform.
-
-    The published code drops all tokens that equal its threshold, so it may keep fewer.
-
-    The words come after the unchanged prompt with its chat template, and end with the opening of an answer if the model
-    has a template. A model without a tokenizer reads the tokens only. The cost is the time of two more prefills, and
-    the memory of a full cache until then. Layers with a sliding window keep everything, as in the published code.
+    The words come after the prompt as it is, chat template and all, and end with the opening of an answer where the model has a
+    template; a model without a tokenizer is shown the tokens alone. It is the time of two more prefills, and the memory of a
+    full cache until then. Layers with a sliding window keep everything, as in the published code.
 
     Attributes:
-        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
-            prompt within it is kept whole.
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
         scope: which heads share their budgets: those of a "layer", of the whole "model", or none ("head").
-        chunk: tokens that are repeated at a time. 2048 in kvpress.
-        overlap: last tokens of the previous part with which the words end.
+        chunk: tokens that are repeated at a time; 2048 in kvpress.
+        overlap: tokens of the part before with which the words end that ask for a part.
         sinks: first tokens, which are kept, and attended to with every part.
-        prefix: first tokens, such as a system prompt, that are kept and not repeated.
-        queries: whether "all" queries of the pass score, or only those of the part ("repeat").
-        slack: slots of a layer with `scope="model"`, as a multiple of the average.
-        plus: KVzip+ of kvpress: whether a probability is multiplied by the norm of the token's value after the output
-            projection, and divided by the norm of the query's attention input.
+        prefix: first tokens, such as a system prompt, which are kept and not repeated.
+        queries: whether "all" queries that are read now score, or those of the part alone ("repeat").
+        slack: slots of a layer, in average ones, where all share one budget.
+        plus: whether a probability counts times the length that the token's value has behind the output projection of the query's head, and
+            divided by the length of the attention's input that asks: KVzip+ of kvpress.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -77,7 +71,7 @@ class KVzip(PromptScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     keeps_highest: ClassVar[bool] = False
@@ -113,20 +107,18 @@ class KVzip(PromptScorer):
             return KVzipLayer(self, spec)
         if self.scope == "model" and spec.kv_heads is not None:
             raise PolicyError(
-                f"{self.info.name}: scope='model' needs all heads of all layers, but this layer has a subset of its heads. Give scope='layer'."
+                f"{self.info.name}: scope='model' shares a budget among all heads of all layers, and here it has some; give scope='layer'"
             )
         return SharedKVzipLayer(self, spec)
 
     def shared_mask(
         self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int
     ) -> Bool[Array, "B L K T"]:
-        """Which tokens are kept by heads that share one budget, of `budget` tokens in the average head.
+        """Which tokens heads keep that share one budget, of `budget` tokens in the average head.
 
         Args:
-            scores: scores by layer and head.
-            budget: tokens of each row in the average head.
-            pos: position of each token, -1 if there is none.
-            most: maximum tokens of the average head of a layer.
+            pos: of what stands in each place, -1 where nothing does.
+            most: tokens that the average head of a layer may have.
         """
         layers, heads = scores.shape[1:3]
         first, _ = self.always_kept(budget)
@@ -144,18 +136,20 @@ class KVzip(PromptScorer):
 
 @dataclasses.dataclass(frozen=True)
 class Repetition(Replay):
-    """The replay of `KVzip`: observes the maximum probability of each token of a part, [B, K, chunk].
+    """The reading of `KVzip`: of each part the largest probability that a query gives to its tokens, [B, K, chunk].
 
     Attributes:
         sinks: see `KVzip`.
-        part_only: whether only queries of the part score.
+        part_only: whether queries of the part alone score.
     """
 
     sinks: int = 4
     part_only: bool = False
 
-    def prepare(self, spec: LayerSpec, held: LayerCache, around: Surroundings | None) -> Float[Array, "B K G C"] | None:
-        """Factors of the probabilities of the prompt's tokens."""
+    def prepare(
+        self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None
+    ) -> Float[Array, "B K G C"] | None:
+        """By what probabilities of the prompt's tokens are multiplied."""
         return None if around is None else projected_norms(spec, around, jax.lax.stop_gradient(held.v))
 
     def observe(self, spec: LayerSpec, part: Part) -> Float[Array, "B K C"]:
@@ -205,8 +199,8 @@ class Repetition(Replay):
         return jax.lax.fori_loop(0, (size + padding) // step, add, start)
 
     def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
-        """Factors of probabilities, by token of the part and by query."""
-        if not self.surroundings:
+        """By what probabilities are multiplied: by the part's tokens, and by what is read now."""
+        if not self.needs_context:
             return None
         assert part.around is not None
         values = jax.lax.dynamic_slice_in_dim(part.prepared, part.start, length, axis=-1)
@@ -215,27 +209,27 @@ class Repetition(Replay):
         return values, inverse
 
     def scores(self, found: Float[Array, "J B K C"], size: int) -> Float[Array, "B K T"]:
-        """Join the observations of all parts by token of a prompt of `size`. Tokens in no part get 0."""
+        """What was found of all parts, by tokens of a prompt of `size`; zero of those that are in no part."""
         joined = einops.rearrange(found, "j b k c -> b k (j c)")
         return jnp.pad(joined, ((0, 0), (0, 0), (self.skipped, 0)))[..., :size]
 
 
 @dataclasses.dataclass(frozen=True)
 class KVzipLayer(PromptScorerLayer[KVzip]):
-    """One layer of `KVzip` whose heads all keep equally many tokens."""
+    """One layer of `KVzip`, each of whose heads keeps as much."""
 
     @property
     def replays(self) -> tuple[Replay, ...]:
         return (self.policy.replay,)
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         scores = replayed(self.policy, prompt.size, carry)[self.spec.layer]
         return self.best(prompt, _own(self.spec, scores))[0], carry
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedKVzipLayer(RaggedLayer[KVzip]):
-    """One layer of `KVzip` whose heads share a store."""
+    """One layer of `KVzip`, whose heads share a store."""
 
     @property
     def replays(self) -> tuple[Replay, ...]:
@@ -249,7 +243,7 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
             most = math.floor(most * policy.slack)
         return min(most, spec.prompt_len) + spec.new_tokens
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         policy, spec = self.policy, self.spec
         scores = replayed(policy, prompt.size, carry, self.key if policy.scope == "model" else None)
         layers = sorted(scores) if policy.scope == "model" else [spec.layer]
@@ -260,19 +254,19 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
 
 
 def replayed(policy: KVzip, size: int, carry: Carry, key: str | None = None) -> dict[int, Float[Array, "B K T"]]:
-    """Scores of all layers with a replay, or of those with a `key`.
+    """Scores of all layers that have read again; with a `key`, of those that have it.
 
     Raises:
-        PolicyError: there was no replay.
+        PolicyError: nothing has.
     """
     found = policy.replay.found(carry, key)
     if found is None:
         raise PolicyError(
-            f"{policy.info.name}: the prompt was not read a second time. Use kvjax.Engine, or kvjax.policies.prefill_alone for a single layer."
+            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or for a layer alone kvjax.policies.prefill_alone"
         )
     return {layer: policy.replay.scores(each, size) for layer, each in found.items()}
 
 
 def _own(spec: LayerSpec, scores: Float[Array, "B K T"]) -> Float[Array, "B _ T"]:
-    """Scores of the layer's heads."""
+    """Those of the heads that a layer has."""
     return scores if spec.kv_heads is None else scores[:, jnp.asarray(spec.kv_heads)]

@@ -1,4 +1,4 @@
-"""Random tokens: the baseline that any method should beat."""
+"""Tokens kept at random: what any method has to be better than."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 
 from .families.noise import uniform, uniform_by_head
 from .families.scoring import ScoreEviction
@@ -17,14 +17,14 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class Random(ScoreEviction):
-    """Keep random tokens, each head its own: a control.
+    """Keep tokens at random, each head its own: a control.
 
-    Every token draws a number by its position, and the highest numbers stay. At any time, the kept tokens are a uniform
-    random subset of the tokens so far. All rows draw the same numbers.
+    Every token draws a number by its position, and those with the highest stay; so what is kept is at all times a uniform
+    random choice of the tokens so far. Rows draw the same numbers.
 
     Attributes:
-        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
-        seed: of the random numbers.
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        seed: of the numbers drawn.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -39,7 +39,7 @@ class Random(ScoreEviction):
     def query_window(self) -> int:
         return 0
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return uniform_by_head(spec, self.seed, jnp.maximum(prompt.pos, 0))
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:

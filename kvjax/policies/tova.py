@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 
 from .base import CacheLayer
 from .families.scoring import ScoreEviction, ScoreEvictionLayer, last_queries
@@ -19,12 +19,12 @@ from .registry import register
 class TOVA(ScoreEviction):
     """Evict the token that the latest query attends to least (Oren et al. 2024, section 3).
 
-    A token's score is its softmax probability under the latest query, averaged over all heads of the layer. All heads
-    therefore keep the same tokens. The prompt is compressed once, by its last token. Then each new token evicts one.
+    A token's score is its softmax probability under the latest query, averaged over all heads of the layer, which therefore
+    keep the same tokens. The prompt is compressed once, by its last token; then each new token evicts one.
 
     Attributes:
-        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
-        keep_newest: whether the newest token is protected. In the published method it can be evicted.
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        keep_newest: whether the newest token is safe. In the method as published it can be the one that goes.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -47,10 +47,10 @@ class TOVA(ScoreEviction):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return TOVALayer(self, spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return self._mean_over_heads(spec, last_queries(prompt, 1, spec))
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
     def update_score(

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from benchmarks.analyses import layer_loss
 from kvjax.analysis import layers
-from kvjax.analysis.recording import Recorded, record
+from kvjax.analysis.recording import record
 from kvjax.models import transformer
 from kvjax.policies import ChunkKV, Full, by_layer
 
@@ -98,48 +97,7 @@ def test_reuse_makes_layers_alike(tiny):
     assert layers.neighbours(layers.jaccard(shared)) == 1
 
 
-def test_cache_loss_by_hand():
-    """Two tokens of one head: dropping the second loses |3| + |-1| of keys and |2| + |2| of values, over 8 entries."""
-    layer = Recorded(np.zeros((2, 1, 2)), np.asarray([[[5.0, 5]], [[3, -1]]]), np.asarray([[[9.0, 9]], [[2, 2]]]))
-    np.testing.assert_allclose(layer_loss.cache_loss([layer] * 3, masks("x.", "xx", "..")), [1, 0, 36 / 8])
-
-
-def test_attention_similarity_by_hand():
-    """One query sees logits log 3, log 4 and 0: probabilities 3/8, 4/8, 1/8. Without the second, (3, 0, 1) against (3, 4, 1)."""
-    keys = np.log(np.asarray([3.0, 4.0, 1.0])).reshape(3, 1, 1)
-    layer = Recorded(np.ones((3, 1, 1)), keys, np.zeros((3, 1, 1)))
-    expected = [(3 * 3 + 1) / np.sqrt(10 * 26), 1, 1 / np.sqrt(26)]
-    np.testing.assert_allclose(layer_loss.attention_similarity([layer] * 3, masks("x.", "xx", "..")), expected)
-
-
-def test_attention_similarity_equals_the_definition(tiny, recorded):
-    held = layers.kept(tiny, TEXT[:PROMPT], SMALL)
-    expected = []
-    for layer, mask in zip(recorded, held, strict=True):
-        cosines = []
-        for pos in range(PROMPT, 70):
-            for n in range(4):
-                present = np.r_[mask[n // 2], np.ones(10, bool)][: pos + 1]
-                logits = layer.k[: pos + 1, n // 2] @ layer.q[pos, n] / 4
-                full = np.exp(logits) / np.exp(logits).sum()
-                part = np.where(present, np.exp(logits), 0) / np.exp(logits[present]).sum()
-                cosines.append(full @ part / np.linalg.norm(full) / np.linalg.norm(part))
-        expected.append(np.mean(cosines))
-    found = layer_loss.attention_similarity(recorded, held)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert (found < 0.999).all()
-    np.testing.assert_allclose(layer_loss.attention_similarity(recorded, np.ones_like(held)), 1)
-
-
-def test_attention_inside_a_sliding_window():
-    """Of three tokens the query, the last, sees two: what is dropped beyond its window costs nothing."""
-    layer = Recorded(np.ones((3, 1, 1)), np.ones((3, 1, 1)), np.zeros((3, 1, 1)), window=2)
-    np.testing.assert_allclose(layer_loss.attention_similarity([layer] * 2, masks(".x", "x.")), [1, np.sqrt(0.5)])
-
-
-def test_attention_needs_queries_after_the_prompt(recorded):
-    with pytest.raises(ValueError, match="none after its prompt of 70"):
-        layer_loss.attention_similarity(recorded, np.ones((2, 2, 70), bool))
+def test_one_layer_has_no_neighbours():
     with pytest.raises(ValueError, match="no neighbours"):
         layers.neighbours(np.ones((1, 1)))
 
@@ -158,27 +116,12 @@ def test_heat_maps(tmp_path):
     assert len(np.unique(imread(tmp_path / "map.png")[..., :3].reshape(-1, 3), axis=0)) > 4
 
 
-def test_lines_over_layers():
-    values = {"chunkkv": np.asarray([0.9, 0.8, 0.7]), "streaming_llm": np.asarray([0.5, 0.4, 0.3])}
-    panel = layer_loss.draw_layers(values, "attention cosine similarity").axes[0]
-    assert [line.get_label() for line in panel.lines] == list(values)
-    for line, expected in zip(panel.lines, values.values(), strict=True):
-        np.testing.assert_array_equal(line.get_ydata(), expected)
-    assert (panel.get_xlabel(), panel.get_ylabel()) == ("layer", "attention cosine similarity")
-
-
 def test_nothing_to_draw(monkeypatch):
     with pytest.raises(ValueError, match="no similarity"):
         layers.draw_similarity({})
-    with pytest.raises(ValueError, match="no values"):
-        layer_loss.draw_layers({}, "loss")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for draw in (
-        lambda: layers.draw_similarity({"a": np.ones((2, 2))}),
-        lambda: layer_loss.draw_layers({"a": np.ones(2)}, "loss"),
-    ):
-        with pytest.raises(ImportError, match=r"pip install .matplotlib"):
-            draw()
+    with pytest.raises(ImportError, match=r"pip install .matplotlib"):
+        layers.draw_similarity({"a": np.ones((2, 2))})
 
 
 @pytest.mark.long

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from benchmarks import make_profiles
-from benchmarks.make_profiles import RECIPES, Recipe
 from kvjax.calibration.make_profile import METHODS
 from kvjax.policies.profile import fingerprint, load
+from reproduction import make_profiles
+from reproduction.make_profiles import RECIPES, Recipe
 
 
 def test_every_method_has_a_recipe():

@@ -131,13 +131,10 @@ def test_wrong_values(directory: Path, orbax: Path, file: str, key: str, kind: s
         ({"num_hidden_layers": 4000}, "asks for 4000 layers, but there are only 21 tensors"),
         ({"eos_token_id": [1, 300]}, "eos token id 300 is outside the vocabulary of 300"),
         ({"bos_token_id": 300}, "bos token id 300 is outside the vocabulary of 300"),
-        ({"rms_norm_eps": 2.0}, "norm_eps=2.0 is out of range. Give a number between 0 and 1"),
-        ({"rope_theta": 0.5}, "rope: theta=0.5 is out of range. Give a number between 1 and 1e30"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0 is not below high_freq_factor=4.0"),
-        (
-            {"rope_scaling": LLAMA3 | {"factor": 1e20}},
-            "factor=1e+20 is out of range. Give a number between 1e-6 and 1e10",
-        ),
+        ({"rms_norm_eps": 2.0}, "norm_eps=2.0 must lie between 0 and 1"),
+        ({"rope_theta": 0.5}, "rope theta=0.5 must lie between 1 and 1e30"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
+        ({"rope_scaling": LLAMA3 | {"factor": 1e20}}, "factor=1e+20 must lie between 1e-6 and 1e10"),
         ({"model_type": ["llama"]}, "unknown model_type ['llama']"),
     ],
 )
@@ -270,7 +267,7 @@ def test_gguf_tensors_of_nothing(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert content.count(name) == 1
     file.write_bytes(content.replace(name, b"output_norm.weight" + struct.pack("<IQ", 1, 0)))
-    refused(file, "output_norm.weight has shape [0], which holds nothing")
+    refused(file, "output_norm.weight has shape [0], which has no elements")
 
 
 @pytest.mark.parametrize(
@@ -281,11 +278,7 @@ def test_gguf_tensors_of_nothing(tmp_path: Path) -> None:
         ("llama.attention.head_count_kv", 0, "llama.attention.head_count_kv is 0; it should be greater than 0"),
         ("llama.attention.key_length", 0, "llama.attention.key_length is 0; it should be greater than 0"),
         ("llama.embedding_length", 0, "llama.embedding_length is 0; it should be greater than 0"),
-        (
-            "llama.rope.dimension_count",
-            2**20,
-            "rope.dim=1048576 is not valid. Give an even number of at most head_dim=8",
-        ),
+        ("llama.rope.dimension_count", 2**20, "rope.dim=1048576 must be even and at most head_dim=8"),
     ],
 )
 def test_impossible_gguf_models(tmp_path: Path, field: str, value: int, message: str) -> None:

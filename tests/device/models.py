@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, init
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
 

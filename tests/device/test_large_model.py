@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.analyses.continuation import continuation
+from kvjax.config import PRESETS
 from kvjax.evals.perplexity import stream
 from kvjax.models import init
-from kvjax.models.presets import PRESETS
 from kvjax.pallas_kernels import op
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import get_policy
 from kvjax.runtime import decoding
+from reproduction.analyses.continuation import continuation
 
 CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=2, vocab_size=512, windows=())
 LAYERS = {"chelsea": 1}

@@ -90,8 +90,8 @@ def test_editors_of_windows_are_welcome(talker, tmp_path):
         (b"", "not JSON"),
         (b"{", "not JSON"),
         (b"\xff", "not UTF-8"),
-        (b"{}", "the form is neither SQuAD's nor HotpotQA's .data: field required"),
-        (b"5", "the form is neither SQuAD's"),
+        (b"{}", "neither of SQuAD's form nor of HotpotQA's .data: field required"),
+        (b"5", "neither of SQuAD's form"),
         (
             b'{"data": [{"paragraphs": [{"context": "c", "qas": ["x"]}]}]}',
             r"data.0.paragraphs.0.qas.0: input should be",

@@ -6,11 +6,11 @@ import pytest
 from policies.driver import every_policy
 
 import kvjax
-from benchmarks.analyses.layer_loss import attention_similarity
 from kvjax.analysis.layers import jaccard, kept
 from kvjax.analysis.recording import record
 from kvjax.evals import fidelity
 from kvjax.models import transformer
+from reproduction.analyses.layer_loss import attention_similarity
 
 TEXTS = np.random.default_rng(8).integers(0, 64, size=(2, 72)).tolist()
 PROMPT = 60
@@ -100,9 +100,9 @@ def test_a_sweep_reads_once(tiny):
 
 
 def test_what_cannot_be_compared(tiny, readings):
-    with pytest.raises(ValueError, match="Give 1 to 71"):
+    with pytest.raises(ValueError, match="give 1 to 71"):
         fidelity.fidelity(tiny, readings[0], 72, "full")
-    with pytest.raises(ValueError, match="Give 1 or more"):
+    with pytest.raises(ValueError, match="give 1 or more"):
         fidelity.fidelity(tiny, readings[0], PROMPT, "full", top=0)
     with pytest.raises(ValueError, match="text is empty"):
         fidelity.read(tiny, [])

@@ -8,9 +8,9 @@ import pytest
 from oracles import logits as logits_of
 
 import kvjax
+from kvjax.config import Yarn
 from kvjax.conversion import Tokenizer
 from kvjax.evals import lm_harness
-from kvjax.models.rope import Yarn
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the `lm-eval` extra")
 
@@ -81,9 +81,9 @@ def test_generation(talker, model):
 def test_what_it_refuses(talker, tiny):
     for arguments, says in (
         ({"batch_size": "auto"}, "batch_size='auto'"),
-        ({"batch_size": 0}, "batch_size=0 is not valid. Give a number, 1 or more"),
-        ({"max_length": 1}, "max_length=1 is not valid. Give a whole number, 2 or more"),
-        ({"max_gen_toks": -1}, "max_gen_toks=-1 is not valid. Give a whole number, 1 or more"),
+        ({"batch_size": 0}, "batch_size=0; give a number, 1 or more"),
+        ({"max_length": 1}, "max_length=1; give a whole number, 2 or more"),
+        ({"max_gen_toks": -1}, "max_gen_toks=-1; give a whole number, 1 or more"),
         ({"policy": "treekv", "budget": float("nan")}, "budget=nan"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -161,8 +161,8 @@ def test_aime(talker, tmp_path, row):
         ('[{"problem": "?", "answer": null}]', "problems.jsonl, row 1: answer.str: input should be a valid string"),
         ("[", "problems.jsonl: not JSON"),
         ("[]", "no rows"),
-        ('{"problem": "?", "answer": "1000"}', "answer '1000' is not a whole number from 0 to 999"),
-        ('{"problem": "?", "answer": "x"}', "a whole number from 0 to 999"),
+        ('{"problem": "?", "answer": "1000"}', "answer '1000'; AIME's are whole numbers from 0 to 999"),
+        ('{"problem": "?", "answer": "x"}', "whole numbers from 0 to 999"),
     ],
 )
 def test_what_are_no_problems(tmp_path, content, says):
@@ -191,5 +191,5 @@ def test_gsm8k_to_reason_about(talker, tmp_path):
     assert task.score(r"1200, or \boxed{7}", example) == 0
     assert task.score(r"\boxed{1{,}200}", example) == task.score(r"\boxed{1,\!200\text{ m}}", example) == 1
     assert task.score(r"<think>\boxed{7}</think> They are 1200.", example) == 1
-    with pytest.raises(ValueError, match="needs examples_file"):
+    with pytest.raises(ValueError, match="no examples_file"):
         GSM8K(str(file), None, shots=1)

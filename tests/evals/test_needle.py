@@ -94,21 +94,21 @@ def test_results_say_what_was_run(talker, blind):
 def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     """The second of two batches fails; half a line is left behind; the next run does only what is missing."""
     out, policy, calls = tmp_path / "needle.jsonl", kvjax.StreamingLLM(budget=64), []
-    run = runner._run
+    run = runner.Prepared._run
 
-    def failing(*args):
-        calls.append(args[6])
+    def failing(prepared, *args):
+        calls.append(list(args[3].examples))
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return run(*args)
+        return run(prepared, *args)
 
-    monkeypatch.setattr(runner, "_run", failing)
+    monkeypatch.setattr(runner.Prepared, "_run", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate(talker, SMALL, policy, chat=False, out=out)
     with out.open("a") as file:
         file.write('{"example": 5, "sco')
     seen = []
-    with pytest.warns(UserWarning, match="truncated"):
+    with pytest.warns(UserWarning, match="cut short"):
         resumed = evaluate(talker, SMALL, policy, chat=False, out=out, progress=lambda *done: seen.append(done))
     assert seen[0] == (len(calls[0]), 6)
     assert sorted(calls[0] + calls[2]) == list(range(6))
@@ -117,7 +117,7 @@ def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     again = evaluate(talker, SMALL, policy, chat=False, out=out)
     assert again.rows == resumed.rows
     assert len(calls) == 3
-    with pytest.raises(ValueError, match=r"has results of another run .*query_aware"):
+    with pytest.raises(ValueError, match=r"holds results of another run .*query_aware"):
         evaluate(talker, SMALL, policy, chat=False, query_aware=True, out=out)
     with pytest.raises(ValueError, match="policy"):
         evaluate(talker, SMALL, policy, budget=32, chat=False, out=out)
@@ -151,5 +151,5 @@ def test_what_is_no_needle_task(options, says):
 def test_what_cannot_be_run(talker, tiny):
     with pytest.raises(ValueError, match="no tokenizer"):
         evaluate(tiny, SMALL)
-    with pytest.raises(ValueError, match="is too small for the shortest example"):
+    with pytest.raises(ValueError, match="cannot hold the shortest example"):
         evaluate(talker, dataclasses.replace(SMALL, lengths=(100,)))

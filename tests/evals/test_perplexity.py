@@ -58,7 +58,7 @@ def test_windows_that_overlap_score_each_token_once(tiny, logprobs):
     result = windowed(tiny, TOKENS, window=300, stride=150)
     expected = [logprobs(TOKENS[:300]), logprobs(TOKENS[150:450])[-150:], logprobs(TOKENS[300:600])[-150:]]
     np.testing.assert_allclose(result.logprobs, np.concatenate(expected), atol=2e-5)
-    with pytest.raises(ValueError, match="Give 1 to 300"):
+    with pytest.raises(ValueError, match="give 1 to 300"):
         windowed(tiny, TOKENS, window=300, stride=301)
 
 
@@ -85,7 +85,7 @@ def test_interrupted_streaming_goes_on(tiny, tmp_path, monkeypatch, dtype):
     assert resumed.cache_bytes == expected.cache_bytes
     assert not file.exists()
     file.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
+    with pytest.raises(ValueError, match="no checkpoint that can be read"):
         streaming(params, TOKENS, policy, checkpoint=file)
 
 

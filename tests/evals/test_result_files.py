@@ -13,7 +13,7 @@ from kvjax.bench.results import Results
 from kvjax.cache import layer_specs
 from kvjax.evals import NeedleInAHaystack, evaluate, runner
 from kvjax.evals.checkpoint import Checkpoint
-from kvjax.evals.measure import measure
+from kvjax.evals.measure import prepare
 from kvjax.evals.tasks import Inputs
 from kvjax.policies import StreamingLLM
 
@@ -63,7 +63,7 @@ def test_a_last_line_that_was_cut_short_is_run_again(run, part, ending):
     rows = run()
     *lines, last = run.out.read_bytes().split(b"\n")[:-1]
     run.out.write_bytes(b"\n".join(lines) + b"\n" + last[: int(part * len(last))] + ending)
-    with pytest.warns(UserWarning, match=r"needle.jsonl, line 4: truncated"):
+    with pytest.warns(UserWarning, match=r"needle.jsonl, line 4: cut short"):
         assert (run(), run.asked) == (rows, 1)
     assert run.out.read_bytes() == b"\n".join([*lines, last]) + b"\n"
 
@@ -72,7 +72,7 @@ def test_a_cut_within_a_character(run):
     rows = run()
     content = run.out.read_bytes()
     run.out.write_bytes(content[: content.rindex("語".encode()) + 1])
-    with pytest.warns(UserWarning, match="truncated"):
+    with pytest.warns(UserWarning, match="cut short"):
         assert (run(), run.asked) == (rows, 1)
 
 
@@ -141,12 +141,12 @@ def test_damage_in_the_middle_is_told_and_left_alone(run, line, says):
     "content", [b"{", b"[]", b'{"header": {}}', b'{"header": {"settings": 1, "versions": 2}}', b"\xff"]
 )
 def test_what_is_no_result_file_is_left_alone(run, content):
-    refused(run, content, "exists, but is not a result file of kvjax. Give another path")
+    refused(run, content, "is there, but is not a result file of kvjax; give another path")
 
 
 def test_a_pipe_or_an_enormous_file_is_no_result_file(run):
     os.mkfifo(run.out)
-    with pytest.raises(OSError, match=r"a pipe cannot be resumed\. Give a regular file"):
+    with pytest.raises(OSError, match="a run cannot resume from a pipe; give a regular file"):
         run()
     run.out.unlink()
     with run.out.open("wb") as stream:
@@ -177,13 +177,13 @@ def test_a_measure_is_one_row(talker, tmp_path, change, says):
     book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
     book.write_text("One fish. Two fish. " * 10)
     inputs = Inputs(lengths=(64,), text=book)
-    found = measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out)
-    assert measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out) == found
+    found = prepare(talker, "fidelity", inputs).run(runner.get_policy("full"), out)
+    assert prepare(talker, "fidelity", inputs).run(runner.get_policy("full"), out) == found
     header, row = out.read_text().split("\n")[:2]
     rows = [row, row] if change is None else [json.dumps(json.loads(row) | change)]
     out.write_text("\n".join([header, *rows, ""]))
     with pytest.raises(ValueError, match=says):
-        measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out)
+        prepare(talker, "fidelity", inputs).run(runner.get_policy("full"), out)
 
 
 def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
     book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
     book.write_text("One fish. Two fish. " * 10)
     broken = dataclasses.replace(talker, norm=talker.norm * float("nan"))
-    found = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), runner.get_policy("full"), out=out)
+    found = prepare(broken, "perplexity", Inputs(lengths=(20,), text=book)).run(runner.get_policy("full"), out)
     assert found.value != found.value
 
     def strict(name):
@@ -199,7 +199,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
 
     header, row, _ = out.read_text().split("\n")
     assert json.loads(row, parse_constant=strict)["value"] is None
-    again = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), runner.get_policy("full"), out=out)
+    again = prepare(broken, "perplexity", Inputs(lengths=(20,), text=book)).run(runner.get_policy("full"), out)
     assert again.value != again.value
     assert again.count == found.count
 
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_told(state, tmp_path):
     ]
     for each in [*damaged, b"PK\x03\x04", b"\x93NUMPY"]:
         file.write_bytes(each)
-        with pytest.raises(ValueError, match=r"state.npz is not a readable checkpoint"):
+        with pytest.raises(ValueError, match=r"state.npz is no checkpoint that can be read"):
             load(file)
 
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_is_a_file_of_its_own_size(state, tmp_path):
     whole, load = state
     with np.load(whole) as found:
         np.savez_compressed(tmp_path / "packed.npz", **found)
-    with pytest.raises(ValueError, match=r"not a readable checkpoint \(it is compressed\)"):
+    with pytest.raises(ValueError, match=r"no checkpoint that can be read \(it is compressed\)"):
         load(tmp_path / "packed.npz")
     os.mkfifo(tmp_path / "pipe.npz")
     with pytest.raises(OSError, match="a regular file was expected"):

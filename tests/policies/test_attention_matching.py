@@ -15,7 +15,7 @@ from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.analysis.recording import record
-from kvjax.cache import Prompt, TokenBlock, empty
+from kvjax.cache import PromptKV, TokenBlock, empty
 from kvjax.policies import (
     AttentionMatching,
     Full,
@@ -113,7 +113,7 @@ def test_factorisations_come_one_at_a_time():
     case = make_case(0, [40, 30], 1)
     layer = AttentionMatching(budget=8, chunk=64).layer(case.spec)
     text = *(np.zeros((2, 64, n, 8), np.float32) for n in (4, 2, 2)), to_jax([40, 30]), to_jax([41, 31])
-    program = str(jax.make_jaxpr(lambda *x: prefill_alone(layer, Prompt.of(ROPE, *x), {})[0])(*text))
+    program = str(jax.make_jaxpr(lambda *x: prefill_alone(layer, PromptKV.of(ROPE, *x), {})[0])(*text))
     made = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd)\[", program)
     assert len(made) > 2
     assert all(shape.count(",") < 2 for shape in made)
@@ -253,19 +253,19 @@ def test_layers_that_do_not_read_again_are_as_without_it(tiny):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: AttentionMatching(chunk=0), "chunk=0 is too small. Give 1"),
-        (lambda: AttentionMatching(queries=0), "queries=0 is too small. Give 1"),
-        (lambda: AttentionMatching(bound=-1.0), "bound=-1.0 is too small. Give 0"),
+        (lambda: AttentionMatching(chunk=0), "chunk=0; give 1"),
+        (lambda: AttentionMatching(queries=0), "queries=0; give 1"),
+        (lambda: AttentionMatching(bound=-1.0), "bound=-1.0; give 0"),
         (lambda: AttentionMatching(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
         (
             lambda: quantized(AttentionMatching(budget=8)).bind(TINY),
-            "fitted weights, which quantised caches do not store",
+            "fitted weights, for which packed slots have no place",
         ),
         (
             lambda: by_head({"a": AttentionMatching(budget=8), "b": Full()}, [["a", "b"]] * 2).layer(
                 make_case(0, [9], 1).spec
             ),
-            "reads a prompt again for all heads",
+            "read a prompt again for all heads",
         ),
     ],
 )
@@ -277,5 +277,7 @@ def test_what_does_not_go(make, says):
 def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = AttentionMatching(budget=8).layer(case.spec)
-    with pytest.raises(PolicyError, match="read a second time"):
-        layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})
+    with pytest.raises(PolicyError, match="second reading"):
+        layer.prefill(
+            PromptKV.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {}
+        )

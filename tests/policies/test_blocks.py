@@ -17,7 +17,7 @@ from policies.driver import ROPE, TINY, Case, compiled, compositions, every_poli
 from policies.oracle_arrays import rotate, shares
 from policies.oracle_quest import QuestHead
 
-from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
+from kvjax.cache import LayerSpec, Token, TokenBlock, attention, where_rows
 from kvjax.cache.packing import PackedCache
 from kvjax.pallas_kernels import block_attention
 from kvjax.policies import (
@@ -511,7 +511,7 @@ def test_blocks_of_one_token_are_decoding(policy):
     lengths = np.random.default_rng(5).integers(20, 41, size=12)
     case = make_case(8, lengths, 6)
     spec, plan = spec_of(case, 1, layer_of(policy)), counts(8, lengths, 1)
-    step, there = compiled(policy, spec)[1], jax.jit(in_rows)
+    step, there = compiled(policy, spec)[1], jax.jit(where_rows)
     rows, position = np.arange(12), np.zeros(12, np.int32)
     blocks = read(policy, case, spec, plan)
     next(blocks)
@@ -703,5 +703,5 @@ def test_what_needs_the_whole_prompt_says_so(policy):
     block = TokenBlock(*(to_jax(x[:, :8]) for x in (case.q, case.k, case.v)), count, count, count, spec.rope)
     layer = policy.bind(TINY).layer(spec)
     state = layer.init()
-    with pytest.raises(PolicyError, match=r"chooses from the whole prompt.*Leave prefill_block out"):
+    with pytest.raises(PolicyError, match=r"chooses from the prompt as a whole.*leave prefill_block out"):
         layer.read_block(state, block, {})

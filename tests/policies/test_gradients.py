@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policies.driver import Case, compositions, every_policy, make_case, offloads
 
-from kvjax.cache import Prompt, Token, layer_specs
+from kvjax.cache import PromptKV, Token, layer_specs
 from kvjax.models import transformer
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
@@ -19,7 +19,7 @@ STEPS = 2
 FAST = {"treekv", "snapkv", "adakv", "h2o"}
 """The others are differentiated in the same ways, and tested among the slow ones."""
 
-WITHOUT = {"chelsea": "clustering", "attention_matching": "fit of weights"}
+WITHOUT = {"chelsea": "clustering", "attention_matching": "fitted"}
 """Those that say that they have no gradient where they compress, and why."""
 
 
@@ -40,7 +40,7 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
     layer = policy.layer(spec)
     state, _ = prefill_alone(
         layer,
-        Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
+        PromptKV.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
         {},
     )
     for i in range(STEPS):
@@ -87,7 +87,7 @@ def test_with_a_tight_budget_it_is_the_slope(policy, full):
 @pytest.mark.parametrize(("name", "budget"), [("chelsea", 16), ("chelsea", 4096), ("attention_matching", 16)])
 def test_what_has_none_says_so(name, budget, full):
     policy = next(p for p in every_policy(budget) if p.info.name == name)
-    with pytest.raises(PolicyError, match=rf"{name}: .*{WITHOUT[name]}.* no gradient\. Use a policy that has one"):
+    with pytest.raises(PolicyError, match=rf"{name}: .*{WITHOUT[name]}.* no gradient; take it of another policy"):
         gradient(policy, full[0])
 
 
@@ -100,7 +100,7 @@ def test_a_kernel_without_one_says_so():
 
     assert np.isfinite(out(q))
     with pytest.raises(
-        Unsupported, match=r"decode_attention: its Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
+        Unsupported, match=r"decode_attention: the Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
     ):
         jax.grad(out)(q)
 
@@ -131,5 +131,7 @@ def test_through_a_models_prompt_and_steps(policy, tiny):
 
 @pytest.mark.parametrize("policy", [offloaded(SnapKV(budget=16, window=4)), *offloads(16)], ids=str)
 def test_what_is_on_the_host_has_none(policy, tiny):
-    with pytest.raises(PolicyError, match=r"in host memory have no gradient. Use the policy"):
+    with pytest.raises(
+        PolicyError, match=r"in the host's memory, through which there is no gradient; take it of the policy"
+    ):
         model_gradient(policy, tiny)

@@ -10,14 +10,14 @@ from policies.oracle_arrays import rotate
 from policies.oracle_chunkkv import attend
 from policies.slots import after_prompt, kept
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.policies import LagKV, PolicyError
 
 
-def prompt(k, v) -> Prompt:
+def prompt(k, v) -> PromptKV:
     """A prompt of one row with one head: keys and values [1, T, 1, H]."""
     length = jnp.asarray([k.shape[1]], jnp.int32)
-    return Prompt.of(ROPE, k, k, v, length, length)
+    return PromptKV.of(ROPE, k, k, v, length, length)
 
 
 def scored(policy: LagKV, k, v) -> np.ndarray:
@@ -128,8 +128,8 @@ def test_every_scored_segment_keeps_as_many(sinks, lag, budget):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"lag": 1}, "lag=1 is too small. Give 2 or more"),
-        ({"sinks": -1}, "sinks=-1 is too small. Give 0 or more"),
+        ({"lag": 1}, "lag=1; give 2 or more"),
+        ({"sinks": -1}, "sinks=-1; give 0 or more"),
         ({"budget": 16}, "gives 16 slots, but 16 first and 1 last"),
         ({"budget": 0}, "budget=0"),
     ],

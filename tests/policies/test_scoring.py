@@ -10,7 +10,7 @@ import pytest
 from policies import oracle_scoring as oracle
 from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.pallas_kernels import attention_mass
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.budget import budget_tokens
@@ -111,7 +111,7 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
         for x in (case.q, case.k)
     )
     lengths = jnp.asarray(lengths, jnp.int32)
-    prompt = Prompt.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
+    prompt = PromptKV.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
     got = attention_mass(prompt.q_rotated, prompt.k_rotated, lengths, scale=8**-0.5, sliding_window=sliding_window)
     pos = np.arange(150)
     distance = pos[:, None] - pos
@@ -211,9 +211,9 @@ def test_published_defaults_of_expected_attention():
     ("make", "says"),
     [
         (lambda: SnapKV(budget=31), "31 slots, but 0 first and 32 last"),
-        (lambda: SnapKV(kernel=4), "kernel=4 is even. Give an odd width"),
-        (lambda: SnapKV(window=0), "window=0 is too small. Give 1"),
-        (lambda: SnapKV(pool="sum"), "pool='sum' is unknown. Give one of 'max', 'avg'"),
+        (lambda: SnapKV(kernel=4), "kernel=4; give an odd width"),
+        (lambda: SnapKV(window=0), "window=0; give 1"),
+        (lambda: SnapKV(pool="sum"), "pool='sum'; give one of 'max', 'avg'"),
         (lambda: H2O(budget=4, recent=4), "need 5"),
         (lambda: H2O(observers="some"), "'all', 'last'"),
         (lambda: H2O(recent=-1), "recent=-1"),

@@ -39,6 +39,8 @@ def made(name: str, budget: int | float) -> Policy:
         options["profile"] = (labels,) * 2
     if name == "triattention":
         options["profile"] = Cut(**vars(mean_queries(TINY)))
+        if isinstance(budget, int):  # which the window as published would not fit
+            options["window"] = 16
     return get_policy(name, **{key: value for key, value in options.items() if key in fields}).bind(TINY)
 
 

@@ -11,7 +11,7 @@ from policies import oracle_thresholded as oracle
 from policies.driver import ROPE, TINY, as_if_alone, make_case, run
 from policies.slots import after_prompt, kept
 
-from kvjax.cache import Prompt, Token, empty
+from kvjax.cache import PromptKV, Token, empty
 from kvjax.policies import (
     TOVA,
     Full,
@@ -125,7 +125,7 @@ def test_who_says_that_scores_stand_alone_has_such_scores(name):
     case = make_case(1, [40, 40], 4)
     spec, whole = case.spec, np.full(2, 40, np.int32)
     q, k, v = (x[:, :40] for x in (case.q, case.k, case.v))
-    of_prompt = jax.jit(lambda *args: policy.scores(spec, Prompt.of(ROPE, *args)))
+    of_prompt = jax.jit(lambda *args: policy.scores(spec, PromptKV.of(ROPE, *args)))
     of_token = jax.jit(lambda *args: policy.initial_score(spec, Token(*args, ROPE)))
     scores = np.asarray(of_prompt(q, k, v, whole, whole))
     half = of_prompt(q[:, :20], k[:, :20], v[:, :20], whole // 2, whole)
@@ -177,13 +177,13 @@ def test_it_decodes_within_what_was_predicted(text, tiny):
     ("make", "says"),
     [
         *(
-            (partial(thresholded, policy, 0.0), "depend on other tokens")
+            (partial(thresholded, policy, 0.0), "scores a token by what is around it")
             for policy in (Full(), TOVA(), KeyDiff(), SnapKV())
         ),
         (lambda: thresholded(KNorm(budget=64), 0.0), "gives 64 slots, but the latest 128 tokens are always kept"),
-        (lambda: thresholded(KNorm(), 0.0, window=-1), "window=-1 is too small. Give 0"),
-        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan is not valid. Give a number"),
-        (lambda: get_policy("thresholded(knorm)"), "threshold= is missing, and thresholded has no default"),
+        (lambda: thresholded(KNorm(), 0.0, window=-1), "window=-1; give 0"),
+        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan; give a number"),
+        (lambda: get_policy("thresholded(knorm)"), "give threshold=, for which thresholded has no default"),
         (lambda: get_policy("thresholded(knorm; threshold=low)"), "threshold='low'"),
     ],
 )

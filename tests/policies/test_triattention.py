@@ -10,7 +10,7 @@ from policies import oracle_triattention as oracle
 from policies.driver import ROPE, TINY, make_case, mean_queries, rotate, run
 from policies.test_recompress import equals
 
-from kvjax.models.rope import Rope, RopeConfig
+from kvjax.config import Rope, RopeConfig
 from kvjax.policies import MeanQueries, PolicyError, TriAttention
 from kvjax.policies.families.trigonometry import frequencies, pairs
 from kvjax.policies.profile import load, pack
@@ -140,16 +140,16 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         (lambda: TriAttention().bind(TINY), "no profile of the heads"),
         (
             lambda: run(TriAttention(budget=8, window=4, every=4), make_case(0, [20], 1)),
-            "not bound to a model",
+            "bind.config. gives its policy",
         ),
         (lambda: TriAttention(profile=mean_queries(TINY)).bind(dataclasses.replace(TINY, num_heads=2)), "was made for"),
         (
             lambda: TriAttention(profile=dataclasses.replace(mean_queries(TINY), queries=(pack(b"000"),) * 2)).bind(
                 TINY
             ),
-            "Check whether the file was truncated",
+            "was its file cut short",
         ),
-        (lambda: TriAttention(offsets=0), "offsets=0 is too small. Give 1"),
+        (lambda: TriAttention(offsets=0), "offsets=0; give 1"),
         (lambda: TriAttention(budget=127), "127 slots, but 0 first and 128 last"),
         (lambda: TriAttention(gqa="first"), "gqa='first'"),
     ],

@@ -12,8 +12,8 @@ from policies.oracle_turboquant import ERRORS, LEVELS, TurboHead, back, hadamard
 from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
-from kvjax.cache import TokenBlock, codebook, in_rows, layer_specs
-from kvjax.models.presets import PRESETS
+from kvjax.cache import TokenBlock, codebook, layer_specs, where_rows
+from kvjax.config import PRESETS
 from kvjax.policies import Full, PolicyError, Quantized, SnapKV, TurboQuant, get_policy, quantized
 
 # Cases worked out by hand.
@@ -146,7 +146,7 @@ def test_blocks_are_coded_as_token_by_token(values):
         def step(state, given):
             token, there = given
             new = layer.append(state, token)
-            return in_rows(there, new, state), layer.attend(new, token, {})[0]
+            return where_rows(there, new, state), layer.attend(new, token, {})[0]
 
         return jax.lax.scan(step, state, (tokens.by_token(), tokens.mask.T))
 
@@ -240,13 +240,13 @@ def test_nothing_free_is_read():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TurboQuant(bits=8), "bits=8 is not supported. Give 2 or 4"),
-        (lambda: Quantized(Full(), bits=8, scheme="turboquant"), "bits=8 is not supported"),
-        (lambda: Quantized(Full(), scheme="qjl"), "scheme='qjl' is unknown. Give one of 'kivi', 'turboquant'"),
+        (lambda: TurboQuant(bits=8), "bits=8; codes of rotated numbers have 2 or 4"),
+        (lambda: Quantized(Full(), bits=8, scheme="turboquant"), "bits=8; codes"),
+        (lambda: Quantized(Full(), scheme="qjl"), "scheme='qjl'; give one of 'kivi', 'turboquant'"),
         (lambda: TurboQuant(values="all"), "values='all'"),
         (
             lambda: TurboQuant(exact_layers=0).bind(dataclasses.replace(TINY, head_dim=24)),
-            "power of two, but this model has 24",
+            "heads of 24 numbers.*power of two",
         ),
     ],
 )

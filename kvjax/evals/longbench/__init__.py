@@ -1,7 +1,7 @@
 """LongBench (Bai et al. 2023, "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding"): 21 tasks.
 
-Prompts and answer lengths in `tasks.json` are those of LongBench (MIT licence, Copyright 2023 THU-KEG & Zhipu AI). The
-user supplies the data, LongBench's jsonl files.
+Prompts and answer lengths in `tasks.json` are LongBench's (MIT licence, Copyright 2023 THU-KEG & Zhipu AI). The user supplies the data,
+LongBench's jsonl files.
 """
 
 import dataclasses
@@ -14,33 +14,31 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from kvjax import json_lines
+from kvjax._util import json_lines
+from kvjax._util.json_lines import Listed
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import Listed
 
 from . import metrics as metrics
 
 
 @cache
 def tasks() -> dict[str, dict[str, Any]]:
-    """The 21 tasks by name.
-
-    Each has a `prompt`, `max_new_tokens`, a `metric`, `first_line` (whether only the first line of an answer counts, as
-    in few-shot tasks), and `chat` (whether chat models get it in their template).
+    """The 21 tasks by name: `prompt`, `max_new_tokens`, `metric`, whether only the `first_line` of an answer counts (few-shot tasks),
+    and whether chat models use their `chat` template.
     """
     return json.loads(resources.files(__name__).joinpath("tasks.json").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True)
 class LongBench:
-    """One task of LongBench.
+    """One of the tasks.
 
     Attributes:
         task: its name, a key of `tasks()`.
         file: its data, one JSON object per line.
-        max_length: maximum tokens of a prompt. The middle of longer prompts is removed. LongBench uses 500 to 1500 less
-            than a model's window: 3500 for 4k, 31500 for 32k.
-        samples: number of rows from the beginning of the file. None for all.
+        max_length: maximum number of tokens of a prompt; the middle of a longer prompt is removed. LongBench uses 500 to 1500 less than
+            a model's window: 3500 for 4k, 31500 for 32k.
+        samples: number of rows, from the start of the file; None for all.
     """
 
     task: str
@@ -50,14 +48,14 @@ class LongBench:
 
     def __post_init__(self) -> None:
         if self.task not in tasks():
-            raise ValueError(f"unknown LongBench task {self.task!r}. Give one of {', '.join(tasks())}.")
+            raise ValueError(f"unknown LongBench task {self.task!r}; there are {', '.join(tasks())}")
         if self.max_length < 2 or (self.samples is not None and self.samples < 1):
             raise ValueError(
-                f"max_length={self.max_length}, samples={self.samples}: a number is too small. Give 2 or more, and 1 or more or None."
+                f"max_length={self.max_length}, samples={self.samples}; give 2 or more, and 1 or more or None"
             )
 
     def check(self) -> None:
-        """Read the file, and raise the errors of `examples` and of the task's metric.
+        """Read the file, and raise what `examples` or the task's metric would.
 
         Raises:
             ValueError: as `examples`.
@@ -72,10 +70,10 @@ class LongBench:
         return f"longbench-{self.task}"
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """One example per row of the file. The part of the prompt after the context is the question.
+        """The rows of the file. The part of the prompt after the context is the question.
 
         Raises:
-            ValueError: a line of the file does not have LongBench's form.
+            ValueError: a line of the file is not in LongBench's format.
         """
         task, found = tasks()[self.task], []
         before, after = task["prompt"].split("{context}")
@@ -97,7 +95,7 @@ class LongBench:
         return found
 
     def score(self, answer: str, example: Example) -> float:
-        """The maximum over all references."""
+        """The best score over all references."""
         task = tasks()[self.task]
         if task["first_line"]:
             answer = answer.lstrip("\n").split("\n")[0]
@@ -117,7 +115,7 @@ class _Row(BaseModel):
 
 
 def truncated(form: Format, context: str, question: str, max_length: int) -> tuple[str, str]:
-    """Remove the middle of context and question together if they are longer than `max_length` tokens."""
+    """Context and question, without their middle if together they have more than `max_length` tokens."""
     tokens = form.tokenizer.encode(context + question)
     if len(tokens) <= max_length:
         return context, question
@@ -125,4 +123,4 @@ def truncated(form: Format, context: str, question: str, max_length: int) -> tup
     start, end = form.tokenizer.decode(tokens[:half]), form.tokenizer.decode(tokens[-half:])
     if end.endswith(question):
         return start + end.removesuffix(question), question
-    return start, end  # the question is so long that it is cut itself
+    return start, end  # the question is so long that it is truncated itself

@@ -1,8 +1,7 @@
-"""LongBench's metrics (Bai et al. 2023, Table 1), computed as by its published scorer: 0 to 1, for one reference.
+"""LongBench's metrics (Bai et al. 2023, Table 1), as its published scorer computes them: from 0 to 1, one reference at a time.
 
-ROUGE-L is that of the `rouge` package, and Chinese words are those of jieba. Edit similarity is that of fuzzywuzzy in
-pure Python: difflib's, rounded to whole percents. LongBench asks to install these packages. With python-Levenshtein
-installed, fuzzywuzzy gives other values.
+As in LongBench, ROUGE-L comes from the `rouge` package and Chinese words from jieba. Edit similarity is fuzzywuzzy's in pure Python:
+difflib's, rounded to whole percents. With python-Levenshtein installed, fuzzywuzzy gives other values.
 """
 
 import difflib
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 _CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 
@@ -27,7 +26,7 @@ def check(metric: str) -> None:
 
 
 def f1(answer: str, reference: str) -> float:
-    """F1 of the common words, without case, punctuation and articles (SQuAD's)."""
+    """F1 of the words in common, without case, punctuation and articles (SQuAD's)."""
 
     def words(text: str) -> list[str]:
         bare = "".join(character for character in text.lower() if character not in string.punctuation)
@@ -37,7 +36,7 @@ def f1(answer: str, reference: str) -> float:
 
 
 def f1_zh(answer: str, reference: str) -> float:
-    """F1 of the common Chinese words, without case, punctuation and white space."""
+    """F1 of the Chinese words in common, without case, punctuation and white space."""
     left_out = set(string.punctuation + _CHINESE_PUNCTUATION)
 
     def words(text: str) -> list[str]:
@@ -48,11 +47,11 @@ def f1_zh(answer: str, reference: str) -> float:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """F-measure of ROUGE-L over all sentences, 0 if the answer has no words."""
+    """F of ROUGE-L over all sentences; 0 if the answer has no words."""
     try:
         scores: Any = _rouge().get_scores([answer], [reference], avg=True)
     except (ValueError, RecursionError):
-        # No words, or a sentence too long for the package, for which LongBench's scorer gives 0 as well.
+        # No words, or a sentence too long for the package. LongBench's scorer gives 0, too.
         return 0.0
     return float(scores["rouge-l"]["f"])
 
@@ -63,10 +62,9 @@ def rouge_l_zh(answer: str, reference: str) -> float:
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / number of classes that the answer names, if the right one is among them, otherwise 0.
+    """1 over the number of classes that the answer names, if the right one is among them.
 
-    A named class that is part of the right one's name does not count. As in the published scorer, the class after it is
-    then not checked.
+    A named class that is part of the right one's name does not count. As published, the class after it is then skipped.
     """
     named = [name for name in classes if name in answer]
     at = 0
@@ -78,7 +76,7 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 
 def retrieval(answer: str, reference: str) -> float:
-    """Share of the answer's numbers that are the right paragraph's, for a reference such as "Paragraph 7"."""
+    """Share of the answer's numbers that equal the paragraph number of a reference such as "Paragraph 7"."""
     return count(answer, _number(reference, r"Paragraph (\d+)"))
 
 
@@ -88,7 +86,7 @@ def retrieval_zh(answer: str, reference: str) -> float:
 
 
 def count(answer: str, reference: str) -> float:
-    """Share of the answer's numbers that are the right one."""
+    """Share of the answer's numbers that equal the reference."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
@@ -111,7 +109,7 @@ def _overlap(answer: Sequence[str], reference: Sequence[str]) -> float:
 def _number(reference: str, pattern: str) -> str:
     found = re.search(pattern, reference)
     if found is None:
-        raise ValueError(f"reference {reference!r} names no paragraph. It must match {pattern!r}.")
+        raise ValueError(f"reference {reference!r} names no paragraph; it should match {pattern!r}")
     return found[1]
 
 
@@ -123,5 +121,5 @@ def _rouge() -> Any:
 @cache
 def _jieba() -> Any:
     module = optional("jieba", "LongBench's scoring of Chinese")
-    module.setLogLevel("WARNING")  # otherwise it logs the path of its dictionary
+    module.setLogLevel("WARNING")  # it logs the path of its dictionary
     return module

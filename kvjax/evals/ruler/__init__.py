@@ -1,6 +1,6 @@
-"""RULER (Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?"): 13 tasks.
+"""RULER (Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?"): 13 synthetic tasks.
 
-Written from the paper's description, with its published prompts. Examples are drawn from a seed, at any length.
+Implemented from the paper's description, with its published prompts. Examples are drawn for every seed, at any length.
 """
 
 from .base import RulerTask as RulerTask
@@ -12,20 +12,18 @@ from .qa import QuestionAnswering as QuestionAnswering
 from .tracking import VariableTracking as VariableTracking
 
 TASKS = (*_SETTINGS, "vt", "cwe", "fwe", "qa_1", "qa_2")
-"""Names of RULER's tasks."""
+"""RULER's task names."""
 
 
 def ruler(
     name: str, length: int, samples: int, seed: int = 0, text: str | None = None, file: str | None = None
 ) -> RulerTask:
-    """Return one of the 13 tasks by name.
+    """One of the 13 tasks by name.
 
     Args:
-        name: RULER's name of the task.
         length: tokens of prompt and answer.
-        samples: number of examples.
-        seed: of all draws.
-        text: haystack, for tasks that hide needles in a text.
+        samples: examples to draw.
+        text: haystack of the tasks that hide needles in a text.
         file: questions of qa_1 (SQuAD 2) and qa_2 (HotpotQA).
 
     Raises:
@@ -37,9 +35,9 @@ def ruler(
     if name in ("qa_1", "qa_2"):
         task = QuestionAnswering(**shared, file=file or "")
         if task.name != name:
-            raise ValueError(f"{file} is for {task.name}, not {name}. Give SQuAD's form for qa_1, HotpotQA's for qa_2.")
+            raise ValueError(f"{file} makes {task.name}, not {name}; qa_1 takes SQuAD's form, qa_2 HotpotQA's")
         return task
     others: dict[str, type[RulerTask]] = {"vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords}
     if name not in others:
-        raise ValueError(f"unknown RULER task {name!r}. Give one of {', '.join(TASKS)}.")
+        raise ValueError(f"unknown RULER task {name!r}; there are {', '.join(TASKS)}")
     return others[name](**shared)

@@ -1,4 +1,4 @@
-"""Base of RULER's tasks: length, number of samples, seed."""
+"""What RULER's tasks share: a length, a number of samples, a seed."""
 
 import dataclasses
 import random
@@ -13,13 +13,13 @@ from .scoring import match_all
 
 @dataclasses.dataclass(frozen=True)
 class RulerTask:
-    """Base of RULER's tasks. Subclasses draw one example.
+    """Base of RULER's tasks; subclasses draw one example.
 
     Attributes:
-        length: maximum tokens of prompt and answer, by the model's tokenizer. Examples are as long as their units
-            (sentences, words, documents) allow.
+        length: maximum number of tokens of prompt and longest answer, by the model's tokenizer. Examples have as many units (sentences, words,
+            documents) as fit.
         samples: number of examples, drawn independently (500 in the paper).
-        seed: of all draws, with the length and the index of the example.
+        seed: random seed; draws also depend on the length and the example's index.
     """
 
     kind: ClassVar[str]
@@ -49,16 +49,16 @@ class RulerTask:
         return [dataclasses.replace(example, labels={"length": self.length}) for example in drawn]
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """Return example `index`, drawn by generators with this seed."""
+        """Example `index`, drawn by generators seeded with `seed`."""
         raise NotImplementedError
 
     def score(self, answer: str, example: Example) -> float:
-        """Score by string matching."""
+        """Share of the references in the answer."""
         return match_all(answer, example.answers)
 
 
 def distinct(draw: Callable[[random.Random], str], rng: random.Random, count: int) -> list[str]:
-    """Return `count` different draws."""
+    """`count` distinct draws."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw(rng)] = None

@@ -1,4 +1,4 @@
-"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): most frequent words of a list and of coded text."""
+"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): the most common words of a list, or of coded text."""
 
 import dataclasses
 import math
@@ -15,15 +15,15 @@ from .vocabulary import all_words
 
 @dataclasses.dataclass(frozen=True)
 class CommonWords(RulerTask):
-    """A numbered list in which ten words are frequent and the others rare, after a short, solved example.
+    """A numbered list in which ten words are frequent and the others rare, after one short, solved list.
 
-    Longer lists have more rare words. When all words are in the list, the counts of all words grow in the same
+    Longer lists have more rare words. Once the list contains the whole vocabulary, all words are repeated more often, in the same
     proportion.
 
     Attributes:
         common: number of words to find.
-        common_times, uncommon_times: counts of frequent and of rare words. None for the published 30 and 3, or 6 and 1
-            below 4096 tokens.
+        common_times, uncommon_times: how often those and the others come; None takes the published 30 and 3, and 6 and 1 below
+            4096 tokens.
     """
 
     kind: ClassVar[str] = "cwe"
@@ -37,7 +37,7 @@ class CommonWords(RulerTask):
         all_words()
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """A list as long as fits."""
+        """A list of the maximum length that fits."""
         short = self.length < 4096
         common_times = (6 if short else 30) if self.common_times is None else self.common_times
         uncommon_times = (1 if short else 3) if self.uncommon_times is None else self.uncommon_times
@@ -70,11 +70,11 @@ class CommonWords(RulerTask):
 
 @dataclasses.dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """Random words whose counts follow a power law. The answer is the three most frequent after "...".
+    """Random words whose counts fall as a power of their rank. The answer is ranks 2 to 4; rank 1 is "...".
 
     Attributes:
         alpha: the exponent, above 1.
-        letters: number of letters of a coded word.
+        letters: letters of a coded word.
     """
 
     kind: ClassVar[str] = "fwe"
@@ -84,12 +84,10 @@ class FrequentWords(RulerTask):
 
     def __post_init__(self) -> None:
         if self.alpha <= 1:
-            raise ValueError(
-                f"alpha={self.alpha} is too small, because the counts have no finite sum. Give more than 1."
-            )
+            raise ValueError(f"alpha={self.alpha}; give more than 1, or the counts have no finite sum")
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """The word of rank k among n words occurs ⌊n k^-alpha / zeta(alpha)⌋ times."""
+        """Of n words, rank k appears ⌊n k^-alpha / zeta(alpha)⌋ times."""
         rng = random.Random(seed)
         vocabulary = ["...", *distinct(self._word, rng, max(self.length // 50, 3))]
         order, total = rng.getrandbits(64), zeta(self.alpha)
@@ -108,7 +106,7 @@ class FrequentWords(RulerTask):
                 prefix=" Answer: According to the coded text above, the three most frequently appeared words are:",
             )
 
-        # With fewer words, the fourth rank would not occur at all.
+        # With fewer words, rank 4 would not appear at all.
         return largest(build, form, self.length, min_units=math.ceil(total * 4**self.alpha))
 
     def _word(self, rng: random.Random) -> str:
@@ -116,6 +114,6 @@ class FrequentWords(RulerTask):
 
 
 def zeta(s: float) -> float:
-    """Riemann's zeta function for s > 1: the first terms, and the Euler-Maclaurin estimate of the rest."""
+    """Riemann's zeta function for s > 1: its first terms, and the Euler-Maclaurin estimate of the rest."""
     n = 1000
     return sum(k**-s for k in range(1, n)) + n ** (1 - s) / (s - 1) + n**-s / 2 + s * n ** (-s - 1) / 12

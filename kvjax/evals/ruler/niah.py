@@ -1,4 +1,4 @@
-"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1, Table 2): keys with values, hidden in a haystack."""
+"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1 and Table 2): keys with values, hidden in noise, text or other needles."""
 
 import dataclasses
 import random
@@ -23,7 +23,7 @@ _QUESTION = "What {are} the special magic {what} for {keys} mentioned in the pro
 _PREFIX = " The special magic {what} for {keys} mentioned in the provided text {are}"
 _NEEDLE = "One of the special magic {what} for {key} is: {value}."
 _DEPTHS = 40
-"""Number of possible depths of needles, evenly spaced over a text."""
+"""Number of depths for needles, evenly spaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Setting:
     """One of the eight tasks.
 
     Attributes:
-        hay: noise (one repeated line), a text, or needles that no question asks for.
-        key, value: kinds of keys and values.
-        keys, values, queries: number of hidden keys, of values per key, and of keys in the question.
+        hay: noise (one line, repeated), a text, or distracting needles.
+        key, value: types of keys and values.
+        keys, values, queries: number of keys hidden, of values per key, and of keys in the question.
     """
 
     hay: Hay
@@ -73,8 +73,8 @@ class Niah(RulerTask):
 
     Attributes:
         task: its name, a key of `SETTINGS`.
-        text: haystack of the tasks that hide needles in a text (Paul Graham's essays in the paper), from its beginning,
-            and repeated if it is too short.
+        text: haystack of the tasks that hide needles in a text (Paul Graham's essays in the paper). It is repeated if it is too
+            short.
     """
 
     task: str = "niah_single_1"
@@ -82,12 +82,12 @@ class Niah(RulerTask):
 
     def __post_init__(self) -> None:
         if self.task not in SETTINGS:
-            raise ValueError(f"task={self.task!r} is unknown. Give one of {', '.join(SETTINGS)}.")
+            raise ValueError(f"task={self.task!r}; give one of {', '.join(SETTINGS)}")
         if SETTINGS[self.task].hay == "text" and self.text is None:
-            raise ValueError(f"{self.task} needs a text to hide needles in. Give one as text (--text FILE).")
+            raise ValueError(f"{self.task} hides its needles in a text; give one as text (--text FILE)")
 
     def check(self) -> None:
-        """Raise ImportError if keys or values are words, and the vocabulary is not installed."""
+        """Raise ImportError if keys or values are words and the vocabulary is not installed."""
         if "words" in (SETTINGS[self.task].key, SETTINGS[self.task].value):
             category("noun")
         if self.text is not None:
@@ -131,7 +131,7 @@ class Niah(RulerTask):
         return largest(build, form, self.length, min_units=1)
 
     def _hay(self, setting: Setting, count: int, seed: int) -> tuple[list[str], str]:
-        """Return `count` units of hay, and their separator."""
+        """`count` units of hay, and the separator between them."""
         if setting.hay == "text":
             assert self.text is not None
             return haystack.repeated(haystack.sentences(self.text), count), " "

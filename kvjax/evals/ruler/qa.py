@@ -1,4 +1,4 @@
-"""RULER's question answering (Hsieh et al. 2024, section 3.4): documents with the answer among distracting ones."""
+"""RULER's question answering (Hsieh et al. 2024, section 3.4): documents that answer a question among many that do not."""
 
 import dataclasses
 import random
@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, model_validator
 
-from kvjax import user_files
+from kvjax._util import user_files
+from kvjax._util.json_lines import FormError, Listed, validated
 from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import FormError, Listed, validated
 
 from .base import RulerTask
 from .scoring import match_part
@@ -19,7 +19,7 @@ _ASKED = "Answer the question based on the given documents. Only give me the ans
 
 
 class Question(NamedTuple):
-    """A question, its answers, the indices of the documents with the answer, and those of the same article."""
+    """A question, its answers, and indices of the documents that answer it and of those of the same article."""
 
     text: str
     answers: tuple[str, ...]
@@ -29,10 +29,10 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QuestionAnswering(RulerTask):
-    """Questions from a user's file. Distracting documents are drawn to fill the length, first from the same article.
+    """Questions from a file. Distracting documents, first from the same article, fill the length.
 
     Attributes:
-        file: `dev-v2.0.json` of SQuAD 2 or `hotpot_dev_distractor_v1.json` of HotpotQA, or files of the same form.
+        file: `dev-v2.0.json` of SQuAD 2 or `hotpot_dev_distractor_v1.json` of HotpotQA, or files in the same format.
     """
 
     kind: ClassVar[str] = "qa"
@@ -41,24 +41,18 @@ class QuestionAnswering(RulerTask):
 
     @property
     def name(self) -> str:
-        """qa_1 for a file of SQuAD's form, qa_2 for HotpotQA's."""
+        """qa_1 for a file in SQuAD's format, qa_2 for HotpotQA's."""
         return read(self.file)[0]
 
     def examples(self, form: Format) -> list[Example]:
-        """The file's first `samples` questions.
-
-        Raises:
-            ValueError: the file has too few questions, or a length is too short.
-        """
+        """The file's first `samples` questions."""
         questions = read(self.file)[1]
         if self.samples > len(questions):
-            raise ValueError(
-                f"samples={self.samples} is too large: {self.file} has {len(questions)} questions with an answer"
-            )
+            raise ValueError(f"samples={self.samples}; {self.file} has {len(questions)} questions that have an answer")
         return list(super().examples(form))
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """Question `index` of the file, with as many documents as fit."""
+        """Question `index` of the file, among as many documents as fit."""
         _, questions, documents = read(self.file)
         asked, rng = questions[index], random.Random(seed)
         related = [at for at in asked.group if at not in asked.documents]
@@ -83,25 +77,25 @@ class QuestionAnswering(RulerTask):
         return largest(build, form, self.length, min_units=len(asked.documents), max_units=len(ranked))
 
     def score(self, answer: str, example: Example) -> float:
-        """1 if the answer contains any reference answer, else 0."""
+        """1 if the answer contains any of the references, else 0."""
         return match_part(answer, example.answers)
 
 
 @cache
 def read(file: str) -> tuple[str, list[Question], list[str]]:
-    """Return RULER's task for a file, the questions that have an answer, and all documents.
+    """RULER's name of the task that a file is for, its questions that have an answer, and all its documents.
 
     Raises:
-        ValueError: no file is given, or it has neither form.
+        ValueError: no file is given, or its format is neither SQuAD's nor HotpotQA's.
     """
     if not file:
-        raise ValueError("RULER's QA tasks need a file of questions. Give SQuAD 2 or HotpotQA as JSON (--data FILE).")
+        raise ValueError("RULER's QA tasks need a file of questions: SQuAD 2 or HotpotQA as JSON (--data FILE)")
     content = user_files.read_bytes(file)
     try:
         kind: Any = _Squad if content.lstrip().startswith(b"{") else Listed[_Entry]
         found = validated(content, kind)
     except FormError as error:
-        raise ValueError(f"{file}: the form is neither SQuAD's nor HotpotQA's ({error})") from None
+        raise ValueError(f"{file}: neither of SQuAD's form nor of HotpotQA's ({error})") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return ("qa_1", *_squad(found)) if kind is _Squad else ("qa_2", *_hotpot(found))
@@ -119,7 +113,7 @@ class _Asked(BaseModel):
     @model_validator(mode="after")
     def _has_an_answer(self) -> Self:
         if not self.is_impossible and not self.answers:
-            raise ValueError("has no answer, but is_impossible is not set")
+            raise ValueError("has no answer, and does not say is_impossible")
         return self
 
 

@@ -1,21 +1,21 @@
-"""RULER's two scores (Hsieh et al. 2024, section 3): which references an answer contains, ignoring case."""
+"""RULER's two scores (Hsieh et al. 2024, section 3): how many of the references an answer contains, ignoring case."""
 
 import re
 from collections.abc import Sequence
 
 
 def cleaned(answer: str) -> str:
-    """Clean an answer as RULER does: control characters become line breaks, and outer white space is removed."""
+    """The answer as RULER compares it: control characters become line breaks, surrounding white space is removed."""
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip()
 
 
 def match_all(answer: str, references: Sequence[str]) -> float:
-    """Share of the references that the answer contains: for retrieval, tracing and aggregation."""
+    """Share of the references that the answer contains: retrieval, tracing and aggregation."""
     text = cleaned(answer).lower()
     return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def match_part(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer contains any of the references, else 0: for question answering."""
+    """1 if the answer contains any of the references, else 0: question answering."""
     text = cleaned(answer).lower()
     return float(any(reference.lower() in text for reference in references))

@@ -1,4 +1,4 @@
-"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): which variables a chain assigns one value."""
+"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): all variables that a chain of assignments gives the same value."""
 
 import dataclasses
 import itertools
@@ -24,11 +24,11 @@ _SHOWN_NOISE = 10
 
 @dataclasses.dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """Chains X1 = V, X2 = X1, … in noise, after a solved example. The answer is all variables of the first chain.
+    """Chains X1 = V, X2 = X1, … in noise, after one solved example. The answer is all variables of the first chain.
 
     Attributes:
-        chains: number of hidden chains.
-        hops: number of assignments after a chain's first.
+        chains: number of chains.
+        hops: assignments of a chain after its first.
     """
 
     kind: ClassVar[str] = "vt"
@@ -37,7 +37,7 @@ class VariableTracking(RulerTask):
     hops: int = 4
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """A solved example with three-letter variables, then a problem with five letters and as much noise as fits."""
+        """A solved example with variables of three letters, then the problem, with five letters, in as much noise as fits."""
         shown = self._problem(random.Random(seed), 3, _SHOWN_NOISE)
         solved = f"{shown.context}{shown.question}{shown.prefix}{' '.join(shown.answers)}\n\n"
 

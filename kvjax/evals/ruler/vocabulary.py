@@ -1,8 +1,8 @@
-"""RULER's vocabulary: the words of the `wonderwords` package."""
+"""The words that RULER draws: those of the `wonderwords` package."""
 
 from functools import cache
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 
 @cache
@@ -14,5 +14,5 @@ def category(name: str) -> tuple[str, ...]:
 
 @cache
 def all_words() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs, sorted."""
+    """Nouns, adjectives and verbs, sorted."""
     return tuple(sorted({word for name in ("noun", "adjective", "verb") for word in category(name)}))

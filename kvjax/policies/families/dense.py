@@ -1,4 +1,4 @@
-"""Layers that keep and read every token."""
+"""Layers that keep every token and read them all."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from ..base import Attention, CacheLayer, Carry, P
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayer(CacheLayer[P]):
-    """A layer whose cache has all tokens, in order."""
+    """A layer whose cache holds all tokens, one after the other."""
 
     @property
     def attention(self) -> Attention:

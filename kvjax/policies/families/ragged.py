@@ -1,4 +1,4 @@
-"""Heads of unequal sizes: one store per layer, in which each head has a segment of its size."""
+"""Heads of unequal sizes: one store per layer, in which each head has a segment as long as it needs."""
 
 import dataclasses
 from typing import Self, TypeVar
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
 from kvjax.pallas_kernels import partial_ragged_attention, ragged_attention
 
 from ..base import Carry
@@ -19,17 +19,17 @@ P = TypeVar("P", bound=PromptScorer)
 
 @flax.struct.dataclass
 class Ragged:
-    """One store for all heads of a layer, each with a segment of its size. B rows, K KV heads, S slots, H head dim.
+    """One store of all heads of a layer, each with a segment of its own size. B rows, K KV heads, S slots, H head dim.
 
-    A segment has the head's kept tokens, followed by room for new ones. The store has the layout of a single head.
+    A segment has the head's kept tokens and, after them, room for the new ones. The store is as that of a single head.
 
     Attributes:
         k, v: rotated keys, and values.
-        pos: original position of the token in a slot, -1 if free.
-        start: first slot of each head's segment.
-        next: slot of the head's next token. Its tokens are in slots `start` to `next` - 1.
+        pos: original position of the token in a slot, -1 where free.
+        start: where each head's segment begins.
+        next: the slot that the head's next token goes to; its tokens are in the slots from `start` up to it.
         seen: tokens that have passed through this cache, kept or not.
-        dealt: number of devices that shard keys and values by slots, as in `LayerCache`.
+        sharded: among how many devices keys and values are sharded by slots, as in `LayerCache`.
     """
 
     k: Float[Array, "B 1 _ H"]
@@ -38,27 +38,27 @@ class Ragged:
     start: Int[Array, "B K"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def live(self) -> Bool[Array, "B 1 S"]:
-        """Slots that contain a token."""
+        """Which slots hold something."""
         return self.pos >= 0
 
     @property
     def cache(self) -> Self:
-        """The store itself, for code that reads the `cache` of a state."""
+        """Itself, as of a `LayerCache`."""
         return self
 
     @property
     def slot_axes(self) -> tuple[int, int]:
-        """Slot axes of keys and values."""
+        """Along which axis keys and values have their slots."""
         return 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedLayer(PromptScorerLayer[P]):
-    """A layer of a `PromptScorer` whose heads keep unequal numbers of the prompt's tokens, `max_kept` on average."""
+    """One layer of a `PromptScorer` whose heads keep unequal numbers of a prompt's tokens, `max_kept` on average."""
 
     @property
     def shards_own_store(self) -> bool:
@@ -66,7 +66,7 @@ class RaggedLayer(PromptScorerLayer[P]):
 
     @property
     def capacity(self) -> int:
-        """Slots of the layer's store, for all heads together."""
+        """Slots of the layer's store: of all its heads together, which hold `max_kept` on average."""
         return cache.round_slots(self.spec.num_kv_heads * self.max_kept)
 
     def init(self, total: Int[Array, " B"] | None = None) -> Ragged:
@@ -82,13 +82,13 @@ class RaggedLayer(PromptScorerLayer[P]):
             seen=jnp.zeros((spec.batch,), jnp.int32),
         )
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Ragged, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Ragged, Carry]:
         keep, carry = self.chosen(prompt, carry)
         return _stored(self.spec, self.capacity, prompt, keep), carry
 
     def append(self, state: Ragged, token: Token) -> Ragged:
         rows = jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None]
-        at = rows, 0, state.next if state.dealt == 1 else cache.own_slot(state, state.next)
+        at = rows, 0, state.next if state.slot_shards == 1 else cache.local_slot(state, state.next)
         return dataclasses.replace(
             state,
             k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype), mode="drop"),
@@ -101,14 +101,14 @@ class RaggedLayer(PromptScorerLayer[P]):
     def attend(self, state: Ragged, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Ragged, Carry]:
         window, (k, v) = self.spec.window, (x[:, 0] for x in (state.k, state.v))
         visible = None if window is None else state.pos > token.position[:, None, None] - window
-        if state.dealt == 1:
+        if state.slot_shards == 1:
             seen = None if visible is None else visible[:, 0]
             segments = state.start, state.next
             return ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen), state, carry
-        seen = None if visible is None else cache.own(visible, state.dealt)[:, 0]
-        segments = map(cache.stripes(state.dealt).below, (state.start, state.next))
+        seen = None if visible is None else cache.local_part(visible, state.slot_shards)[:, 0]
+        segments = map(cache.stripes(state.slot_shards).below, (state.start, state.next))
         part = partial_ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen)
-        return cache.merged(*part, state.dealt), state, carry
+        return cache.merged(*part, state.slot_shards), state, carry
 
     def view(self, state: Ragged) -> LayerCache:
         k, v, positions = (x[:, 0] for x in (state.k, state.v, state.pos))
@@ -125,15 +125,15 @@ class RaggedLayer(PromptScorerLayer[P]):
         return LayerCache(segments(k), segments(v), pos, live.astype(jnp.float32), state.next - state.start, state.seen)
 
 
-def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T"]) -> Ragged:
-    """Return the kept tokens of a prompt in a store of `size` slots: head after head, each with room for new tokens."""
+def _stored(spec: LayerSpec, size: int, prompt: PromptKV, keep: Bool[Array, "B K T"]) -> Ragged:
+    """The kept tokens of a prompt in a store of `size` slots, head after head, with room for new tokens after each."""
     kept = jnp.sum(keep, axis=-1, dtype=jnp.int32)
-    before = jnp.cumsum(kept, axis=-1) - kept  # kept tokens of the previous heads
+    before = jnp.cumsum(kept, axis=-1) - kept  # tokens of the heads before, of those that are kept
     start = before + jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
     source, _ = cache.compact_indices(keep.reshape(spec.batch, -1), size)  # head · T + position, in order
 
     slots = jnp.arange(size, dtype=jnp.int32)
-    head = jnp.sum(slots >= start[..., None], axis=1, dtype=jnp.int32) - 1  # head of each slot's segment
+    head = jnp.sum(slots >= start[..., None], axis=1, dtype=jnp.int32) - 1  # whose segment a slot is in
     place = slots - jnp.take_along_axis(start, head, axis=1)
     live = place < jnp.take_along_axis(kept, head, axis=1)
     which = jnp.take_along_axis(before, head, axis=1) + place

@@ -1,7 +1,7 @@
-"""Compression in rounds: methods that apply a prompt's scores repeatedly while decoding.
+"""What methods share that compress by a prompt's scores again and again while decoding: rounds, and the queries they observe with.
 
-A cache grows by `every` tokens. A round then scores all its tokens as a prompt is scored, and cuts it to the budget.
-Scores need the last queries, which caches do not have. A ring buffer stores them.
+A cache grows by `every` tokens, and then a round scores all that it holds as a prompt is scored, and leaves the budget of it. The last
+queries, which scores need and no cache has, are kept in a ring.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock
 
 from ..base import CacheLayer, Carry, Reads, check_reads_blocks
 from .scoring import PromptScorerLayer
 
 REWRITTEN = 2**21
-"""Maximum size of a ring that is rewritten whole with every token: one kernel, where a scatter needs two."""
+"""Numbers of a ring that is written as a whole with every token: one kernel, where a scatter is two."""
 
 
 @flax.struct.dataclass
@@ -28,9 +28,9 @@ class ObservedCache:
 
     Attributes:
         cache: rotated keys, and values, in order of position from the first slot on.
-        queries: ring of the rotated queries of the last W tokens. The query of token p, counted from 0, is at p mod W.
-        rounded: tokens that each row had seen at its last round, 0 before the first.
-        total: tokens that each row will reach, for fractional budgets.
+        queries: rotated queries of the last W tokens; that of the p-th token, counted from 0, in place p mod W.
+        rounded: tokens that each row had seen at its last round; 0 before the first.
+        total: tokens that each row will reach, which a fractional budget is a fraction of.
     """
 
     cache: LayerCache
@@ -41,13 +41,13 @@ class ObservedCache:
 
 @dataclasses.dataclass(frozen=True)
 class RoundsLayer(CacheLayer[Any]):
-    """A layer that its scorer cuts to the budget once `every` tokens have come since the last round.
+    """One layer that leaves what its scorer keeps of it, once so many tokens have come since it did so last.
 
-    The prompt's tokens count, too. A prompt of `every` tokens or more is compressed at once, and all rows then have
-    their rounds at the same time. A head therefore has at most the budget plus `every` tokens.
+    The prompt's tokens count, too: one of `every` tokens or more is compressed at once, and then each row has its rounds at the same
+    time as the others. So a head holds at most the budget and `every` tokens.
 
     Attributes:
-        scorer: chooses what to keep. Its policy's `query_window` sets W.
+        scorer: chooses what is kept; of its `policy`, `query_window` queries are kept for it.
         every: tokens from round to round.
         keeps_prompt: whether the first round waits for `every` new tokens, however long the prompt is.
     """
@@ -58,7 +58,7 @@ class RoundsLayer(CacheLayer[Any]):
 
     @property
     def reads(self) -> Reads:
-        return "whole" if self.keeps_prompt else "blocks"  # the state does not tell a first block from new tokens
+        return "whole" if self.keeps_prompt else "blocks"  # else a first block and a new token would be the same
 
     @property
     def compress_reads_kv(self) -> bool:
@@ -74,14 +74,14 @@ class RoundsLayer(CacheLayer[Any]):
         queries = jnp.zeros((spec.batch, self._window, spec.num_heads, spec.head_dim), spec.dtype)
         return ObservedCache(empty, queries, jnp.zeros_like(empty.seen), spec.totals(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ObservedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ObservedCache, Carry]:
         lengths = prompt.lengths.astype(jnp.int32)
         due = jnp.ones_like(lengths, bool) if self.keeps_prompt else lengths >= self.every
         if self.keeps_prompt or prompt.size <= self._budget:
             kept = cache.from_prompt(self.spec, self.capacity, prompt)
         else:
             keep, carry = self.scorer.chosen(prompt, carry)
-            kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
+            kept, _ = cache.keep(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
         none = jnp.zeros((lengths.shape[0], self._window, *prompt.q_rotated.shape[2:]), self.spec.dtype)
         queries = self._latest(none, prompt.q_rotated, jnp.zeros_like(lengths), lengths)
         return ObservedCache(kept, queries, jnp.where(due, lengths, 0), prompt.total.astype(jnp.int32)), carry
@@ -109,7 +109,7 @@ class RoundsLayer(CacheLayer[Any]):
         out = cache.attend_block(self.spec, held, block)
         queries = self._latest(state.queries, block.q_rotated, state.cache.seen, held.seen)
         new = self._round(ObservedCache(held, queries, state.rounded, block.total))
-        return out, cache.in_rows(block.count > 0, new, state), carry
+        return out, cache.where_rows(block.count > 0, new, state), carry
 
     def compress(self, state: ObservedCache) -> ObservedCache:
         over = jnp.any(
@@ -126,7 +126,7 @@ class RoundsLayer(CacheLayer[Any]):
         return state.cache.seen - state.rounded >= self.every
 
     def _round(self, state: ObservedCache) -> ObservedCache:
-        """Cut the rows that are due, and return the state with as many slots as between two steps."""
+        """The state with what is kept in rows whose time it is, in the slots that a state has between two steps."""
         held, due = state.cache, self.is_due(state)
         place = held.seen[:, None] - self._window + jnp.arange(self._window, dtype=jnp.int32)
         queries = jnp.take_along_axis(state.queries, (place % max(self._window, 1))[..., None, None], axis=1)
@@ -138,26 +138,23 @@ class RoundsLayer(CacheLayer[Any]):
     def _latest(
         self, ring: Float[Array, "B W N H"], q: Float[Array, "B S N H"], start: Int[Array, " B"], stop: Int[Array, " B"]
     ) -> Float[Array, "B W N H"]:
-        """Return the ring with the queries of tokens `start` to `stop`, which are the first of `q`."""
+        """The ring with the queries of tokens `start` to `stop`, which are the first of `q`."""
         if not self._window:
             return ring
         last = stop[:, None] - 1
-        token = last - (last - jnp.arange(self._window, dtype=jnp.int32)) % self._window  # latest token of each place
+        token = last - (last - jnp.arange(self._window, dtype=jnp.int32)) % self._window  # the latest of each place
         ahead = (token - start[:, None])[..., None, None]
         given = jnp.take_along_axis(q, jnp.clip(ahead, 0, q.shape[1] - 1), axis=1)
         return jnp.where(ahead >= 0, given.astype(ring.dtype), ring)
 
     @property
     def _window(self) -> int:
-        """W, the number of queries in the ring."""
+        """W, queries that are kept."""
         return self.scorer.policy.query_window
 
     @property
     def _budget(self) -> int:
-        """Maximum number of tokens that a round leaves.
-
-        Budgets that depend on a prompt's length use the number of tokens read so far.
-        """
+        """The most that a round leaves; what a budget depends on a prompt's length for, is then all that has been read."""
         spec = self.spec
         whole = dataclasses.replace(spec, prompt_len=spec.max_tokens, new_tokens=0, block=max(spec.block, 1))
         return self.scorer.policy.max_budget(whole)

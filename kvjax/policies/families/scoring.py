@@ -1,7 +1,7 @@
-"""Methods that score tokens: compression of the prompt by a score, and evictions by a score while decoding.
+"""What methods that score tokens share: a prompt compressed once by a score, and evictions by score while decoding.
 
-A new scorer is a frozen dataclass with one function, `scores`. A `PromptScorer` compresses the prompt and keeps all new
-tokens. A `ScoreEviction` also stays within its budget while decoding.
+A new scorer is a frozen dataclass with one function, `scores`. As a `PromptScorer` it compresses the prompt and keeps all new
+tokens; as a `ScoreEviction` it stays within its budget while decoding, too.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
 from ..base import CacheLayer, Carry, Policy, Reads, State, When, read_as_prompt
@@ -28,13 +28,13 @@ E = TypeVar("E", bound="ScoreEviction")
 
 @dataclasses.dataclass(frozen=True)
 class PromptScorer(Policy):
-    """Keep each head's highest-scoring tokens of the prompt, and all new tokens.
+    """Keep the tokens of a prompt that score highest, each head its own, and all new ones.
 
-    A prompt within the budget is kept whole. Ties go to the earlier token.
+    A prompt within the budget is kept whole. Of equal scores the earlier token wins.
 
     Class attributes:
-        scores_whole_prompts: whether `scores` needs a whole prompt. Chunked prefill is then not supported.
-        keeps_highest: whether the policy keeps its highest scores, and `keep_mask` takes others (see `critical`).
+        scores_whole_prompts: whether `scores` needs a whole prompt, which then cannot be prefilled in blocks.
+        keeps_highest: whether that is so, and `keep_mask` may be asked what it keeps of other scores and budgets, see `critical`.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
@@ -48,33 +48,33 @@ class PromptScorer(Policy):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        """Return the score of each token of a prompt. Scores of padding are ignored."""
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
+        """How much each token of a prompt is worth keeping; what is said of the padding does not matter."""
         raise NotImplementedError
 
     @property
     def query_window(self) -> int | None:
-        """Number of last queries that `scores` needs besides the cached keys and values, 0 if it needs none.
+        """How many of the last queries `scores` looks at, if with the keys and values that are held it needs no more: 0 if it needs none.
 
-        None if it needs anything else, which is the default. `recompress` then does not support the policy.
+        None, which it is unless a policy says so, is for all other ways; see `recompress`.
         """
         return None
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
-        """Number of first and last tokens that are kept whatever their score, for a budget or an array of budgets."""
+        """How many tokens at the beginning and at the end are kept whatever their score, by a budget or an array of them."""
         return budget * 0, budget * 0
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Budget of each row in this layer, for prompts of `lengths` tokens in sequences of `total` tokens."""
+        """Budget of each row in this layer, for prompts of these lengths and so many tokens in all."""
         return budget_rows(self.budget, total, self.least_slots)
 
     def max_budget(self, spec: LayerSpec) -> int:
-        """Maximum budget of a row in this layer."""
+        """The largest budget that a row can have in this layer."""
         return budget_tokens(self.budget, spec.max_tokens, self.least_slots)
 
     @property
     def least_slots(self) -> int:
-        """Slots that the policy needs at any sequence length. A fraction of a short sequence gives this many."""
+        """Slots that it needs whatever a sequence's length; a fraction of a short one gives as many."""
         return max(sum(self.always_kept(0)), 1)
 
     def keep_mask(
@@ -84,13 +84,10 @@ class PromptScorer(Policy):
         budget: Int[Array, " B"],
         pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        """Which tokens are kept: both ends, and the highest scores between them.
+        """Which tokens are kept: both ends, and what scores highest between them.
 
         Args:
-            scores: score of each token.
-            lengths: tokens in each row.
-            budget: slots of each row.
-            pos: position of each token, unless this is a whole prompt (see `Prompt`).
+            pos: of what stands in each place, if it is no whole prompt, see `PromptKV`.
         """
         live, ends = self.ends(scores.shape[-1], lengths, budget, pos)
         whole = jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.int32) <= budget[:, None, None]
@@ -101,7 +98,7 @@ class PromptScorer(Policy):
     def ends(
         self, size: int, lengths: Int[Array, " B"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"] | None = None
     ) -> tuple[Bool[Array, "B #K T"], Bool[Array, "B #K T"]]:
-        """Which of `size` places contain a token, and which are among the always kept first and last tokens."""
+        """Which of `size` places hold a token, and which are among the first and the last ones that are always kept."""
         first, last = (end[:, None, None] for end in self.always_kept(budget))
         place, stop = jnp.arange(size, dtype=jnp.int32), lengths[:, None, None]
         pos = jnp.where(place < stop, place, -1) if pos is None else pos
@@ -109,7 +106,7 @@ class PromptScorer(Policy):
 
     def validate(self, tokens: int) -> None:
         first, last = self.always_kept(0)
-        needs = f"but {first} first and {last} last tokens are always kept, at least one in all. Raise budget, or keep fewer of them."
+        needs = f"but {first} first and {last} last tokens are always kept, at least one in all; raise budget, or keep fewer of them"
         check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -128,19 +125,19 @@ class PromptScorerLayer(CacheLayer[P]):
     def max_kept(self) -> int:
         return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         keep, carry = self.chosen(prompt, carry)
-        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
+        return cache.keep(self.spec, self.capacity, prompt, keep)[0], carry
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
         return read_as_prompt(self, state, block, carry)
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
-        """Return which tokens of a prompt are kept, and the carry."""
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+        """Which of a prompt's tokens are kept."""
         return self.best(prompt, self.policy.scores(self.spec, prompt))[0], carry
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
-        """Return which tokens of a prompt are kept by these scores, and the budget of each row."""
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+        """Which of a prompt's tokens are kept by their scores, and each row's budget."""
         shape = (self.spec.batch, self.spec.num_kv_heads, prompt.size)
         expect_shape(self.policy, "scores", scores, "B K T", shape)
         budget = self.policy.row_budgets(self.spec, prompt.seen, prompt.total)
@@ -150,8 +147,8 @@ class PromptScorerLayer(CacheLayer[P]):
         return keep, budget
 
     @staticmethod
-    def _places(prompt: Prompt) -> list[Any]:
-        """Positions, if they are not those of a whole prompt. A user's `keep_mask` may have no parameter for them."""
+    def _places(prompt: PromptKV) -> list[Any]:
+        """Positions where they are not those of a whole prompt, which a policy's own `keep_mask` may take for granted."""
         return [] if prompt.places is None else [prompt.places]
 
 
@@ -161,7 +158,7 @@ class ScoredCache:
 
     Attributes:
         cache: rotated keys, and values.
-        score: score of each slot, arbitrary in free slots.
+        score: what each slot is worth; of free ones it does not matter.
         budget: slots of each row.
     """
 
@@ -172,24 +169,24 @@ class ScoredCache:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreEviction(PromptScorer):
-    """Keep the highest-scoring tokens of the prompt. While decoding, each new token evicts the lowest-scoring one.
+    """Keep the tokens that score highest: the prompt's, and while decoding, where each new token pushes out the lowest.
 
-    Ties evict the latest token, as in the prompt. A policy with a field `every` evicts in rounds. A head grows to
-    budget + `every` - 1 tokens, and the next token cuts it to the budget.
+    Of equal scores the latest token goes, as in the prompt. A policy with a field `every` evicts in rounds: a head grows to budget + `every`
+    tokens less one, and the next token cuts it to the budget.
 
     Class attributes:
-        scores_alone: whether a token's score depends on the token and its position alone and never changes. `scores` of
-            a prompt and `initial_score` then agree, `update_score` changes nothing, and `thresholded` is supported.
+        scores_alone: whether a token's score follows from the token and its position alone, and stays: `scores` of a prompt and
+            `initial_score` agree, and `update_score` changes nothing. Then a threshold means something, see `thresholded`.
 
     Attributes:
-        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
     """
 
     scores_alone: ClassVar[bool] = False
 
     @property
     def round_size(self) -> int:
-        """Tokens by which a head exceeds its budget before it is cut: the policy's `every`, or 1 without that field."""
+        """Tokens by which a head exceeds its budget before it is cut to the budget: the policy's `every`, 1 without such a field."""
         return getattr(self, "every", 1)
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
@@ -202,22 +199,16 @@ class ScoreEviction(PromptScorer):
         """Scores after the newest token's query.
 
         Args:
-            spec: the layer's static shapes and model facts.
             score: scores before. The newest token has its `initial_score`.
             probs: attention probabilities of the query, averaged over the query heads of each KV head.
             held: keys, values and positions of the slots, and the number of tokens seen.
         """
         return score
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Scores after a block of chunked prefill: kept tokens keep theirs, and the block is scored as in a prompt.
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt.
 
-        A policy with `update_score` overrides this function, too. Without it, blocks are prefilled token by token.
-
-        Args:
-            spec: the layer's static shapes and model facts.
-            prompt: kept tokens, followed by the block.
-            score: scores before, 0 for the block's tokens.
+        A policy that has `update_score` overrides this, too, or blocks are read token by token.
         """
         fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
         return jnp.where(fresh, self.scores(spec, prompt), score)
@@ -236,21 +227,21 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
 
     @property
     def reads(self) -> Reads:
-        """By "tokens" if the policy has `update_score` without `block_scores`."""
+        """Token by token where the policy's scores follow queries, and it does not say how they follow those of a block."""
         cls = type(self.policy)
         follows = cls.update_score is not ScoreEviction.update_score
         return "tokens" if follows and cls.block_scores is ScoreEviction.block_scores else super().reads
 
     @property
     def compress_reads_kv(self) -> bool:
-        """Whether evictions come in rounds, which move the kept tokens to the first slots."""
+        """A round moves what it leaves to the first slots."""
         return self.policy.round_size > 1
 
     @property
     def max_kept(self) -> int:
         return self.policy.max_budget(self.spec) + self.policy.round_size - 1
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         keep, budget = super().best(prompt, scores)
         if self.policy.round_size > 1:
             count = jnp.sum(prompt.live, axis=-1, dtype=jnp.int32)
@@ -262,7 +253,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         budget = self.policy.row_budgets(self.spec, empty.seen, self.spec.totals(total))
         return ScoredCache(empty, jnp.zeros_like(empty.weight), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ScoredCache, Carry]:
         return self._scored(prompt, self.policy.scores(self.spec, prompt)), carry
 
     def read_block(
@@ -270,15 +261,15 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
         if self.reads == "tokens":
             return CacheLayer.read_block(self, state, block, carry)
-        prompt = cache.kept_and_block(state.cache, block)
+        prompt = cache.as_prompt_with_block(state.cache, block)
         score = cache.with_places(state.cache, state.score, block)
         new = self._scored(prompt, self.policy.block_scores(self.spec, prompt, score))
-        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+        return cache.attend_prompt(self.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
-    def _scored(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> ScoredCache:
-        """Return the state with the tokens of a prompt that are kept by these scores."""
+    def _scored(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> ScoredCache:
+        """What is kept of a prompt with these scores."""
         keep, budget = self.best(prompt, scores)
-        kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep)
+        kept, index = cache.keep(self.spec, self.capacity, prompt, keep)
         return ScoredCache(kept, jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0), budget)
 
     def append(self, state: ScoredCache, token: Token) -> ScoredCache:
@@ -310,7 +301,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         return dataclasses.replace(state, cache=cache.evict(kept, lowest(state, candidates), over))
 
     def _cut(self, state: ScoredCache, due: Bool[Array, " B"]) -> ScoredCache:
-        """Return the state, cut to the budget's highest scores in the rows that are due."""
+        """The state with the budget's best tokens in the rows that are due."""
         held = state.cache
         first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
         ends = held.live & ((held.pos < first) | (held.pos >= held.seen[:, None, None] - last))
@@ -322,27 +313,22 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
 
 
 def lowest(state: ScoredCache, candidates: Bool[Array, "B K C"]) -> Int[Array, "B K"]:
-    """Return the candidate slot with the lowest score. Ties go to the latest token."""
+    """The slot among these whose score is lowest; of equal ones the latest token's."""
     least = jnp.min(jnp.where(candidates, state.score, jnp.inf), axis=-1, keepdims=True)
     equal = candidates & ~exceeds(state.score, least)
     return jnp.argmax(jnp.where(equal, state.cache.pos, -1), axis=-1).astype(jnp.int32)
 
 
 def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"]) -> Float[Array, "B K T"]:
-    """Average or maximum over `width` neighbouring tokens. Beyond the ends are zeros, which count in the average."""
+    """Average or maximum over `width` neighbouring tokens; beyond the ends there are zeros, which count in the average."""
     window, zero = ((1, 1, width), (1, 1, 1), "SAME"), np.zeros((), scores.dtype)
     if kind == "avg":
         return jax.lax.reduce_window(scores, zero, jax.lax.add, *window) / width
     return jax.lax.reduce_window(scores, zero, jax.lax.max, *window)
 
 
-def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
-    """Attention that each token of a prompt gets from all queries: summed over queries, averaged over each query group.
-
-    Args:
-        prompt: the prompt. With kept tokens and a block, the queries are the block's.
-        spec: the layer's static shapes and model facts.
-    """
+def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
+    """The attention that each token of a prompt gets from all queries, summed over queries and averaged over each query group."""
     return attention_mass(
         prompt.q_rotated,
         prompt.k_rotated,
@@ -353,13 +339,11 @@ def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
     )
 
 
-def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
-    """Mean attention that each token of a prompt gets from its last `window` queries.
+def last_queries(prompt: PromptKV, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
+    """The attention that each token of a prompt gets from its last `window` queries on average.
 
     Args:
-        prompt: the prompt.
         window: number of queries.
-        spec: the layer's static shapes and model facts.
         options: as for `kvjax.pallas_kernels.window_scores`.
     """
     return window_scores(

@@ -1,7 +1,7 @@
-"""Surrogates: scorers with small networks that predict token scores, trained for one model.
+"""Small networks that predict what a prompt's tokens are worth, trained for one model: their weights, and the scorers that use them.
 
-The networks read the normed hidden states that a layer's attention reads. They need no queries, keys or values. The
-methods' authors publish the weights as files.
+They read what a layer's attention reads, the normed hidden states, and neither queries, keys nor values. Weights are files that the
+methods' authors publish.
 """
 
 import dataclasses
@@ -16,27 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import user_files
-from kvjax.cache import LayerSpec, Prompt
-from kvjax.models.config import ModelConfig
+from kvjax._util import user_files
+from kvjax.cache import LayerSpec, PromptKV
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
+from ..attention_context import AttentionContext
 from ..base import CacheLayer, Carry, Policy
 from ..fields import check_fields
 from ..info import PolicyError
-from ..surroundings import Surroundings
 from .dense import DenseLayer
 from .ragged import RaggedLayer
 from .scoring import PromptScorer, PromptScorerLayer
 
 Weights = Mapping[str, np.ndarray]
-"""Arrays of one layer's network, by their names in the file."""
+"""Arrays of one layer's network by their names in the file."""
 
 WITHIN = "model.safetensors"
-"""The file that is read from a folder."""
+"""The file that is read of a folder."""
 
 MOST_BYTES = 1 << 30
-"""Maximum size of a file of weights, above all published ones (models of up to 70 billion parameters)."""
+"""Of a file of weights: more than those that are published for models of 70 billion parameters."""
 
 _PIECE = 1 << 20
 """Numbers that are checked at a time."""
@@ -44,11 +44,11 @@ _PIECE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Surrogate:
-    """Weights of one network per layer. Hashable and compared by value, so that it can be a hyperparameter.
+    """Weights of a network per layer. Equal if all numbers are; hashable, so that it can be a policy's hyperparameter.
 
     Attributes:
-        layers: the arrays of each layer, by name.
-        digest: hash of all arrays.
+        layers: of each layer the arrays by name.
+        digest: hash of all of them.
     """
 
     layers: tuple[Weights, ...] = dataclasses.field(repr=False)
@@ -56,11 +56,11 @@ class Surrogate:
 
     @classmethod
     def of(cls, layers: Sequence[Weights]) -> Self:
-        """Make a surrogate from arrays.
+        """That of some arrays.
 
         Raises:
-            ValueError: there is no layer, layers have arrays of different names, or an array is a scalar or has numbers
-                that are not finite.
+            ValueError: there is no layer, a layer's arrays have other names than another's, or one has numbers that are not finite, or a
+                single number.
         """
         if not layers:
             raise ValueError("no layers")
@@ -68,7 +68,7 @@ class Surrogate:
         for i, layer in enumerate(layers):
             if layer.keys() != layers[0].keys():
                 raise ValueError(
-                    f"layer {i} has {', '.join(sorted(layer))}, but layer 0 has {', '.join(sorted(layers[0]))}"
+                    f"layer {i} has {', '.join(sorted(layer))}, but layer 0 {', '.join(sorted(layers[0]))}"
                 )
             for name, array in sorted(layer.items()):
                 if not array.ndim:
@@ -87,29 +87,23 @@ class Surrogate:
         return hash(self.digest)
 
     def require(self, name: str, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `PolicyError` unless there is a network of these shapes for each layer of the model."""
+        """Raise `PolicyError` unless there is a network for each of a model's layers, of these shapes."""
         if len(self.layers) != config.num_layers:
-            raise PolicyError(
-                f"{name}: the weights have {len(self.layers)} layers, but this model has {config.num_layers}. Give weights trained for it."
-            )
+            raise PolicyError(f"{name}: weights for {len(self.layers)} layers, but this model has {config.num_layers}")
         for i, layer in enumerate(self.layers):
             found = {array: tuple(layer[array].shape) for array in layer}
             if found != dict(shapes):
                 raise PolicyError(
-                    f"{name}: layer {i} has weights {found}, but this model needs {dict(shapes)}. Give weights trained for it."
+                    f"{name}: layer {i} has weights {found}, but for this model they are {dict(shapes)}; give those that were trained for it"
                 )
 
 
 def load(path: str, read: Callable[[Path], Sequence[Weights]]) -> Surrogate:
-    """Load weights from a file, or from `WITHIN` of a folder. An unchanged file is read once.
-
-    Args:
-        path: file or folder.
-        read: parses the file's layout.
+    """Weights from a file, or from `WITHIN` of a folder, which `read` knows the layout of. A file that has not changed is read once.
 
     Raises:
-        PolicyError: the file has another layout, or more than `MOST_BYTES`.
-        OSError: the file does not exist, is not a regular file, or cannot be read.
+        PolicyError: they are not in that layout, or have more than `MOST_BYTES`.
+        OSError: there is no such file, it is not a regular one, or it cannot be read.
     """
     file = user_files.expanded(path)
     if (file / WITHIN).exists():
@@ -135,15 +129,15 @@ class SurrogateScorer(PromptScorer):
     """Base of methods that score a prompt's tokens by a network.
 
     Class attributes:
-        source: where weights are published, for errors.
-        reads: possible names of the matrix that multiplies the attention inputs.
+        source: where published weights are, for errors.
+        reads: names that the matrix may have that reads what attention reads.
 
     Attributes:
-        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
-            prompt within it is kept whole.
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
         weights: a `Surrogate`, or the path of published weights.
         scope: whether the heads of a "layer" share their budgets, or each "head" has its own.
-        sinks: first tokens, always kept.
+        sinks: first tokens, which are kept.
     """
 
     keeps_highest: ClassVar[bool] = False
@@ -158,33 +152,33 @@ class SurrogateScorer(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0)
         if not isinstance(self.weights, Surrogate | str | None):
-            raise PolicyError(f"{self.info.name}: weights={self.weights!r} is not valid. Give a Surrogate or a path.")
+            raise PolicyError(f"{self.info.name}: weights={self.weights!r}; give a Surrogate, or the path of a file")
 
     @staticmethod
     def read(path: Path) -> Sequence[Weights]:
-        """Read a file's arrays, by layer and name.
+        """A file's arrays, by layer and name.
 
         Raises:
-            ValueError: the file does not have the published layout.
+            ValueError: it is not in the published layout.
         """
         raise NotImplementedError
 
     def shapes(self, config: ModelConfig, found: Surrogate) -> Mapping[str, tuple[int, ...]]:
-        """Shapes that a layer's arrays must have for a model. Sizes that it leaves open are taken from `found`."""
+        """What shapes a layer's arrays have in weights for a model; sizes that the model does not settle are those found."""
         raise NotImplementedError
 
     def predicted(
         self, weights: Mapping[str, Array], x: Float[Array, "B T D"], heads: Int[Array, " K"]
     ) -> Float[Array, "B K T"]:
-        """Predicted scores of tokens for some of a layer's KV heads, from the attention inputs `x`, in float32."""
+        """What tokens are worth to some of a layer's KV heads, by what attention reads, in float32."""
         raise NotImplementedError
 
     def recent(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Number of last tokens that are kept of prompts of these lengths, as far as the budget allows."""
+        """How many last tokens are kept of prompts of these lengths, as far as the budget goes."""
         return jnp.zeros_like(lengths)
 
     def bind(self, config: ModelConfig) -> Policy:
-        """Return the policy with its weights loaded."""
+        """The policy with the weights themselves."""
         found = load(self.weights, self.read) if isinstance(self.weights, str) else self.weights
         if found is None:
             raise missing_weights(self)
@@ -222,48 +216,48 @@ class SurrogateScorer(PromptScorer):
             best = top_k(flat, (budget - first - last) * scores.shape[1]).reshape(scores.shape)
         return best & (rivals > -jnp.inf) | ends | live & whole
 
-    def chosen(self, layer: PromptScorerLayer[Any], prompt: Prompt, carry: Carry) -> Bool[Array, "B K T"]:
-        """Which tokens of a prompt one of the policy's layers keeps."""
+    def chosen(self, layer: PromptScorerLayer[Any], prompt: PromptKV, carry: Carry) -> Bool[Array, "B K T"]:
+        """Which of a prompt's tokens one of its layers keeps."""
         spec = layer.spec
         assert isinstance(self.weights, Surrogate)
-        x = jax.lax.stop_gradient(Surroundings.of(carry, spec).inputs()).astype(jnp.float32)
+        x = jax.lax.stop_gradient(AttentionContext.of(carry, spec).inputs()).astype(jnp.float32)
         weights = self.weights.layers[spec.layer]
         width = next(weights[name].shape[1] for name in self.reads if name in weights)
-        x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model, all inputs are equal
+        x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model all inputs are alike
         x = jnp.where(prompt.live[:, 0, :, None], x, 0.0)
         heads = spec.head_ids if spec.kv_heads is None else jnp.asarray(spec.kv_heads)
-        # The barrier keeps XLA from constant folding with the weights while it compiles.
+        # Behind a barrier, or XLA would compute with such constants as it compiles.
         own = {name: jax.lax.optimization_barrier(jnp.asarray(array)) for name, array in weights.items()}
         own = {name: array.astype(jnp.float32) for name, array in own.items()}
         return layer.best(prompt, self.predicted(own, x, heads))[0]
 
 
 def missing_weights(policy: Any) -> PolicyError:
-    """Return the error of a policy without weights."""
+    """The error of a policy that has no weights."""
     return PolicyError(
-        f"{policy.info.name}: no weights are given, and none come with kvjax. Give those of {policy.source} as weights=PATH."
+        f"{policy.info.name}: no weights are given, and none come with kvjax; give those of {policy.source} as weights=PATH"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
-    """One layer of a `SurrogateScorer` whose heads all keep equally many tokens."""
+    """One layer of a `SurrogateScorer`, each of whose heads keeps as much."""
 
     @property
-    def surroundings(self) -> bool:
+    def needs_context(self) -> bool:
         return True
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedSurrogateLayer(RaggedLayer[SurrogateScorer]):
-    """One layer of a `SurrogateScorer` whose heads share a store."""
+    """One layer of a `SurrogateScorer`, whose heads share a store."""
 
     @property
-    def surroundings(self) -> bool:
+    def needs_context(self) -> bool:
         return True
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry

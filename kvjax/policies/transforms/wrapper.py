@@ -1,10 +1,10 @@
-"""Policies around another one, which change where or how its cache is stored or when it compresses."""
+"""Policies around another one, whose cache they keep in another place or form."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import Policy, changed_fields
 from ..info import PolicyInfo
@@ -12,13 +12,13 @@ from ..info import PolicyInfo
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Policy):
-    """Base of wrappers. It has the info and the budget of the policy within. A combination is wrapped part by part.
+    """Base of wrappers, which have the info and the budget of the policy within. A combination is wrapped part by part.
 
     Class attributes:
-        transform: name of the transform, with which the wrapper's name begins.
+        transform: what is done to the policy; the wrapper's name begins with it.
 
     Attributes:
-        policy: the wrapped policy.
+        policy: what is wrapped.
     """
 
     transform: ClassVar[str] = ""
@@ -43,7 +43,7 @@ class Wrapper(Policy):
         return f"{self.transform}({'; '.join([str(self.policy), *settings])})"
 
     def bind(self, config: ModelConfig) -> Policy:
-        """Wrap every part of the bound policy separately, unless it is wrapped already."""
+        """Every part of the policy wrapped by itself, but for those that are already."""
 
         def around(policy: Policy) -> Policy:
             done = policy.info.transform == self.transform

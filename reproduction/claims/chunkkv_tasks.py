@@ -1,0 +1,77 @@
+"""ChunkKV (Liu et al. 2025), Tables 5, 6 and 14: GSM8K, and LongBench's Chinese tasks."""
+
+from functools import partial
+
+from . import chunkkv_methods, papers_tasks
+from .bench import Bench, scored
+from .chunkkv_methods import chunks, reusing
+from .claim import Claim, Measured
+
+TITLE = "ChunkKV: GSM8K and Chinese tasks"
+
+ABOUT = """\
+Problems of GSM8K after eight solved examples, and LongBench's Chinese tasks at hand, with a tenth of the prompt kept,
+question in sight."""
+
+GSM, CHINESE = "GSM8K, 10 %", "Chinese tasks, 10 %"
+UNSEEN = "the table itself was not at hand"
+
+gsm8k = partial(Claim, own="GSM8K", measure="GSM8K accuracy", at=GSM)
+longbench = partial(Claim, own="LongBench", measure="LongBench score", at=CHINESE)
+
+CLAIMS = (
+    gsm8k(
+        "It solves more problems than SnapKV, H2O and StreamingLLM",
+        "section 4.1",
+        f"better than all three (LLaMA-3-8B-Instruct and others; {UNSEEN})",
+        method="chunkkv",
+        others=("snapkv", "h2o", "streaming_llm"),
+    ),
+    gsm8k(
+        "One choice for two layers costs nothing",
+        "Table 14, section 4.3",
+        f"no loss on GSM8K ({UNSEEN}); the margin is this page's",
+        method=reusing(2),
+        others=("chunkkv",),
+        margin=-0.02,
+    ),
+    longbench(
+        "It is better than SnapKV and H2O in Chinese",
+        "appendix B",
+        f"better than both (Qwen2-7B-Instruct; {UNSEEN})",
+        method="chunkkv",
+        others=("snapkv", "h2o"),
+    ),
+    *(
+        longbench(
+            f"Chunks of {size} do about as well as chunks of 10",
+            "Tables 10 and 19, section 4.4",
+            f"stable from 5 to 20 ({UNSEEN}); the margin is this page's",
+            method=chunks(size),
+            others=("chunkkv",),
+            margin=-0.02,
+        )
+        for size in (5, 20)
+    ),
+)
+
+
+def measure(bench: Bench) -> Measured:
+    """GSM8K and the Chinese tasks, with budgets in tokens: a tenth of their prompts."""
+    gsm, chinese = papers_tasks.gsm8k(bench), papers_tasks.longbench(bench, papers_tasks.LONGBENCH[:2])
+    window = 32
+    few = chunkkv_methods.variants(128, window) | chunkkv_methods.others(128, window)
+    some = chunkkv_methods.variants(768, window) | chunkkv_methods.others(768, window)
+    names = ("chunkkv", "snapkv", "h2o", "streaming_llm")
+    if bench.small:
+        names = names[:2]
+    reused = {name: few[name] for name in (*names, reusing(2))}
+    sized = {name: some[name] for name in (*names, chunks(5), chunks(20))}
+    settings = {"slots": "128 and 768", "window": window}
+    return Measured(
+        settings,
+        [
+            *scored(bench, reused, gsm, "GSM8K accuracy", GSM, batch=16),
+            *scored(bench, sized, chinese, "LongBench score", CHINESE),
+        ],
+    )

@@ -1,0 +1,119 @@
+"""ClusterKV (Liu et al. 2024), Figure 11: whether what a query selects are the tokens that it would attend to most."""
+
+import dataclasses
+import itertools
+from functools import partial
+
+import numpy as np
+
+from kvjax.analysis.recall import recall_rate, replay
+from kvjax.analysis.recording import Recorded, record
+from kvjax.policies import ClusterKV, InfiniGen, Quest
+
+from .bench import Bench
+from .claim import Claim, Measured, Row
+
+TITLE = "ClusterKV: recall of important tokens"
+
+ABOUT = """\
+Of the tokens that a query selects, the share that is among as many tokens with the largest attention weights,
+averaged over query heads, steps and some layers. Queries are those of the plain model reading books, so all methods
+are asked the same. InfiniGen is given the layer's own queries instead of looking ahead from the layer before, and
+selects as many tokens as the others, so its numbers here are an upper bound; its directions are those of the
+prompt's queries. It selects for each KV head, the others for each query head."""
+
+BUDGETS = (256, 512, 1024, 2048)
+PER_CLUSTER = (320, 160, 80, 40)
+"""Tokens to a cluster: L / C0, where L / 80 is the paper's choice."""
+
+SWEPT = 1024
+"""The budget at which numbers of clusters are compared."""
+
+SETTING = "one text of NarrativeQA, 32k tokens"
+
+
+def sized(tokens: int) -> str:
+    """What rows call ClusterKV with clusters of so many tokens."""
+    return "clusterkv" if tokens == 80 else f"clusterkv, C0 = L/{tokens}"
+
+
+claim = partial(Claim, own="recall", measure="recall of important tokens")
+
+CLAIMS = (
+    *(
+        claim(
+            f"At a budget of {budget} it recalls more than Quest and InfiniGen",
+            "Figure 11a",
+            f"a figure: higher at all budgets ({SETTING})",
+            method="clusterkv",
+            others=("quest", "infinigen"),
+            at=f"budget {budget}",
+            bounds=("infinigen",),
+        )
+        for budget in BUDGETS
+    ),
+    *(
+        claim(
+            f"At a budget of {budget} cosine similarity clusters better than L2 distance and inner product",
+            "Figure 11b",
+            f"a figure: cosine above both ({SETTING})",
+            method="clusterkv",
+            others=("clusterkv, L2", "clusterkv, inner product"),
+            at=f"budget {budget}",
+        )
+        for budget in BUDGETS
+    ),
+    *(
+        claim(
+            f"C0 = L/{more} recalls more than L/{fewer}",
+            "section V-B",
+            f"recall improves with C0, less so above L/80 ({SETTING})",
+            method=sized(more),
+            others=(sized(fewer),),
+            at=f"budget {SWEPT}",
+        )
+        for fewer, more in itertools.pairwise(PER_CLUSTER)
+    ),
+)
+
+
+def measure(bench: Bench) -> Measured:
+    """One book at a time is recorded, and replayed to every method at every budget."""
+    prompt, steps, books, budgets = (352, 8, 2, (48, 96)) if bench.small else (8160, 32, 6, BUDGETS)
+    methods = {
+        "clusterkv": ClusterKV(),
+        "clusterkv, L2": ClusterKV(distance="l2"),
+        "clusterkv, inner product": ClusterKV(distance="ip"),
+        "quest": Quest(),
+        "infinigen": InfiniGen(alpha=1e9),
+    }
+    cases = {
+        (name, budget): dataclasses.replace(policy, budget=budget)
+        for name, policy in methods.items()
+        for budget in budgets
+    }
+    cases |= {
+        (sized(tokens), budgets[-1] if bench.small else SWEPT): ClusterKV(
+            budget=budgets[-1] if bench.small else SWEPT, tokens_per_cluster=tokens
+        )
+        for tokens in PER_CLUSTER
+    }
+    every = max(1, bench.params.config.num_layers // 4)
+    layers = range(min(2, every), bench.params.config.num_layers, every)
+    found: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    for i, text in enumerate(bench.pieces(books, prompt + steps, 0 if bench.small else 4096), 1):
+        recorded = record(bench.params, text)
+        read = [recorded[i] for i in layers]
+        jobs = {f"{name}, {budget}": partial(rate, cases[name, budget], read, prompt) for name, budget in cases}
+        for case, value in zip(cases, bench.each(jobs, f"book {i}: ").values(), strict=True):
+            found[case].append(value)
+    settings = {"books": books, "prompt": prompt, "queries": steps, "layers": ", ".join(map(str, layers))}
+    return Measured(
+        settings,
+        [Row("recall of important tokens", name, f"budget {budget}", rates) for (name, budget), rates in found.items()],
+    )
+
+
+def rate(policy: ClusterKV | Quest | InfiniGen, layers: list[Recorded], prompt: int) -> float:
+    """Mean over layers, heads and steps."""
+    return float(np.mean([recall_rate(*replay(policy, layer, prompt)) for layer in layers]))

@@ -1,0 +1,108 @@
+"""The result file, made of the parts that runs have written: a score for each sample, without the answers."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from kvjax.evals.report import read_rows
+from reproduction.intervals import standard_error
+from reproduction.sections import RESULTS
+
+KEY = ("suite", "task", "policy", "target", "seen")
+"""What makes an entry the one it is; its samples are those of all other entries of the suite and task."""
+
+
+def write(parts: Sequence[Path]) -> Path:
+    """Make the result file.
+
+    Raises:
+        SystemExit: parts are of different models, versions or settings.
+    """
+    content = merge(parts)
+    kind = content["header"]["settings"]["kind"].partition(" (")[0]
+    path = RESULTS / f"leaderboard-{report.slug(kind)}.json"
+    report.write(path, content["header"], content["rows"])
+    return path
+
+
+def merge(parts: Sequence[Path]) -> dict[str, Any]:
+    """Header and rows of all parts together, of which a result file may be one. A batch that two parts have is taken from the first."""
+    headers = [_header(part) for part in parts]
+    first = headers[0]
+    for part, other in zip(parts, headers, strict=True):
+        for name in ("versions", "settings"):
+            mine, its = dict(first[name]), dict(other[name])
+            if name == "settings":
+                suites = mine.pop("suites"), its.pop("suites")
+                shared = suites[0].keys() & suites[1].keys()
+                mine["suites"], its["suites"] = ({suite: of[suite] for suite in shared} for of in suites)
+            if mine != its:
+                raise SystemExit(f"{part} was measured with other {name} than {parts[0]}: {its}, {mine} there")
+    suites = {name: settings for each in headers for name, settings in each["settings"]["suites"].items()}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part in parts:
+        for row in _rows(part):
+            _add(found, row)
+    rows = [{**row, "scores": _listed(row["scores"])} if "scores" in row else row for row in found.values()]
+    date = max(each["date"] for each in headers)
+    return {"header": {**first, "date": date, "settings": {**first["settings"], "suites": suites}}, "rows": rows}
+
+
+def _add(found: dict[tuple[Any, ...], dict[str, Any]], row: Mapping[str, Any]) -> None:
+    """One batch's scores to the entry that they belong to."""
+    key = tuple(row[name] for name in KEY)
+    kept = ("settings", "held", "full", "why")
+    entry = found.setdefault(key, {**{name: row[name] for name in (*KEY, *kept) if name in row}})
+    for name in kept:
+        if name in row and entry.get(name) != row[name]:
+            raise SystemExit(f"{key}: {name} is {row[name]} in one part, and {entry.get(name)} in another")
+    if "scores" in row:
+        scores = entry.setdefault("scores", {})
+        for i, score in enumerate(row["scores"], row.get("first", 0)):
+            if score is not None:
+                scores.setdefault(i, score)
+
+
+def _listed(scores: Mapping[int, float]) -> list[float | None]:
+    """By sample; None where there is no score."""
+    return [scores.get(i) for i in range(max(scores) + 1)]
+
+
+def _rows(part: Path) -> Iterable[dict[str, Any]]:
+    return report.read(part)["rows"] if part.suffix == ".json" else read_rows(part)
+
+
+def _header(part: Path) -> dict[str, Any]:
+    if part.suffix == ".json":
+        return report.read(part)["header"]
+    with part.open(encoding="utf-8") as file:
+        return json.loads(file.readline())["header"]
+
+
+def recorded() -> Path:
+    """The result file that the page is made from: of one device, the one that is there.
+
+    Raises:
+        SystemExit: there is none, or more than one.
+    """
+    found = sorted(RESULTS.glob("leaderboard-*.json"))
+    if len(found) != 1:
+        raise SystemExit(f"{len(found)} result files {[path.name for path in found]}; there should be one")
+    return found[0]
+
+
+def samples(row: Mapping[str, Any]) -> np.ndarray:
+    """Scores by sample, NaN where there is none."""
+    return np.asarray([np.nan if score is None else score for score in row["scores"]], float)
+
+
+def mean_and_error(tasks: Iterable[np.ndarray]) -> tuple[float, float]:
+    """The mean over tasks of the mean over samples, and its standard error, where samples of each task are drawn apart."""
+    known = [each[~np.isnan(each)] for each in tasks]
+    means = [float(np.mean(each)) for each in known]
+    errors = [standard_error(each) for each in known]
+    return float(np.mean(means)), float(np.sqrt(np.sum(np.square(errors)))) / len(errors)

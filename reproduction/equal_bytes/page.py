@@ -1,0 +1,268 @@
+"""docs/leaderboard.md and its picture, from the result file alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from kvjax import plots
+from kvjax.evals.report import write as write_file
+from reproduction import models
+from reproduction.intervals import means_interval
+from reproduction.sections import DOCS
+
+from . import merged
+
+PICTURE = "leaderboard.png"
+
+FEW = 20
+"""Samples of a task, below which nothing is said of methods."""
+
+Column = tuple[float, bool]
+"""A share of the full cache's bytes, and whether policies saw the question."""
+
+INTRODUCTION = """\
+# Leaderboard
+
+Every policy at the same *bytes held*. A budget means different things to different methods: of the prompt or of everything, slots
+or bits, in all heads or in some. So each policy gets the largest budget, as a fraction of each row's own tokens, at which rows hold no
+more than a share of the bytes that they themselves would hold in full: on device and host together, and all rows of a suite together.
+Room for a suite's longest question and answer is included, once; other settings are as they are by default. (Slots are rounded, so
+up to 2 % more counts as equal.)
+
+*Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of.{seen}
+
+Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
+**Bold** are those that no other of the column is clearly above, where there is headroom: the 95 % interval of the paired difference
+(Student's t) reaches zero. Of many comparisons of equals one in forty does not by chance.
+"""
+
+SEEN = """ *Seen*: the
+question is part of the prompt, for some policies that score tokens by queries; most of the methods' papers measure so."""
+"""What the introduction has besides, where a table has such a column."""
+
+
+def write(path: Path) -> None:
+    """Write page and picture."""
+    content = report.read(path)
+    write_file(DOCS / "leaderboard.md", render(content, path.name))
+    plots.save(plots.tradeoff(points(content["rows"])), DOCS / PICTURE)
+    print(f"wrote {DOCS / 'leaderboard.md'} and {DOCS / PICTURE} from {path}")
+
+
+def render(content: Mapping[str, Any], file: str) -> str:
+    """The page, of a result file's content."""
+    header, rows = content["header"], content["rows"]
+    settings, versions = header["settings"], header["versions"]
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
+    parts = [
+        INTRODUCTION.format(seen=SEEN if any(row["seen"] for row in rows if "scores" in row) else ""),
+        f"Measured with {models.title(settings)} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
+        f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
+        "```bash\n" + command(settings, rows) + "\n```\n",
+        f"Results are in `reproduction/results/{file}`, a score for each sample. `--export` writes those of RULER as kvpress'\n"
+        "evaluation does, whose public leaderboard is the best known.\n",
+        f"![Mean score over bytes held, a line for each policy]({PICTURE})\n",
+    ]
+    if counts[-1] < FEW:
+        parts.insert(1, "So far this is a small run that shows the form of the page; it says nothing of the methods.\n")
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        mine = [row for row in rows if row["suite"] == suite]
+        parts += suite_parts(suite, mine)
+    return "\n".join(parts)
+
+
+def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What measured, to be run again until it says that it is done."""
+    suites = dict.fromkeys("-".join(name.split("-")[:2]) for name in settings["suites"])
+    shares = sorted({row["target"] for row in rows if row["target"] is not None}, reverse=True)
+    policies = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
+    most = max(len(row["scores"]) for row in rows if "scores" in row)
+    tasks = {task: given for suite in settings["suites"].values() for task, given in suite["tasks"].items()}
+    seeing = dict.fromkeys(row["policy"].partition(":")[0] for row in rows if row["seen"])
+    files = [f"--{name.replace('_', '-')} {tasks[name]['data']}" for name in ("qa_1", "qa_2") if name in tasks]
+    default = settings["model"].endswith("(the default model)")
+    model = "" if default else f" --model {models.title(settings)}"
+    return " \\\n    ".join(
+        [
+            f"python -m reproduction.leaderboard{model} --dtype {settings['dtype']}",
+            f"--suites {','.join(suites)} --samples {most} --seed {settings['seed']}",
+            f"--shares {','.join(f'{share:g}' for share in shares)}",
+            f"--tasks {','.join(tasks)}",
+            *([" ".join(files)] if files else []),
+            f"--policies {','.join(policies)}",
+            f'--seeing "{",".join(seeing)}"',
+            "--out part.jsonl",
+        ]
+    )
+
+
+def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the page has of one suite."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows if row["task"] is not None))
+    scores = by_entry(rows)
+    columns = sorted({(target, seen) for _, target, seen in scores if target is not None}, key=lambda c: (-c[0], c[1]))
+    parts = [f"## {suite}\n", f"{len(tasks)} tasks: {', '.join(tasks)}.\n", _means(rows, scores, tasks, columns)]
+    flat = [column for column in columns if not column[1] and not headroom(scores, column)]
+    if flat:
+        parts.append(
+            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not clearly above "
+            "StreamingLLM,\nso differences between policies say nothing there.\n"
+        )
+    unable = [row for row in rows if row["task"] is None]
+    if empty := _unreached(rows, columns):
+        parts.append(empty)
+    if unable:
+        parts.append(_unable(unable))
+    if len(tasks) > 1:
+        for column in columns:
+            parts += [f"### {suite}, {_titled(column)}, by task\n", _tasks(scores, tasks, column)]
+    return parts
+
+
+def by_entry(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None, bool], dict[str, np.ndarray]]:
+    """Scores by task, of every policy at every share."""
+    found: dict[tuple[str, float | None, bool], dict[str, np.ndarray]] = {}
+    for row in rows:
+        if "scores" in row:
+            found.setdefault((row["policy"], row["target"], row["seen"]), {})[row["task"]] = merged.samples(row)
+    return found
+
+
+def headroom(scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], column: Column) -> bool:
+    """Whether the full cache is clearly above StreamingLLM; True where one of them is missing."""
+    full, streaming = scores.get(("full", None, False)), scores.get(("streaming_llm", *column))
+    if full is None or streaming is None:
+        return True
+    return clearly_above(full, streaming)
+
+
+def clearly_above(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> bool:
+    """Whether the interval of the paired difference, over what both have, is above zero; False if they have nothing in common."""
+    apart = []
+    for task in (task for task in ours if task in theirs):
+        size = min(len(ours[task]), len(theirs[task]))
+        each = ours[task][:size] - theirs[task][:size]
+        apart.append(each[~np.isnan(each)])
+    if not apart:
+        return False
+    mean, width = means_interval(apart)
+    return mean > width
+
+
+def _means(
+    rows: Sequence[Mapping[str, Any]],
+    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]],
+    tasks: Sequence[str],
+    columns: Sequence[Column],
+) -> str:
+    full = scores.get(("full", None, False))
+    held = {(row["policy"], row["target"], row["seen"]): row["held"] / row["full"] for row in rows}
+    lines = [] if full is None else [["`full` (100 %)", *[_shown(full)] * len(columns)]]
+    whole = {name: each for name, each in scores.items() if set(tasks) <= set(each)}
+    counts = {column: sum(tuple(place) == column for _, *place in whole) for column in columns}
+    first = max(columns, key=lambda column: (counts[column], -columns.index(column)), default=None)
+    placed = {
+        policy: merged.mean_and_error(each.values())[0]
+        for (policy, *place), each in whole.items()
+        if first is not None and tuple(place) == first
+    }
+    policies = dict.fromkeys(policy for policy, target, _ in scores if target is not None)
+    for policy in sorted(policies, key=lambda policy: -placed.get(policy, -1.0)):
+        cells = []
+        for column in columns:
+            mine = scores.get((policy, *column))
+            if mine is None:
+                cells.append("")
+            elif (policy, *column) not in whole:
+                cells.append(f"{len(mine)} of {len(tasks)} tasks")
+            else:
+                others = [each for (_, *place), each in whole.items() if tuple(place) == column and each is not mine]
+                best = headroom(scores, (column[0], False)) and not any(clearly_above(each, mine) for each in others)
+                shown = f"**{_shown(mine)}**" if best else _shown(mine)
+                cells.append(f"{shown} ({100 * held[policy, *column]:.1f} %)")
+        lines.append([f"`{policy}`", *cells])
+    told = "In parentheses: bytes held, of the full cache's."
+    told += f" The best at {_titled(first)}, come first." if first is not None else ""
+    return told + "\n\n" + report.table(["policy", *map(_titled, columns)], lines) + "\n"
+
+
+def _tasks(
+    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], tasks: Sequence[str], column: Column
+) -> str:
+    lines = []
+    for (policy, *place), mine in scores.items():
+        if tuple(place) == column or policy == "full":
+            cells = [f"{100 * np.nanmean(mine[task]):.0f}" if task in mine else "" for task in tasks]
+            lines.append([f"`{policy}`", *cells])
+    return report.table(["policy", *(f"`{task}`" for task in tasks)], lines) + "\n"
+
+
+def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
+    """Which cells are empty for want of time alone; empty if none is."""
+    there = {(row["policy"], row["target"], row["seen"]) for row in rows}
+    asked = {(policy, seen) for policy, target, seen in there if target is not None}
+    found: dict[str, list[str]] = {}
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        for column in columns:
+            if (policy, column[1]) in asked and (policy, *column) not in there:
+                found.setdefault(policy, []).append(_titled(column))
+    told = ", ".join(f"`{policy}` ({'; '.join(titles)})" for policy, titles in found.items())
+    return f"Empty, as they lack scores of some tasks or all: {told}.\n" if told else ""
+
+
+def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Policies that cannot hold so little."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        shares = found.setdefault((row["policy"], row["why"]), [])
+        if row["target"] not in shares:
+            shares.append(row["target"])
+    lines = [
+        f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in shares)}: {why}"
+        for (policy, why), shares in found.items()
+    ]
+    return "Not in the table:\n\n" + "\n".join(lines) + "\n"
+
+
+def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the picture is drawn from: the question unseen, a point for each policy at each share."""
+    found = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        mine = [row for row in rows if row["suite"] == suite and "scores" in row and not row["seen"]]
+        tasks = {row["task"] for row in mine}
+        bytes_held = {(row["policy"], row["target"]): (row["held"], row["full"]) for row in mine}
+        for (policy, target, _), scores in by_entry(mine).items():
+            if set(scores) == tasks:
+                held, full = bytes_held[policy, target]
+                mean, _ = merged.mean_and_error(scores.values())
+                found.append(
+                    {
+                        "task": suite,
+                        "policy": policy,
+                        "target": target,
+                        "metric": "mean score",
+                        "value": mean,
+                        "higher_is_better": True,
+                        "cache_bytes": held,
+                        "full_cache_bytes": full,
+                        "tokens_per_second": None,
+                    }
+                )
+    return found
+
+
+def _titled(column: Column) -> str:
+    return f"{100 * column[0]:g} %, {'seen' if column[1] else 'unseen'}"
+
+
+def _shown(tasks: Mapping[str, np.ndarray]) -> str:
+    mean, error = merged.mean_and_error(tasks.values())
+    return f"{100 * mean:.1f}" + ("" if np.isnan(error) else f" ± {100 * error:.1f}")
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

@@ -1,0 +1,38 @@
+"""Standard errors and 95 % intervals of means. Intervals use Student's t, so for few samples they are wider than two standard errors."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+LEVEL = 0.95
+"""Confidence level of intervals."""
+
+
+def standard_error(samples: Any) -> float:
+    """Standard error of the mean; NaN for a single sample."""
+    return float(np.std(samples, ddof=1)) / len(samples) ** 0.5 if len(samples) > 1 else float("nan")
+
+
+def mean_interval(samples: Iterable[float]) -> tuple[float, float]:
+    """The mean, and half the width of its interval; NaN for a single sample."""
+    return means_interval([samples])
+
+
+def means_interval(groups: Iterable[Iterable[float]]) -> tuple[float, float]:
+    """The mean over groups of their means, and half the width of its interval; groups are independent.
+
+    Degrees of freedom are Welch's and Satterthwaite's: of variances v_i of means of n_i samples, (Σ v_i)² / Σ (v_i² / (n_i - 1)).
+    The width is 0 if all samples of each group are equal.
+    """
+    arrays = [np.asarray(list(group), float) for group in groups]
+    mean = float(np.mean([np.mean(array) for array in arrays]))
+    if min(len(array) for array in arrays) < 2:
+        return mean, float("nan")
+    variances = np.asarray([np.var(array, ddof=1) / len(array) for array in arrays])
+    total = float(np.sum(variances))
+    if total == 0:
+        return mean, 0.0
+    freedom = total**2 / sum(v**2 / (len(array) - 1) for v, array in zip(variances, arrays, strict=True))
+    return mean, float(stdtrit(freedom, (1 + LEVEL) / 2)) * total**0.5 / len(arrays)

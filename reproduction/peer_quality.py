@@ -1,0 +1,312 @@
+"""Six methods of kvpress on the same weights and the same prompts: do both libraries answer alike?
+
+    python -m reproduction.peer_quality ask FOLDER --model MODEL      # writes model, prompts and kvjax's answers
+    python reproduction/peer_presses.py FOLDER                        # kvpress' answers, by the Python that has it
+    python -m reproduction.peer_quality compare FOLDER    # writes reproduction/results/peer-quality-<device>.json and the page's section
+
+With `--dtype float32` the two are asked in exact products of float32, `compare` writes peer-float32-<device>.json, and the page has another section:
+what the two still answer differently is not of bfloat16's rounding.
+kvpress' answers to the default prompts on Qwen2.5-Coder-1.5B-Instruct in bfloat16 are in reproduction/results/peer-answers: beside `ask`'s files in
+FOLDER they need not be asked again.
+
+The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
+so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
+with kvpress' settings of every method, and new tokens are kept in both. Scores are compared in pairs; every prompt that the two answer
+differently is listed.
+"""
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from benchmarks import report
+from kvjax.evals.report import ResultFile, header, model_fingerprint
+from kvjax.evals.ruler.scoring import match_all
+from kvjax.policies import (
+    TOVA,
+    ChunkKV,
+    ExpectedAttention,
+    Full,
+    KeyDiff,
+    Policy,
+    SnapKV,
+    StreamingLLM,
+    prompt_only,
+)
+from reproduction import models, sections
+from reproduction.equal_bytes.batches import Roomy, answered
+from reproduction.equal_bytes.suite import Data, make_suites
+from reproduction.intervals import mean_interval
+from reproduction.sections import Section, device
+
+
+def methods(budget: int) -> dict[str, Policy]:
+    """kvjax's policies with the settings that kvpress has by default, all of them in the form that leaves new tokens alone."""
+    return {
+        "full": Full(),
+        "snapkv": SnapKV(budget=budget, window=64, pool="avg", kernel=5),
+        "chunkkv": ChunkKV(budget=budget, chunk=20, window=64, agg="mean", pool=5, shared_heads=True, rule="kvpress"),
+        "streaming_llm": prompt_only(StreamingLLM(budget=budget, sinks=4)),
+        "tova": prompt_only(TOVA(budget=budget, keep_newest=True)),
+        "keydiff": prompt_only(KeyDiff(budget=budget)),
+        "expected_attention": ExpectedAttention(budget=budget, sinks=4, future=512, epsilon=0.0),
+    }
+
+
+def main() -> None:
+    """Ask, or compare."""
+    parser = models.parser(__doc__, "bfloat16")
+    parser.add_argument("what", choices=("ask", "compare"))
+    parser.add_argument("folder", type=Path, help="holds the model, prompts and answers")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of RULER's prompts")
+    parser.add_argument("--tasks", default="niah_single_2,niah_multikey_1,niah_multivalue,vt,fwe")
+    parser.add_argument("--samples", type=int, default=10, help="of every task")
+    parser.add_argument("--share", type=float, default=0.25, help="of the length, the tokens that are kept")
+    parser.add_argument("--batch", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long; the next run goes on")
+    parser.add_argument("--text", type=Path, default=models.BOOK)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if args.what == "ask":
+        ask(args)
+    else:
+        compare(args.folder, args.out)
+
+
+def ask(args: argparse.Namespace) -> None:
+    """Write the model and the prompts, if they are not there, and answer them."""
+    end = None if args.seconds is None else time.monotonic() + args.seconds
+    if args.dtype == "float32":  # as PyTorch multiplies it; by default GPUs round to 10 bits of mantissa
+        jax.config.update("jax_default_matmul_precision", "highest")
+    params = kvjax.load(args.model, dtype=args.dtype)
+    tokenizer = params.tokenizer
+    assert tokenizer is not None
+    form, data = models.chat_format(params), Data(args.text, args.text, {})
+    (whole,) = make_suites([f"ruler-{args.length}"], form, params.config.context_length, args.samples, 0, data)
+    suite = whole.only(args.tasks.split(","))
+    if suite is None:
+        raise SystemExit(f"--tasks {args.tasks}; give some of {', '.join(whole.tasks)}")
+    budget = round(args.share * args.length)
+    policies = methods(budget)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    before = args.folder / "settings.json"
+    if before.exists() and (dtype := json.loads(before.read_text(encoding="utf-8"))["dtype"]) != args.dtype:
+        raise SystemExit(
+            f"{args.folder} has the model and answers in {dtype}, not in {args.dtype}; give another folder"
+        )
+    if not (args.folder / "model").exists():
+        kvjax.save(params, args.folder / "model", format="safetensors")
+    settings = {"dtype": args.dtype, "budget": budget, "methods": list(policies), "length": args.length}
+    prompts = [
+        {
+            "prompt": i,
+            "task": task,
+            "context": context,
+            "question": question,
+            "answers": list(example.answers),
+            "max_new_tokens": example.max_new_tokens,
+        }
+        for i, (task, example, (context, question)) in enumerate(
+            (task, example, pair)
+            for task, asked in suite.asked.items()
+            for example, pair in zip(asked.examples, asked.pairs, strict=True)
+        )
+    ]
+    lines = [json.dumps(prompt) + "\n" for prompt in prompts]
+    settings["prompts"] = hashlib.sha256("".join(lines).encode()).hexdigest()  # answers to others are not compared
+    told = {
+        "model": models.named(args.model),
+        "fingerprint": model_fingerprint(params),
+        "suite": suite.settings,
+        **settings,
+    }
+    results = ResultFile(args.folder / "ours.jsonl", header(**told))  # refuses to go on with other ones
+    (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    done = {(row["method"], row["prompt"]) for row in results.rows}
+    most = max(prompt["max_new_tokens"] for prompt in prompts)
+
+    def made(policy: Policy) -> Roomy:
+        engine = Roomy(params, policy, suite, args.batch)
+        engine.compile_all()
+        return engine
+
+    pool = ThreadPoolExecutor(len(policies), thread_name_prefix="compile")
+    wanted = {method for method in policies if any((method, prompt["prompt"]) not in done for prompt in prompts)}
+    engines = {method: pool.submit(made, policy) for method, policy in policies.items() if method in wanted}
+    for first in range(0, len(prompts), args.batch):
+        for method, engine in engines.items():
+            batch = [prompt for prompt in prompts[first : first + args.batch] if (method, prompt["prompt"]) not in done]
+            if not batch:
+                continue
+            if end is not None and time.monotonic() > end:
+                print("out of time; run it again")
+                return
+            contexts, questions = ([prompt[part] for prompt in batch] for part in ("context", "question"))
+            answers = answered(params, engine.result(), contexts, questions, most)
+            texts = [
+                tokenizer.decode_after([], answer.tokens[: prompt["max_new_tokens"]])
+                for prompt, answer in zip(batch, answers, strict=True)
+            ]
+            results.append(
+                [
+                    {"method": method, "prompt": prompt["prompt"], "answer": text}
+                    for prompt, text in zip(batch, texts, strict=True)
+                ]
+            )
+            print(f"{method:20s} {len(batch)} prompts from {first}", flush=True)
+    print("done")
+
+
+def compare(folder: Path, out: Path | None) -> None:
+    """Write the result file, and print it."""
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    ours_header, *ours = _lines(folder / "ours.jsonl")
+    parts = [_lines(part) for part in sorted(folder.glob("theirs*.jsonl"))]
+    if not parts:
+        raise SystemExit(f"{folder} has no answers of kvpress; run reproduction/peer_presses.py first")
+    (theirs_header, *_), theirs = parts[0], [row for _, *rows in parts for row in rows]
+    begun = ours_header["header"]
+    if any(there != theirs_header for there, *_ in parts):
+        raise SystemExit(f"{folder}: parts of kvpress' answers are of different prompts, versions or devices")
+    if begun["settings"]["prompts"] != theirs_header["prompts"]:
+        raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
+    dtypes = begun["settings"]["dtype"], theirs_header.get("dtype", "bfloat16")  # which files of before do not say
+    if dtypes[0] != dtypes[1]:
+        raise SystemExit(f"{folder}: kvjax has answered in {dtypes[0]}, kvpress in {dtypes[1]}; ask one of them again")
+    begun["peer"] = theirs_header
+    rows = compared(prompts, ours, theirs)
+    written = EXACT if begun["settings"]["dtype"] == "float32" else SECTION
+    path = out or sections.RESULTS / f"{written.results}-{sections.slug(begun)}.json"
+    report.write(path, begun, rows)
+    for row in rows:
+        print(line(row))
+    print(f"wrote {path}")
+    if out is None:
+        written.write()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def compared(
+    prompts: list[dict[str, Any]], ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A row for each method: scores of both, the paired difference with half its 95 % interval, and prompts that differ."""
+    asked = {prompt["prompt"]: prompt for prompt in prompts}
+    answers = [{(row["method"], row["prompt"]): row["answer"] for row in rows} for rows in (ours, theirs)]
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in ours):
+        both = [i for i in asked if all((method, i) in of for of in answers)]
+        if not both:
+            continue
+        mine, other = ([match_all(of[method, i], asked[i]["answers"]) for i in both] for of in answers)
+        apart = np.asarray(mine) - np.asarray(other)
+        mean, width = mean_interval(apart)
+        rows.append(
+            {
+                "method": method,
+                "prompts": len(both),
+                "kvjax": float(np.mean(mine)),
+                "kvpress": float(np.mean(other)),
+                "difference": mean,
+                "interval": None if np.isnan(width) else width,
+                "within_sampling_error": abs(mean) <= width,
+                "same_answers": sum(answers[0][method, i].strip() == answers[1][method, i].strip() for i in both),
+                "scores": [mine, other],
+                "differing": [
+                    {
+                        "prompt": i,
+                        "task": asked[i]["task"],
+                        "scores": [a, b],
+                        "answers": [of[method, i] for of in answers],
+                    }
+                    for i, a, b in zip(both, mine, other, strict=True)
+                    if a != b
+                ],
+            }
+        )
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    error = "" if row["interval"] is None else f" ± {row['interval']:.3f}"
+    return (
+        f"{row['method']:20s} kvjax {row['kvjax']:.3f}  kvpress {row['kvpress']:.3f}  difference {row['difference']:+.3f}{error}  "
+        f"{row['same_answers']} of {row['prompts']} answers the same, {len(row['differing'])} scores differ"
+    )
+
+
+def section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file: both libraries' scores, and which prompts they answer so that the scores differ."""
+    header, rows = content["header"], content["rows"]
+    about, peer = header["settings"], header["peer"]
+    tasks = ", ".join(f"`{task}`" for task in about["suite"]["tasks"])
+    lines = [
+        f"{models.title(about)} in {about['dtype']}: {rows[0]['prompts']} of RULER's prompts of {about['length']} tokens ({tasks}), compressed to "
+        f"{about['budget']} tokens before the question is known, the same tokens and weights",
+        f"for kvpress {peer['versions']['kvpress']} (PyTorch {peer['versions']['torch']}, {peer['device']}) and kvjax ({device(header)}); by "
+        "`python -m reproduction.peer_quality`. Scores in percent; of the paired difference the 95 % interval",
+        "(Student's t).",
+        "",
+    ]
+    cells = []
+    for row in rows:
+        width = "" if row["interval"] is None else f" ± {100 * row['interval']:.1f}"
+        method, *scores = _scores(row)
+        cells.append([method, *scores, f"{100 * row['difference']:+.1f}{width}", *_alike(row)])
+    heads = ["method", "kvjax", "kvpress", "difference", "same answers", "scores that differ"]
+    return "\n".join([*lines, report.table(heads, cells, "lrrrrl")])
+
+
+def _scores(row: Mapping[str, Any]) -> list[str]:
+    """The method, and the scores of both libraries."""
+    return [f"`{row['method']}`", *(f"{100 * row[library]:.1f}" for library in ("kvjax", "kvpress"))]
+
+
+def _alike(row: Mapping[str, Any]) -> list[str]:
+    """How many answers are the same, and the prompts whose scores differ."""
+    differing = [f"{each['prompt']} (`{each['task']}`)" for each in row["differing"]]
+    return [f"{row['same_answers']} of {row['prompts']}", ", ".join(differing) or "none"]
+
+
+def exact_section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file in float32: how many answers are the same, and which are not."""
+    header, rows = content["header"], content["rows"]
+    peer = header["peer"]
+    same, asked = (sum(row[count] for row in rows) for count in ("same_answers", "prompts"))
+    told = [f"{same} of {asked} answers that both gave are the same."]
+    if same == asked:
+        told = [
+            f"{same} of {asked} answers that both gave are the same, word for word. So what differs above is bfloat16's rounding: of tokens with almost "
+            "equal scores, and words with",
+            "almost equal probabilities.",
+        ]
+    lines = [
+        f"The prompts and weights of above in {header['settings']['dtype']}, with products that neither library rounds to fewer bits (`--dtype float32`; kvpress "
+        f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}):",
+        *told,
+        "",
+    ]
+    heads = ["method", "kvjax", "kvpress", "same answers", "scores that differ"]
+    return "\n".join([*lines, report.table(heads, [_scores(row) + _alike(row) for row in rows], "lrrrl")])
+
+
+SECTION = Section("howto/from_kvpress.md", "The same prompts in both", "peer-quality", section)
+
+EXACT = Section("howto/from_kvpress.md", "The same prompts in float32", "peer-float32", exact_section)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What policies cost a model that reasons: GSM8K without solved examples, where what the model writes fills the cache.
+
+    python -m reproduction.make_profiles --model MODEL --methods triattention --out PROFILES
+    python -m reproduction.reasoning --model MODEL --data GSM8K.jsonl --profiles PROFILES --out part.jsonl   # goes on where it was
+    python -m reproduction.reasoning --record part.jsonl     # writes reproduction/results/reasoning-<device>.json and docs/quality.md
+
+Every policy has the same budget, in slots of each head, for the problem and what is written. All answer the same problems, decoding
+greedily. Batches go round: the first problems under every policy, then the next. Off GPUs programs are compiled in threads while others run,
+on GPUs each policy's in its turn.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from benchmarks import report
+from kvjax import Engine
+from kvjax.cache import bucket
+from kvjax.evals import GSM8K, Example
+from kvjax.evals.report import ResultFile, header, model_fingerprint, read_rows
+from kvjax.policies.text import split_policies
+from reproduction import models, sections
+from reproduction.equal_bytes.batches import Clock, Compiled, ahead_of_turn, answered
+from reproduction.intervals import standard_error
+from reproduction.make_profiles import path as profile_path
+from reproduction.sections import Section, device
+
+POLICIES = "full,rkv,triattention,recompress(snapkv; every=128),h2o,treekv,streaming_llm"
+"""Those made for models that reason, and those that evict with every token."""
+
+
+def main() -> None:
+    """Measure, or make the result file and the page's section."""
+    parser = models.parser(__doc__, "bfloat16")
+    parser.add_argument("--data", type=Path, default=models.SHARED / "tasks/gsm8k/test.jsonl", help="GSM8K's problems")
+    parser.add_argument("--policies", default=POLICIES, help="as kvjax takes them, without budgets")
+    parser.add_argument("--profiles", type=Path, help="folder of profiles, for policies of which kvjax has none")
+    parser.add_argument("--budget", type=int, default=256, help="slots of each head")
+    parser.add_argument("--new-tokens", type=int, default=1024, help="of an answer at most")
+    parser.add_argument("--samples", type=int, default=256, help="problems, from the file's beginning")
+    parser.add_argument("--batch", type=int, default=128, help="problems that run together")
+    parser.add_argument(
+        "--ahead", type=int, help="policies compiled at a time, while others run; by default 4, and none on GPUs"
+    )
+    parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
+    parser.add_argument("--out", type=Path, default=Path("reasoning.jsonl"), help="JSON lines; what is there goes on")
+    parser.add_argument("--record", type=Path, metavar="PART", help="make the result file and the section of this one")
+    parser.add_argument("--render", action="store_true", help="write the page's section from the result file")
+    args = parser.parse_args()
+    if args.record:
+        record(args.record)
+        SECTION.write()
+    elif args.render:
+        SECTION.write()
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Answer what has no answer yet, as far as time allows. What fails is told, and left out."""
+    clock = Clock(args.seconds)
+    params = kvjax.load(args.model, dtype=args.dtype)
+    task = GSM8K(str(args.data), None, shots=0, samples=args.samples, max_new_tokens=args.new_tokens)
+    form = models.chat_format(params)
+    examples = task.examples(form)
+    prompts = [[*context, *question] for context, question in map(form.encode, examples)]
+    settings = {name: getattr(args, name) for name in ("dtype", "budget", "new_tokens", "batch")}
+    about = {
+        "model": models.named(args.model),
+        "fingerprint": model_fingerprint(params),
+        "chat": form.chat,
+        "data": args.data.name,
+    }
+    results = ResultFile(args.out, header(**about, **settings))
+    done = {(row["policy"], row["first"]) for row in results.rows}
+    names = split_policies(args.policies)
+    work = [
+        (name, first) for first in range(0, len(prompts), args.batch) for name in names if (name, first) not in done
+    ]
+    size = bucket(max(map(len, prompts)))
+
+    def made(name: str) -> Engine:
+        policy = policy_of(name, args.budget, args.profiles, params)
+        engine = Engine(params, policy, batch=args.batch, prompt_len=size, max_new_tokens=args.new_tokens)
+        engine.compile()
+        return engine
+
+    compiled = Compiled(list(dict.fromkeys(name for name, _ in work)), made, ahead_of_turn(args.ahead), clock)
+
+    def in_turn(name: str) -> Engine | None:
+        """The engine; None if there is no time to compile it or to run a batch."""
+        if not (name in compiled or clock.allows("compile", "run")):
+            return None
+        engine = compiled.get(name)
+        return engine if clock.allows("run") else None
+
+    left = 0
+    for i, (name, first) in enumerate(work):
+        chosen = slice(first, first + args.batch)
+        try:
+            engine, start = in_turn(name), time.monotonic()
+            if engine is None:
+                left += len(work) - i
+                break
+            row = scored(params, engine, task, prompts[chosen], examples[chosen], args.new_tokens)
+        except Exception as error:  # of one policy; the others still have their turns
+            left += 1
+            print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            continue
+        clock.took("run", time.monotonic() - start)
+        results.append([{"policy": name, "first": first, **row}])
+        right, seconds = 100 * np.mean(row["scores"]), time.monotonic() - start
+        print(f"{name:32s} {right:5.1f} % of {len(row['scores'])} right, {seconds:.1f} s", flush=True)
+    compiled.close()
+    print("done" if not left else f"{left} batches left: run it again", flush=True)
+
+
+def policy_of(name: str, budget: int, profiles: Path | None, params: kvjax.Params) -> kvjax.Policy:
+    """The policy with its budget, and with the profile that the folder has for it."""
+    policy = kvjax.get_policy(kvjax.get_policy(name), budget=budget)
+    if profiles is None or not hasattr(policy, "profile"):
+        return policy
+    file = profile_path(profiles, policy.info.name, params.config)
+    return kvjax.get_policy(policy, profile=str(file)) if file.exists() else policy
+
+
+def scored(
+    params: kvjax.Params,
+    engine: Engine,
+    task: GSM8K,
+    prompts: Sequence[list[int]],
+    examples: Sequence[Example],
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Answers to one batch, scored."""
+    answers = answered(params, engine, prompts, None, new_tokens)
+    return {
+        "held": (engine.cache_bytes + engine.host_cache_bytes) // engine.batch,
+        "full": engine.full_cache_bytes // engine.batch,
+        "scores": [task.score(each.text or "", example) for each, example in zip(answers, examples, strict=True)],
+        "new_tokens": [len(each.tokens) for each in answers],
+        "ended": [each.stop_reason == "eos" for each in answers],
+        "decode_seconds": round(answers[0].stats.decode_seconds, 3),
+        "answers": [each.text for each in answers],
+    }
+
+
+def record(part: Path) -> Path:
+    """Make the result file: a score for each problem, without the answers."""
+    with part.open(encoding="utf-8") as file:
+        begun = json.loads(file.readline())["header"]
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(read_rows(part), key=lambda row: row["first"]):
+        entry = found.setdefault(row["policy"], {name: row[name] for name in ("policy", "held", "full")})
+        if row["first"] == len(
+            entry.get("scores", [])
+        ):  # without a gap, so that scores of policies are of the same problems
+            for name in ("scores", "new_tokens", "ended"):
+                entry.setdefault(name, []).extend(row[name])
+    out = sections.RESULTS / f"reasoning-{sections.slug(begun)}.json"
+    report.write(out, begun, [row for row in found.values() if "scores" in row])
+    return out
+
+
+def section(content: Mapping[str, Any]) -> str:
+    """What the page has of a result file."""
+    about, rows = content["header"]["settings"], content["rows"]
+    counts = sorted({len(row["scores"]) for row in rows})
+    return f"""\
+{models.title(about)}, {about["dtype"]}, one {device(content["header"])}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
+{about["budget"]} slots a head for the problem and what is written; some hold more between their rounds. Means and standard errors, in percent; differences from the full cache are paired
+over the problems that both have answered. *Ended*: answers that came to their end. By `python -m reproduction.reasoning`.
+
+{table(rows)}"""
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row per policy, the best first after the full cache."""
+    full = next((row for row in rows if row["policy"] == "full"), None)
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["policy"] != "full", -np.mean(row["scores"]))):
+        apart = ""
+        if full is not None and row is not full:
+            count = min(len(row["scores"]), len(full["scores"]))
+            apart = _mean(np.subtract(row["scores"][:count], full["scores"][:count]), "+")
+        cells = [
+            f"`{row['policy']}`",
+            _mean(row["scores"]),
+            apart,
+            f"{100 * np.mean(row['ended']):.0f} %",
+            f"{np.mean(row['new_tokens']):.0f}",
+            f"{100 * row['held'] / row['full']:.1f} %",
+        ]
+        lines.append(cells)
+    heads = ["policy", "right", "beside the full cache", "ended", "tokens written", "held, of the full cache"]
+    return report.table(heads, lines)
+
+
+def _mean(scores: Any, sign: str = "") -> str:
+    """In percent, with its standard error."""
+    scores = 100 * np.asarray(scores, float)
+    error = f" ± {standard_error(scores):.1f}" if len(scores) > 1 else ""
+    return f"{np.mean(scores):{sign}.1f}{error}"
+
+
+SECTION = Section("quality.md", "While a model reasons", "reasoning", section)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # threads that compile for a turn that will not come would be waited for

@@ -1,0 +1,59 @@
+"""Both libraries' answers beside one another: by hand, and that every method that is asked of one is known to the other."""
+
+import inspect
+import json
+
+import pytest
+
+from reproduction import peer_presses, peer_quality
+
+
+def test_answers_are_compared_in_pairs():
+    """Of the differences 0.5, 0 and 0.5 the mean is 1/3, and its interval 4.303 (t of 2 degrees) times √(1/12 / 3) = 1/6."""
+    prompts = [{"prompt": i, "task": "vt", "answers": ["AA", "BB"]} for i in range(4)]
+
+    def answers(method: str, *texts: str) -> list[dict]:
+        return [{"method": method, "prompt": i, "answer": text} for i, text in enumerate(texts)]
+
+    ours = answers("tova", "AA BB", "aa", "AA", "AA") + answers("snapkv", "AA")
+    theirs = answers("tova", "AA", "AA", "nothing") + answers("snapkv", " AA ")
+    tova, snapkv = peer_quality.compared(prompts, ours, theirs)
+    assert (tova["prompts"], tova["kvjax"], tova["kvpress"]) == (3, pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert (tova["difference"], tova["interval"]) == (pytest.approx(1 / 3), pytest.approx(4.303 / 6, rel=1e-3))
+    assert tova["within_sampling_error"]
+    assert tova["same_answers"] == 0
+    assert [each["prompt"] for each in tova["differing"]] == [0, 2]
+    assert (snapkv["same_answers"], snapkv["differing"], snapkv["interval"]) == (1, [], None)
+
+
+def test_what_was_cut_short_goes_on(tmp_path):
+    out, begin = tmp_path / "theirs.jsonl", {"versions": {"torch": "2"}, "prompts": "a"}
+    assert peer_presses.begun(out, begin) == []
+    whole = out.read_text()
+    out.write_text(whole + '{"method": "tova", "prompt": 0, "answer": ""}\n{"method": "to')
+    assert [row["prompt"] for row in peer_presses.begun(out, begin)] == [0]
+    assert out.read_text().endswith("}\n")
+    out.write_text("")
+    assert peer_presses.begun(out, begin) == []
+    with pytest.raises(SystemExit, match="was begun with"):
+        peer_presses.begun(out, begin | {"prompts": "b"})
+
+
+def test_new_tokens_are_kept_as_presses_keep_them():
+    infos = [policy.info for name, policy in peer_quality.methods(256).items() if name != "full"]
+    assert all(info.budget_excludes_new_tokens for info in infos)
+
+
+def test_every_method_has_a_press():
+    source = inspect.getsource(peer_presses.made)
+    assert all(f'"{method}"' in source for method in peer_quality.methods(256))
+
+
+def test_answers_in_other_types_are_not_compared(tmp_path):
+    settings = {"dtype": "float32", "prompts": "a"}
+    (tmp_path / "prompts.jsonl").write_text("")
+    (tmp_path / "ours.jsonl").write_text(json.dumps({"header": {"settings": settings}}) + "\n")
+    for theirs in ({"prompts": "a"}, {"prompts": "a", "dtype": "bfloat16"}):
+        (tmp_path / "theirs.jsonl").write_text(json.dumps(theirs) + "\n")
+        with pytest.raises(SystemExit, match="kvjax has answered in float32, kvpress in bfloat16"):
+            peer_quality.compare(tmp_path, None)
