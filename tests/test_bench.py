@@ -340,7 +340,7 @@ def test_policies_of_others_and_random_statistics(small: Case) -> None:
     name, settings = read_policy("recompress(snapkv:32;every=8)")
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()
     assert policy == kvjax.get_policy("recompress(snapkv:32;every=8)").bind(small.config)
-    with pytest.raises(ValueError, match="close the bracket"):
+    with pytest.raises(ValueError, match="Close it with"):
         read_policy("recompress(snapkv:32")
     name, settings = read_policy("triattention:32,every=8,window=4,profile=random")
     policy = dataclasses.replace(small, policy=name, settings=settings).bound_policy()

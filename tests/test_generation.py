@@ -229,7 +229,7 @@ def test_a_scaled_window_is_not_left(tiny):
         (PROMPT, {"temperature": 1.0, "min_p": 2.0}, "min_p=2"),
         (PROMPT, {"stop": "x"}, "a model with a tokenizer"),
         (PROMPT, {"policy": "treekvv"}, "Did you mean 'treekv'"),
-        (PROMPT, {"policy": "full", "budget": -5}, "full: budget=-5; give a positive"),
+        (PROMPT, {"policy": "full", "budget": -5}, "full: budget=-5 is not valid. Give a positive"),
         (PROMPT, {"policy": 7}, "policy=7"),
         (PROMPT, {"policy": "treekv", "budget": 0.02}, "gives 2 slots"),
     ],

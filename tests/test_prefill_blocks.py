@@ -112,7 +112,7 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt(tiny: Params) -> Non
     ],
 )
 def test_whole_prompts_only(tiny: Params, text: str) -> None:
-    with pytest.raises(kvjax.PolicyError, match=r"chooses from the prompt as a whole.*leave prefill_block out"):
+    with pytest.raises(kvjax.PolicyError, match=r"chooses from the whole prompt.*Leave prefill_block out"):
         kvjax.generate(tiny, PROMPTS, text, prefill_block=16)
 
 

@@ -498,5 +498,5 @@ def test_what_cannot_be_extended(letters):
         kvjax.Session(letters, "a text", max_prompt_tokens=90)
     with pytest.raises(ValueError, match="the prompt has 6 tokens, more than max_prompt_tokens=5"):
         kvjax.Session(letters, "a text", prefill_block=4, max_prompt_tokens=5)
-    with pytest.raises(kvjax.PolicyError, match="lagkv chooses from the prompt as a whole"):
+    with pytest.raises(kvjax.PolicyError, match="lagkv: chunked prefill is not supported"):
         kvjax.Session(letters, "a text", "lagkv:32,sinks=2,lag=4", prefill_block=4)

@@ -1,8 +1,8 @@
-"""The cache state: a pytree of fixed shape, and the few verbs that policies are written with.
+"""The cache state: a pytree of fixed shape, and the few functions that policies are written with.
 
-A cache holds C slots for every row and KV head. Its capacity is a shape, never a mask over the whole context, so what a policy
-drops is really freed. Slots are filled from the left; when one is evicted, the next token takes its place, so keys and
-values never move while decoding.
+A cache has C slots for every row and KV head. Its capacity is a shape, never a mask over the whole context, so dropped
+tokens occupy no memory. Slots are filled from the left. When a token is evicted, the next token takes its slot, so keys
+and values never move while decoding.
 """
 
 from .attention import attend as attend

@@ -1,4 +1,4 @@
-"""Attention of new tokens over what a cache keeps."""
+"""Attention of new tokens to cached ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,22 +39,23 @@ def attend(
     ranks: tuple[Int[Array, "B K C"], Int[Array, "B K"]] | None = None,
     probs: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
-    """Attention of one query per row over the live slots, inside the layer's sliding window if it has one.
+    """Attention of one query per row to the live slots, inside the layer's sliding window if it has one.
 
     Args:
-        token: whose query it is.
-        ranks: where each slot's key stands now, and each head's query, at least 0 and below C, where the cache keeps keys
-            unrotated.
-        probs: whether each slot's probability is wanted.
+        spec: the layer's static shapes and model facts.
+        cache: the cache.
+        token: the token with the query.
+        ranks: for a cache with unrotated keys: position of each slot's key and of each head's query, in [0, C).
+        probs: whether to return the probability of each slot.
 
     Returns:
-        The attended values, and each slot's probability averaged over its query group, if it was asked for: without a gradient, since
-        it tells what is kept, and that has none.
+        The attention output, and with `probs` the probability of each slot, averaged over its query group.
+        Probabilities have no gradient, because they serve to choose tokens.
     """
     rope, weight, keys = spec.rope, _seen(spec, cache, token.position), cache.k
     if cache.slot_shards > 1:
-        assert ranks is None, "keys of a cache that is sharded are rotated"
-        assert not probs, "devices that share a head's slots do not tell each other probabilities"
+        assert ranks is None, "a sharded cache stores rotated keys"
+        assert not probs, "a sharded cache returns no probabilities"
         part = decode_attention(token.query, keys, cache.v, local_part(weight, cache.slot_shards), scale=spec.scale)
         return merged(part.out, part.logsumexp, cache.slot_shards), None
     query, rotation = token.query if ranks is None else token.q, None
@@ -70,11 +71,12 @@ def attend(
 def attend_split(
     spec: LayerSpec, caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]], token: Token
 ) -> Float[Array, "B N H"]:
-    """`attend` over caches among which a layer's KV heads are divided, at once.
+    """`attend` to several caches that divide a layer's KV heads, in one call.
 
     Args:
         spec: of the whole layer.
-        heads: for each cache, which of the KV heads it has.
+        caches: one cache per group of heads.
+        heads: KV heads of each cache.
         token: of all heads.
     """
     if any(cache.slot_shards > 1 for cache in caches):
@@ -99,10 +101,15 @@ def attend_selected(
     live: Bool[Array, "B R L"],
     page: int = 1,
 ) -> Float[Array, "B N H"]:
-    """Attention of one query per row over slots that each head has selected, of a cache where token p is in slot p with its key rotated.
+    """Attention of one query per row to slots that each head has selected.
+
+    Token p is in slot p of the cache, with its key rotated.
 
     Args:
-        index, live, page: pages of slots, and which of them are meant, see `gather_attention`.
+        spec: the layer's static shapes and model facts.
+        cache: the cache.
+        token: the token with the query.
+        index, live, page: pages of slots, and which of them are valid, see `gather_attention`.
     """
     k, v, query = cache.k, cache.v, token.query
     if cache.slot_shards == 1:
@@ -113,7 +120,7 @@ def attend_selected(
 
 
 def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bits) -> Float[Array, "B N H"]:
-    """`attend` over a cache in a few bits, which is not unpacked first."""
+    """`attend` to a quantised cache, without unpacking it first."""
     visible = cache.live
     if spec.window is not None:
         visible &= cache.pos > token.position[:, None, None] - spec.window
@@ -128,14 +135,14 @@ def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bi
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
-    """Weights of the slots inside the layer's sliding window."""
+    """Weights of the slots inside the layer's sliding window, 0 outside."""
     if spec.window is None:
         return cache.weight
     return jnp.where(cache.pos > q_pos[:, None, None] - spec.window, cache.weight, 0.0)
 
 
 def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[Array, "B S N H"]:
-    """Attention of a block's tokens, each over the live slots of tokens up to its own position; theirs are among the slots."""
+    """Attention of a block's tokens, each to the live slots up to its position. The block's tokens are in the cache."""
     q_pos = jnp.where(block.mask, block.positions, -1)
     pos = jnp.where(held.live, held.pos, -1)
     begun = held.next - block.count[:, None]
@@ -149,10 +156,10 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
 
 
 def attend_prompt(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B S N H"]:
-    """Attention of a prompt's queries, each over the tokens up to its own position."""
+    """Attention of a prompt's queries, each to the tokens up to its position."""
     pos = jnp.broadcast_to(prompt.pos, (*prompt.pos.shape[:1], spec.num_kv_heads, prompt.size))
     k, v = (jnp.swapaxes(x, 1, 2) for x in (prompt.k_rotated, prompt.v))
-    q_pos = prompt.pos[:, 0, prompt.before :]  # the same in all heads
+    q_pos = prompt.pos[:, 0, prompt.before :]  # equal in all heads
     own = jnp.full(pos.shape[:2], prompt.before, jnp.int32)
     run = Run(own - jnp.sum(pos[:, :, : prompt.before] >= 0, axis=-1, dtype=jnp.int32), own)
     return block_attention(prompt.q_rotated, k, v, q_pos, pos, scale=spec.scale, window=spec.window, run=run)

@@ -1,7 +1,7 @@
-"""Reading a text in blocks: what is kept of the text so far, and a block of new tokens, as one prompt.
+"""Chunked prefill: the kept tokens of a text and a block of new tokens, as one prompt.
 
-So the rule by which a method chooses from a prompt chooses from them, too, and with a block that holds a whole text it is that of
-the published method. Memory is that of what is kept and of one block, whatever the length of the text.
+A method chooses from them by the rule with which it chooses from a prompt. A block with a whole text therefore gives
+the published method. Memory is that of the kept tokens and one block, for texts of any length.
 """
 
 from typing import TypeVar
@@ -17,11 +17,13 @@ S = TypeVar("S")
 
 
 def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> PromptKV:
-    """A prompt of what is kept, in order and up against the block that follows.
+    """Return a prompt of the kept tokens, in order and directly before the block, and the block.
 
     Args:
-        rotated: whether keys are kept rotated to their original positions. If not, tokens stand at their places among those kept, and
-            the block's at those after them.
+        kept: cache with the kept tokens.
+        block: new tokens.
+        rotated: whether cached keys are rotated to their original positions. If not, tokens have their ranks as
+            positions, and the block's tokens follow.
     """
     order = in_order(kept)
     pos = jnp.take_along_axis(jnp.where(kept.live, kept.pos, -1), order, axis=-1)
@@ -35,7 +37,9 @@ def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool =
     q_rotated, k_rotated = block.q_rotated, keys
     if not rotated:
         count = jnp.sum(live, axis=-1, dtype=jnp.int32)
-        places = jnp.arange(pos.shape[-1] + block.size, dtype=jnp.int32) - pos.shape[-1]  # 0 for the block's first
+        places = (
+            jnp.arange(pos.shape[-1] + block.size, dtype=jnp.int32) - pos.shape[-1]
+        )  # 0 for the block's first token
         ranks = jnp.swapaxes(jnp.maximum(count[..., None] + places, 0), 1, 2)
         k_rotated = block.rope.rotate_by_table(keys, ranks, ranks.shape[1])
         group = block.q.shape[2] // keys.shape[2]
@@ -56,12 +60,12 @@ def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool =
 
 
 def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> PromptKV:
-    """A prompt of what is kept alone, in order and up against the end, with rotated keys.
+    """Return a prompt of the kept tokens alone, right-aligned and in order, with rotated keys.
 
     Args:
-        kept: its tokens fill slots from the first one on, in order of position.
-        q: rotated queries of the last S tokens seen, which are all kept, S less than there are slots; what a row of fewer tokens has in
-            the first places does not matter.
+        kept: cache whose tokens fill slots from the first one on, in order of position.
+        q: rotated queries of the last S tokens seen, which are all kept. S is less than the number of slots. In rows
+            with fewer tokens, the first queries are arbitrary.
         total: tokens that each row will reach.
     """
     order = _up_against_the_end(kept)
@@ -76,11 +80,12 @@ def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Arra
 
 
 def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> LayerCache:
-    """What is kept of `kept_as_prompt`, in order, in the first `capacity` slots; tokens stand there in order.
+    """Return the tokens of `kept_as_prompt` that are kept, in order, in the first `capacity` slots.
 
     Args:
-        kept: its tokens fill slots from the first one on, in order of position.
-        keep: by places of `kept_as_prompt`.
+        kept: cache whose tokens fill slots from the first one on, in order of position.
+        capacity: slots of the result.
+        keep: mask over the places of `kept_as_prompt`.
     """
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
@@ -97,7 +102,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
 
 
 def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
-    """What else is known of slots, by the places of `as_prompt_with_block`; zero for the block's."""
+    """Move values of slots to the places of `as_prompt_with_block`. The block's places get 0."""
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
     free = kept.pos.shape[-1] - kept.count
     live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
@@ -105,7 +110,7 @@ def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBl
 
 
 def _up_against_the_end(kept: LayerCache) -> Int[Array, "B K C"]:
-    """`in_order` where tokens fill slots from the first one on in that order."""
+    """`in_order` for tokens that fill slots from the first one on in that order."""
     size = kept.pos.shape[-1]
     return (jnp.arange(size, dtype=jnp.int32) + kept.next[..., None]) % size
 
@@ -116,7 +121,7 @@ def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
 
 
 def where_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
-    """A state that is `new` in some rows, and in the others as it was."""
+    """Return `new` in some rows, and `old` in the others."""
 
     def chosen(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

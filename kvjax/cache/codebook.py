@@ -1,7 +1,8 @@
-"""Vectors in a few bits: rotated, so that their coordinates are like a Gaussian's, of which each is rounded to the best levels.
+"""Low-bit codes of rotated vectors, whose nearly Gaussian coordinates are rounded to an optimal codebook.
 
-This is TurboQuant's scheme (Zandieh et al. 2025) without its residual sketch: y = Π x / |x| with an orthogonal Π, a code per coordinate for the
-level of a Lloyd-Max quantiser of N(0, 1) that is nearest to √d y, and a factor that gives the vector its own length back.
+This is TurboQuant's scheme (Zandieh et al. 2025) without its residual sketch: y = Π x / |x| with an orthogonal Π, for
+each coordinate the code of the entry nearest to √d y in the Lloyd-Max quantiser of N(0, 1), and a factor that restores
+the vector's norm.
 """
 
 import functools
@@ -20,11 +21,13 @@ from .packing import Bits, join_codes, set_codes, set_codes_run, split_codes
 
 @flax.struct.dataclass
 class Coded:
-    """Keys or values, rotated, in few bits. B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
+    """Rotated keys or values in low-bit codes.
+
+    B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
 
     Attributes:
-        codes: levels of n neighbouring slots in one byte for each coordinate, as in `packing.Packed`.
-        factor: by what the levels of a slot are multiplied; 0 for the vector 0.
+        codes: codes of n neighbouring slots in one byte for each coordinate, as in `packing.Packed`.
+        factor: factor of each slot's codebook entries, 0 for the vector 0.
     """
 
     codes: UInt8[Array, "B K CN H"]
@@ -32,11 +35,11 @@ class Coded:
 
     @property
     def slot_axes(self) -> Any:
-        """Along which axis each array has slots, or what several of them have together."""
+        """Slot axis of each array."""
         return jax.tree.map(lambda _: 2, self)
 
     def part(self, start: Any, size: int, bits: Bits) -> "Coded":
-        """`size` slots from `start` on; both multiples of the slots in a byte."""
+        """Return `size` slots from `start` on. Both are multiples of the slots in a byte."""
         count = 8 // bits
         codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
         return Coded(codes, jax.lax.dynamic_slice_in_dim(self.factor, start, size, axis=2))
@@ -44,7 +47,7 @@ class Coded:
 
 @functools.cache
 def levels(bits: int) -> np.ndarray:
-    """The 2^bits levels whose squared error for N(0, 1) is least, ascending (Lloyd 1982; Max 1960)."""
+    """The codebook: 2^bits entries with minimum squared error for N(0, 1), ascending (Lloyd 1982; Max 1960)."""
 
     def density(x: float) -> float:
         return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
@@ -58,15 +61,16 @@ def levels(bits: int) -> np.ndarray:
         means = [(density(a) - density(b)) / (below(b) - below(a)) for a, b in itertools.pairwise(edges)]
         moved, found = float(np.abs(means - found).max()), np.asarray(means)
         if moved < 1e-12:
-            return (found - found[::-1]) / 2  # to the last bit as many on either side
+            return (found - found[::-1]) / 2  # exactly symmetric
 
 
 @functools.cache
 def rotation(dim: int, signs: int | None = None) -> np.ndarray:
-    """Sylvester's Hadamard matrix over √dim, [H, H]; `dim` is a power of two.
+    """Sylvester's Hadamard matrix over √dim, [H, H]. `dim` is a power of two.
 
     Args:
-        signs: a seed, by which coordinates change their signs at random before they are rotated.
+        dim: H.
+        signs: seed of random sign changes of coordinates before the rotation. None for none.
     """
     matrix = np.ones((1, 1))
     while len(matrix) < dim:
@@ -89,10 +93,13 @@ def rotate_back(x: Float[Array, "*B H"], matrix: np.ndarray) -> Float[Array, "*B
 def quantise(
     x: Float[Array, "*B H"], bits: Bits, matrix: np.ndarray, dtype: Any
 ) -> tuple[UInt8[Array, "*B H"], Float[Array, "*B"]]:
-    """Codes, a byte each, and factors, by which the levels have the vector's own length ("norm correction").
+    """Return codes, one byte each, and factors that restore the vectors' norms ("norm correction").
 
     Args:
-        dtype: type of factors.
+        x: vectors.
+        bits: bits per code.
+        matrix: Π.
+        dtype: dtype of the factors.
     """
     found = jnp.asarray(levels(bits), jnp.float32)
     length = jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
@@ -102,19 +109,19 @@ def quantise(
 
 
 def encode(x: Float[Array, "B K C H"], bits: Bits, matrix: np.ndarray, dtype: Any) -> Coded:
-    """Keys or values in few bits; C is a multiple of the slots in a byte."""
+    """Code keys or values. C is a multiple of the slots in a byte."""
     codes, factor = quantise(x, bits, matrix, dtype)
     return Coded(join_codes(codes, bits), factor)
 
 
 def decode(coded: Coded, bits: Bits) -> Float[Array, "B K C H"]:
-    """The vectors again, still rotated, in float32."""
+    """Decode to vectors that are still rotated, in float32."""
     found = jnp.asarray(levels(bits), jnp.float32)
     return found[split_codes(coded.codes, bits)] * coded.factor.astype(jnp.float32)[..., None]
 
 
 def put(coded: Coded, x: Float[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits, matrix: np.ndarray) -> Coded:
-    """One slot of each head set anew; slots past the last are not set."""
+    """Set one slot of each head. Slots out of bounds are dropped."""
     codes, factor = quantise(x, bits, matrix, coded.factor.dtype)
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
     at = rows[:, None], heads[None, :], slot
@@ -129,10 +136,14 @@ def put_run(
     bits: Bits,
     matrix: np.ndarray,
 ) -> Coded:
-    """Slots from `start` up to `stop` of each head set anew.
+    """Set slots `start` to `stop` of each head.
 
     Args:
-        x: numbers of the slots from the one that begins the byte of `start` on; W is a multiple of the slots in a byte.
+        coded: the codes.
+        x: vectors from the first slot in the byte of `start` on. W is a multiple of the slots in a byte.
+        start, stop: first slot, and the slot after the last.
+        bits: bits per code.
+        matrix: Π.
     """
     count, size = 8 // bits, coded.factor.shape[2]
     codes, factor = quantise(x, bits, matrix, coded.factor.dtype)

@@ -1,6 +1,6 @@
-"""Arrays in the host's memory, within compiled programs: moved there and back, written to and read from in place.
+"""Arrays in host memory within compiled programs: moves, and reads and writes in place.
 
-JAX has the memory space in an array's type (`float32<host>[...]`), and computes only with arrays of one space.
+JAX stores the memory space in an array's type (`float32<host>[...]`), and computes only with arrays of one space.
 """
 
 from typing import Any, TypeVar
@@ -20,17 +20,17 @@ from .tokens import Rotated
 Tree = TypeVar("Tree")
 
 Stores = tuple[Array, ...]
-"""Keys and values, or whatever a policy has in its store."""
+"""Keys and values, or all arrays of a policy's store."""
 
 BLOCK = 128
 """Slots of a head that are fetched at a time."""
 
-# Of this signature it is `compute_on2` up to jax 0.10, and `compute_on` since 0.11.
+# The function with this signature is `compute_on2` up to jax 0.10, and `compute_on` since 0.11.
 _computed_on: Any = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
 
 _TOKENS = jax.lax.GatherDimensionNumbers(
     offset_dims=(3,), collapsed_slice_dims=(0, 1, 2), start_index_map=(0, 1, 2)
-)  # one [H] a (row, head, slot)
+)  # one [H] per (row, head, slot)
 
 
 def available() -> bool:
@@ -39,28 +39,28 @@ def available() -> bool:
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, or what stands for it in a traced program, is in host memory."""
+    """Whether an array or a tracer is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_host(tree: Tree) -> Tree:
-    """The same arrays in host memory."""
+    """Move arrays to host memory."""
     return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: Tree) -> Tree:
-    """The same arrays in the device's memory."""
+    """Move arrays to device memory."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Rotated) -> Array:
-    """A host's store with `x` [B, K, H] in one slot per head, written in place: only `x` travels."""
+    """Write `x` [B, K, H] into one slot per head of a host store, in place. Only `x` moves."""
     if writes_host_memory(store):
-        # An array a kernel: XLA's compiler (of JAX 0.11) fails where one with several results has one in the host's memory. The type of a
-        # result does not tell that it is there, as its buffer is the store's own.
+        # One kernel per array: XLA (of JAX 0.11) fails to compile a kernel with several results if one is in host memory.
+        # The result's type does not say that it is in host memory, because it reuses the store's buffer.
         return jax.lax.optimization_barrier(to_host(write_slots([store], slot, [x])[0]))
     x = heads_of(x).astype(store.dtype)
-    # One after the other: a device writes slices to the host's memory itself, a scatter the host would have to do, in a copy.
+    # One slice at a time: the device writes slices to host memory directly. The host would have to run a scatter, on a copy.
     for row, head in np.ndindex(slot.shape):
         one = to_host(x[row : row + 1, head : head + 1, None])
         start = (np.int32(row), np.int32(head), slot[row, head], np.int32(0))
@@ -69,11 +69,11 @@ def write(store: Float[Array, "B K C H"], slot: Int[Array, "B K"], x: Rotated) -
 
 
 def read(stores: Any, slot: Int[Array, "B N F"]) -> Any:
-    """Some slots of each of several stores [B, K, C, H], as [B, N, F, H] on the device. Of a host's store, only they travel.
+    """Gather slots of several stores [B, K, C, H] to the device, as [B, N, F, H]. From a host store, only these move.
 
     Args:
         stores: a pytree of stores, all in one memory.
-        slot: which, for each of N heads, of which N / K in turn read from one KV head. All exist.
+        slot: slots for each of N heads. N / K consecutive heads read one KV head. All slots must exist.
     """
     leaves = jax.tree.leaves(stores)
     rows, heads, _ = np.ogrid[: slot.shape[0], : slot.shape[1], :1]
@@ -92,19 +92,19 @@ def read(stores: Any, slot: Int[Array, "B N F"]) -> Any:
 
 
 def read_missing(stores: Stores, slot: Int[Array, "B N F"], missing: Bool[Array, "B N F"], got: Stores) -> Stores:
-    """`got` with what is missing from it read from host stores: by the device itself where it can, else block by block.
+    """Return `got` with its missing slots read from host stores: by the device if it can, otherwise block by block.
 
     Args:
         stores, slot: as for `read`.
         missing: which slots to read.
-        got: [B, N, F, H] of each store, what the device has of the others.
+        got: [B, N, F, H] of each store, with the other slots, which the device has.
     """
     if reads_host_memory(stores, slot, missing, got):
         return tuple(fetch_slots(stores, slot, missing, got))
     size = slot.shape[-1]
     block = min(BLOCK, size)
     places, exists = compact_indices(missing, -(-size // block) * block)
-    places = jnp.where(exists, places, size)  # out of range, hence dropped
+    places = jnp.where(exists, places, size)  # out of bounds: dropped
     most = jnp.max(jnp.sum(missing, axis=-1, dtype=jnp.int32))
     rows, heads, _ = np.ogrid[: slot.shape[0], : slot.shape[1], :1]
 
@@ -121,10 +121,10 @@ def read_missing(stores: Stores, slot: Int[Array, "B N F"], missing: Bool[Array,
 
 
 def find(slot: Int[Array, "B R F"], index: Int[Array, "B R S"]) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-    """Where in `slot`, which the device has, each of `index` is, and whether it is there."""
+    """Find each of `index` in `slot`, the slots that the device has. Return the place, and whether it was found."""
     if slot.shape[-1] == 0:
         return jnp.zeros_like(index), jnp.zeros(index.shape, bool)
-    if target().platform == "gpu":  # in one kernel, where sorting and searching are some thirty in a row
+    if target().platform == "gpu":  # one kernel, where sorting and searching need about thirty
         places = jnp.arange(slot.shape[-1], dtype=jnp.int32)
         place = jnp.max(jnp.where(slot[:, :, None] == index[..., None], places, -1), axis=-1)
         return jnp.maximum(place, 0), place >= 0

@@ -1,7 +1,7 @@
-"""Numbers in a few bits: rounded to evenly spaced levels between the least and the greatest of a group, and packed into bytes.
+"""Low-bit codes: numbers rounded to evenly spaced steps between the minimum and maximum of a group, packed into bytes.
 
-This is KIVI's scheme (Liu et al. 2024, section 3.1): code = round((x - zero) / scale), with zero the least of a group and scale =
-(greatest - least) / (2^bits - 1), so that no number is off by more than scale / 2 (but for the rounding of scale and zero).
+This is KIVI's scheme (Liu et al. 2024, section 3.1): code = round((x - zero) / scale), with zero = minimum of the group
+and scale = (maximum - minimum) / (2^bits - 1). The error is at most scale / 2, plus the rounding of scale and zero.
 """
 
 from typing import Any, Self
@@ -21,17 +21,18 @@ from kvjax.pallas_kernels.decode_attention.packed import unpack as unpack
 
 @flax.struct.dataclass
 class PackedCache:
-    """A cache in a few bits, but for its latest tokens. B rows, K KV heads, C slots, R residual tokens, E = R + 1, H head dim.
+    """A quantised cache with exact latest tokens.
 
-    It is as the latest query reads it, which has its own token and the R before it exact: what is to be packed then is packed when
-    the next token comes. The token in slot s has its key exact at place s mod R, and its value at s mod (R + 1), as long as they are
-    residual; slots below `next` are filled.
+    B rows, K KV heads, C slots, R residual tokens, E = R + 1, H head dim. The state is what the latest query reads: its
+    own token and the R before it are exact. Tokens to be packed are packed when the next token comes. The token in slot
+    s has its exact key at s mod R, and its exact value at s mod (R + 1), as long as they are residual. Slots below
+    `next` are filled.
 
     Attributes:
-        k: rotated keys; those up to the last multiple of R before the newest token count.
-        v: values; those but for the newest one and the R before it count.
+        k: rotated keys, valid up to the last multiple of R before the newest token.
+        v: values, valid except for the newest one and the R before it.
         k_recent, v_recent: exact keys and values of the latest slots.
-        pos, next, seen, sharded: as in `LayerCache`. What is exact is on every device.
+        pos, next, seen, slot_shards: as in `LayerCache`. Exact entries are replicated on all devices.
     """
 
     k: Packed
@@ -45,33 +46,33 @@ class PackedCache:
 
     @property
     def cache(self) -> Self:
-        """Itself, as of a `LayerCache`."""
+        """The state itself, for code that reads the `cache` of a state."""
         return self
 
     @property
     def slot_axes(self) -> tuple[Any, Any]:
-        """Along which axis each array of keys and values has slots, or what several of them have together."""
+        """Slot axis of each array of keys and values."""
         return self.k.slot_axes, self.v.slot_axes
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
-        """Which slots hold something."""
+        """Slots that contain a token."""
         return jnp.arange(self.pos.shape[-1], dtype=jnp.int32) < self.next[..., None]
 
     @property
     def k_packed(self) -> Int[Array, "B K"]:
-        """How many slots have their keys packed."""
+        """Number of slots with packed keys."""
         residual = self.k_recent.shape[2]
         return jnp.maximum(self.next - 1, 0) // residual * residual
 
     @property
     def v_recent_slots(self) -> Int[Array, "B K E"]:
-        """Slots of the values at each place of `v_recent`, negative where there is none."""
+        """Slots of the values at each place of `v_recent`, negative for none."""
         return latest_slots(self.next, self.v_recent.shape[2])
 
 
 def latest_slots(following: Int[Array, "B K"], places: int) -> Int[Array, "B K E"]:
-    """The latest slot that takes each of so many places in turn; negative where there is none."""
+    """Latest slot at each place of a ring of `places`, negative for none."""
     last = following[..., None] - 1
     return last - (last - jnp.arange(places, dtype=jnp.int32)) % places
 
@@ -79,11 +80,14 @@ def latest_slots(following: Int[Array, "B K"], places: int) -> Int[Array, "B K E
 def quantise(
     x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any
 ) -> tuple[UInt8[Array, "B K C H"], Float[Array, "B K X Y"], Float[Array, "B K X Y"]]:
-    """Codes, a byte each, and what they are levels between: scales and zeros as in `Packed`.
+    """Return codes, one byte each, with their scales and zeros as in `Packed`.
 
     Args:
-        group: slots or channels of a group; it divides C or H.
-        dtype: type of scales and zeros.
+        x: keys or values.
+        bits: bits per code.
+        group: slots or channels of a group, a divisor of C or H.
+        along: the axis along which a group runs.
+        dtype: dtype of scales and zeros.
     """
     batch, heads, slots, dim = x.shape
     shape = (slots // group, group, dim) if along == "slots" else (slots, dim // group, group)
@@ -91,7 +95,7 @@ def quantise(
     groups = x.astype(jnp.float32).reshape(batch, heads, *shape)
     low, high = jnp.min(groups, axis=axis), jnp.max(groups, axis=axis)
     scale = (high - low) / (2**bits - 1)
-    # Codes are those of what is stored of scale and zero. In a group of equal numbers all codes are 0.
+    # Codes are computed from the stored, rounded scale and zero. In a group of equal numbers all codes are 0.
     scale, zero = jnp.where(scale > 0, scale, 1.0).astype(dtype), low.astype(dtype)
     wide_scale, wide_zero = (jnp.expand_dims(y.astype(jnp.float32), axis) for y in (scale, zero))
     codes = jnp.clip(jnp.round((groups - wide_zero) / wide_scale), 0, 2**bits - 1)
@@ -101,13 +105,13 @@ def quantise(
 
 
 def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any) -> Packed:
-    """Keys or values in few bits; see `quantise`. C is a multiple of the slots in a byte."""
+    """Quantise keys or values, see `quantise`. C is a multiple of the slots in a byte."""
     codes, scale, zero = quantise(x, bits, group, along, dtype)
     return Packed(join_codes(codes, bits), scale, zero, along)
 
 
 def join_codes(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K CN H"]:
-    """Codes of neighbouring slots in one byte."""
+    """Join the codes of neighbouring slots in one byte."""
     count = 8 // bits
     apart = einops.rearrange(codes, "b k (c n) h -> b k c n h", n=count)
     joined = apart[:, :, :, 0]
@@ -119,7 +123,7 @@ def join_codes(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K 
 def set_codes(
     joined: UInt8[Array, "B K CN H"], codes: UInt8[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits
 ) -> UInt8[Array, "B K CN H"]:
-    """Bytes with one slot of each head set anew; slots past the last are not set."""
+    """Set the codes of one slot of each head. Slots out of bounds are dropped."""
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
     at = rows[:, None], heads[None, :], slot // (8 // bits)
     shift = (slot % (8 // bits) * bits).astype(jnp.uint8)[..., None]
@@ -134,7 +138,7 @@ def set_codes_run(
     mine: Bool[Array, "B K W"],
     bits: Bits,
 ) -> UInt8[Array, "B K CN H"]:
-    """Bytes with slots that follow one another, from the first of a byte on, set anew where they are `mine`."""
+    """Set the codes of consecutive slots, beginning with the first slot of a byte, where they are `mine`."""
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape[:2])
     at = rows[:, None, None], heads[None, :, None], slot[:, :, :: 8 // bits] // (8 // bits)
     old = split_codes(joined.at[at].get(mode="clip"), bits)
@@ -144,11 +148,11 @@ def set_codes_run(
 def put(
     packed: Packed, x: Float[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits, group: int, dtype: Any
 ) -> Packed:
-    """One slot of each head set anew, in groups along channels; slots past the last are not set."""
+    """Set one slot of each head, in groups along channels. Slots out of bounds are dropped."""
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
     at = rows[:, None], heads[None, :]
     codes, scale, zero = quantise(x[:, :, None], bits, group, "channels", dtype)
-    # Number by number, since the compiler would lay out scales anew for whole columns.
+    # Scalar updates, because XLA would change the layout of scales for whole columns.
     each = (*(y[..., None] for y in at), jnp.arange(scale.shape[2], dtype=jnp.int32), slot[..., None])
     return Packed(
         codes=set_codes(packed.codes, codes[:, :, 0], slot, bits),
@@ -167,11 +171,16 @@ def put_run(
     group: int,
     dtype: Any,
 ) -> Packed:
-    """Slots from `start` up to `stop` of each head set anew.
+    """Set slots `start` to `stop` of each head.
 
     Args:
-        x: numbers of the slots from the one that begins the byte of `start` on; W is a multiple of the slots in a byte, and of those in a
-            group, of which `start` and `stop` are multiples too where groups run along slots.
+        packed: the codes.
+        x: numbers from the first slot in the byte of `start` on. W is a multiple of the slots in a byte. For groups
+            along slots, W, `start` and `stop` are multiples of the group.
+        start, stop: first slot, and the slot after the last.
+        bits: bits per code.
+        group: slots or channels of a group.
+        dtype: dtype of scales and zeros.
     """
     count, width = 8 // bits, x.shape[2]
     rows, heads = (jnp.arange(n, dtype=jnp.int32)[:, None, None] for n in start.shape)
@@ -185,7 +194,7 @@ def put_run(
             rows,
             heads,
             jnp.where(mine, slot // group, end)[:, :, ::group],
-        )  # past the last, hence dropped, where none is
+        )  # out of bounds where there is none: dropped
     else:
         end, groups = packed.scale.shape[3], jnp.arange(scale.shape[2], dtype=jnp.int32)[:, None]
         which = rows[..., None], heads[..., None], groups, jnp.where(mine, slot, end)[:, :, None]

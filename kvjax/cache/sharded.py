@@ -1,8 +1,9 @@
-"""Slots of a cache sharded among devices that have the same KV heads: which device has which, and how what each finds comes together.
+"""Slots of a cache, sharded over devices that have the same KV heads: placement, and how devices combine results.
 
-Keys and values are sharded, in turn by runs of `RUN` slots, so that devices have as many tokens as one another however many there are; in one
-part each, all new tokens would go to the last device. Positions, weights, and whatever else a policy knows of slots, are on every
-device: so all choose alike, and a policy that leaves keys and values to the functions of `kvjax.cache` need not know.
+Keys and values are sharded round-robin, in runs of `RUN` slots, so devices have equally many tokens at any length. With
+one contiguous shard each, all new tokens would go to the last device. Positions, weights and other per-slot arrays of a
+policy are replicated. All devices therefore choose alike, and a policy that accesses keys and values only through
+`kvjax.cache` needs no code for sharding.
 """
 
 import dataclasses
@@ -21,14 +22,14 @@ from .spec import round_slots
 from .state import LayerCache
 
 RUN = 32
-"""Neighbouring slots on one device: groups of so many tokens, and such as divide them, are on one."""
+"""Neighbouring slots on one device. Groups of this size, or of a divisor of it, are on one device."""
 
 SMALL_GATHER = 1 << 18
-"""Bytes up to which each device is sent what all have and adds it up itself: one communication. Of more, sums are sent, by two."""
+"""Maximum bytes to combine with one all-gather and a local sum. Larger arrays use two all-reduces."""
 
 
 class Sharded(Protocol):
-    """What of a `LayerCache` tells where slots are; of other stores, too, that are sharded."""
+    """The fields of a `LayerCache`, or of another sharded store, that determine where slots are."""
 
     @property
     def pos(self) -> Int[Array, "B K C"]:
@@ -37,17 +38,17 @@ class Sharded(Protocol):
 
     @property
     def slot_shards(self) -> int:
-        """Among how many devices."""
+        """Number of devices that shard the slots."""
         ...
 
 
 def local_slots(slots: int, devices: int) -> int:
-    """Slots that each device holds of so many."""
+    """Slots on each device of `slots` sharded ones."""
     return round_slots(-(-slots // (RUN * devices)) * RUN)
 
 
 def sharded_empty(state: Any, devices: int) -> Any:
-    """A layer's state without tokens, of whose slots each device holds its part: they are all alike."""
+    """Return one device's shard of a layer's state without tokens. All shards are equal."""
 
     def part(x: Array, axis: int, run: int) -> Array:
         return jax.lax.slice_in_dim(x, 0, local_slots(x.shape[axis] * RUN // run, devices) * run // RUN, axis=axis)
@@ -56,14 +57,14 @@ def sharded_empty(state: Any, devices: int) -> Any:
 
 
 def shard_slots(state: Any, devices: int) -> Any:
-    """A layer's state, a `LayerCache` or one that has it as `cache`, of which each device holds its part; as it is, if that is so."""
+    """Return one device's shard of a layer's state, unless the state is already sharded."""
     if state.cache.slot_shards == devices:
         return state
     return _with_kv(state, devices, lambda x, axis, run: local_part(x, devices, axis=axis, run=run))
 
 
 def gathered(state: Any) -> Any:
-    """A layer's state that is sharded, whole on every device."""
+    """Return a layer's sharded state, whole on every device."""
     devices, size = state.cache.slot_shards, state.cache.pos.shape[-1]
 
     def whole(x: Array, axis: int, run: int) -> Array:
@@ -76,30 +77,38 @@ def gathered(state: Any) -> Any:
 def local_part(
     x: Shaped[Array, "B K *S"], devices: int, fill: Any = 0, *, axis: int = 2, run: int = RUN
 ) -> Shaped[Array, "B K ..."]:
-    """Of what is known of all slots, this device's part; `fill` where there are fewer than would be even.
+    """Return this device's shard of a per-slot array, padded with `fill` to equal sizes.
 
     Args:
-        axis: of slots, or of what several have together.
-        run: how many there are of a run's slots.
+        x: values of all slots.
+        devices: number of shards.
+        fill: padding.
+        axis: axis of slots, or of groups of slots.
+        run: entries of this array per run of slots.
     """
     runs = jnp.moveaxis(_runs(x, devices, fill, axis, run), 3, 0)
     return _flat(jax.lax.dynamic_index_in_dim(runs, _index(), keepdims=False), axis)
 
 
 def shard_order(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
-    """Slots in the order in which devices have them, one device's after the other's; of NumPy or JAX.
+    """Reorder slots by device, one shard after the other. NumPy or JAX arrays.
 
     Args:
-        axis, run: as for `own`.
+        x: values of all slots.
+        devices: number of shards.
+        axis, run: as for `local_part`.
     """
     return _flat(_flat(_runs(x, devices, 0, axis, run).swapaxes(2, 3), 2), axis)
 
 
 def global_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = RUN) -> Any:
-    """The first `size` slots, of those in the order of `shard_order`.
+    """Inverse of `shard_order`: return the first `size` slots in their original order.
 
     Args:
-        axis, run: as for `own`.
+        x: values of all slots, by device.
+        devices: number of shards.
+        size: number of slots.
+        axis, run: as for `local_part`.
     """
     x = _moved(x, axis, 2)
     runs = x.reshape(*x.shape[:2], devices, -1, run, *x.shape[3:]).swapaxes(2, 3)
@@ -107,8 +116,9 @@ def global_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = R
 
 
 def slots_of_leaves(state: Any) -> list[int]:
-    """For each array of a layer's sharded state, or of several's, how many slots a device has of the cache that it belongs to; 0 where it belongs
-    to none that is sharded.
+    """For each array of sharded states, slots per device of the cache that it belongs to.
+
+    0 for arrays that belong to no sharded cache.
     """
     found: list[int] = []
     for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "slot_shards")):
@@ -119,7 +129,7 @@ def slots_of_leaves(state: Any) -> list[int]:
 
 
 def local_slot(cache: Sharded, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
-    """Where slots are in this device's part; beyond its end those that are not."""
+    """Index of slots in this device's shard, out of bounds for slots of other devices."""
     local = local_slots(cache.pos.shape[-1], cache.slot_shards)
     return jnp.where(slot < cache.pos.shape[-1], _local_slot(slot, cache.slot_shards, local), local)
 
@@ -127,8 +137,12 @@ def local_slot(cache: Sharded, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
 def local_pages(
     cache: LayerCache, index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int
 ) -> tuple[Int[Array, "B R Q"], Bool[Array, "B R S"], int]:
-    """Pages of slots, as `gather_attention` takes them, in this device's part: pages, which of their slots are meant, and slots of a page."""
-    size = math.gcd(page, RUN)  # pages that lie on several devices are read in parts
+    """Return the part of selected pages that is in this device's shard, for `gather_attention`.
+
+    Returns:
+        Pages, which of their slots are valid, and slots per page.
+    """
+    size = math.gcd(page, RUN)  # pages that span several devices are read in parts
     first = index[..., None] * page + jnp.arange(0, page, size, dtype=jnp.int32)
     first = first.reshape(*index.shape[:2], -1)
     slots = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*index.shape[:2], -1)
@@ -140,18 +154,18 @@ def local_pages(
 
 
 def stripes(devices: int) -> Stripes:
-    """Which of a cache's slots this device has, as kernels are told."""
+    """Slots of a cache in this device's shard, in the form that kernels take."""
     return Stripes(RUN, devices, _index())
 
 
 def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
-    """Keys in the same slots of all heads; in those that do not exist, whatever there is."""
+    """Keys in the same slots of all heads, arbitrary for slots that do not exist."""
     slot = jnp.minimum(pos, cache.pos.shape[-1] - 1)[:, None]
     return rows_at(cache.k, slot, cache.slot_shards)
 
 
 def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: int) -> Shaped[Array, "B K S H"]:
-    """What is in slots, each of which exists, of an array that is sharded; the same on all devices."""
+    """Gather slots of a sharded array, with the same result on all devices. All slots must exist."""
     if devices == 1:
         return jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip")
     at = _local_slot(slot, devices, x.shape[2])
@@ -161,9 +175,10 @@ def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: in
 
 
 def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: int) -> Float[Array, "*S H"]:
-    """Attention over all slots, of what each device has found over its own; see `Attended`.
+    """Attention over all slots from each device's attention over its shard, see `Attended`.
 
-    Devices without a live slot count nothing. All compute the same numbers in the same order, so they have the same bits.
+    Devices without a live slot have no weight. All devices compute the same numbers in the same order, and get the same
+    bits.
     """
     parts = jnp.concatenate([out.astype(jnp.float32), logsumexp[..., None]], axis=-1)
     small = 4 * parts.size * devices <= SMALL_GATHER
@@ -179,7 +194,7 @@ def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: in
 
 
 def _runs(x: Any, devices: int, fill: Any, axis: int, run: int) -> Any:
-    """Slots as [B, K, L / run, devices, run, ...], filled up to L for each device."""
+    """Reshape slots to [B, K, L / run, devices, run, ...], padded to L per device."""
     x = _moved(x, axis, 2)
     local, numbers = local_slots(x.shape[2] * RUN // run, devices) * run // RUN, _numbers(x)
     padding = [(0, 0), (0, 0), (0, local * devices - x.shape[2]), *[(0, 0)] * (x.ndim - 3)]
@@ -188,7 +203,7 @@ def _runs(x: Any, devices: int, fill: Any, axis: int, run: int) -> Any:
 
 
 def _flat(runs: Any, axis: int) -> Any:
-    """Axes 2 and 3 as one, which is then that one."""
+    """Merge axes 2 and 3, and move the result to `axis`."""
     return _moved(runs.reshape(*runs.shape[:2], -1, *runs.shape[4:]), 2, axis)
 
 
@@ -201,18 +216,18 @@ def _numbers(x: Any) -> Any:
 
 
 def _local_slot(slot: Int[Array, "*S"], devices: int, local: int) -> Int[Array, "*S"]:
-    """Where slots are among the `local` ones of this device; `local` for those that are not."""
+    """Index of slots among the `local` ones of this device, `local` for slots of other devices."""
     run, place = slot // RUN, slot % RUN
     return jnp.where(run % devices == _index(), run // devices * RUN + place, local)
 
 
 def _index() -> Int[Array, ""]:
-    """Which of the devices this one is."""
+    """Index of this device."""
     return jax.lax.axis_index(SLOTS).astype(jnp.int32)
 
 
 def _with_kv(state: Any, devices: int, change: Any) -> Any:
-    """The state with `change(x, axis, run)` of each array of its keys and values, see `own`."""
+    """Return the state with `change(x, axis, run)` of each array of its keys and values, see `local_part`."""
     held = state.cache
     slots = local_slots(held.pos.shape[-1], held.slot_shards) if held.slot_shards > 1 else held.pos.shape[-1]
 

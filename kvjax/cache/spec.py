@@ -1,4 +1,4 @@
-"""What is static about one layer's cache, and how large one is."""
+"""Static facts of one layer's cache, and the sizes of caches."""
 
 import dataclasses
 from typing import Any
@@ -13,26 +13,26 @@ from .shard import ONE_DEVICE, Shard
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """All that is static about one layer's cache: hashable, known before anything runs.
+    """All static facts of one layer's cache: hashable, known before anything runs.
 
-    `layer_specs` makes those of a model. A layer without a model needs five numbers:
-    `LayerSpec(num_heads=8, num_kv_heads=2, head_dim=64, prompt_len=512, new_tokens=64)`.
+    `layer_specs` makes those of a model. A layer without a model needs five numbers: `LayerSpec(num_heads=8,
+    num_kv_heads=2, head_dim=64, prompt_len=512, new_tokens=64)`.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: N, K, H.
-        prompt_len: T, length to which prompts are padded; 0 when decoding starts from an empty cache.
+        prompt_len: T, length that prompts are padded to, 0 if decoding starts from an empty cache.
         new_tokens: maximum number of tokens to decode, padded as prompts are.
         batch: B, rows.
-        layer, num_layers: which layer of how many.
-        dtype: type of the cached keys and values.
-        rope: the rotation that positions stand for. By default none, for keys and queries that are rotated already.
-        scale: factor on attention logits. By default (0) 1 / sqrt(head_dim).
-        window: sliding attention window in tokens, None where attention is full.
-        block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
+        layer, num_layers: index of the layer, and number of layers.
+        dtype: dtype of cached keys and values.
+        rope: the rotation by positions. Defaults to none, for keys and queries that are already rotated.
+        scale: factor on attention logits. Defaults (0) to 1 / sqrt(head_dim).
+        window: sliding attention window in tokens, None for full attention.
+        block: block size in tokens for chunked prefill, 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
-        words: tokens of what a method has the model read besides the prompt, by text: those of the text, and those with which the
-            model's template opens an answer. Empty where no method does, or there is no tokenizer.
-        shard: how devices share the layer; of one that runs over a mesh, `batch`, `num_heads` and `num_kv_heads` are one device's.
+        words: tokens of the words that replays read besides the prompt, by text: those of the text, and those that open
+            an answer in the model's template. Empty without replays or without a tokenizer.
+        shard: how devices shard the layer. On a mesh, `batch`, `num_heads` and `num_kv_heads` are those of one device.
     """
 
     num_heads: int
@@ -53,26 +53,26 @@ class LayerSpec:
     shard: Shard = ONE_DEVICE
 
     def __post_init__(self) -> None:
-        """Fill in the default scale, and make a `jnp.dtype` of the type."""
+        """Fill in the default scale, and convert the dtype to a `jnp.dtype`."""
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale", self.scale or self.head_dim**-0.5)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens a row can hold: padded prompt and all new ones."""
+        """Maximum tokens of a row: padded prompt and all new tokens."""
         return self.prompt_len + self.new_tokens
 
     def totals(self, total: Int[Array, " B"] | None) -> Int[Array, " B"]:
-        """Tokens that each row will reach: as given, by default all that it can hold."""
+        """Tokens that each row will reach: as given, or the maximum by default."""
         return jnp.full((self.batch,), self.max_tokens, jnp.int32) if total is None else total
 
     @property
     def head_ids(self) -> Int[Array, " K"]:
-        """Numbers that tell KV heads apart, the same whatever device has them."""
+        """IDs of the KV heads, independent of how they are sharded."""
         return self.shard.head_ids(self.num_kv_heads)
 
     def on(self, shard: Shard) -> "LayerSpec":
-        """What one of these devices has of the layer."""
+        """Return the spec of one device's part of the layer."""
         batch, heads, kv_heads = (
             self.batch // shard.data,
             self.num_heads // shard.heads,
@@ -82,7 +82,7 @@ class LayerSpec:
 
     @property
     def whole(self) -> "LayerSpec":
-        """The layer as one device has all of it."""
+        """The spec of the whole layer on one device."""
         shard = self.shard
         batch, heads, kv_heads = (
             self.batch * shard.data,
@@ -104,9 +104,12 @@ def layer_specs(
     """One `LayerSpec` per layer.
 
     Args:
+        config: the model.
+        batch: number of rows.
         prompt_len: tokens of the longest prompt.
-        new_tokens: the most that any row decodes. Both are padded up here, see `bucket`.
-        total: the most tokens that any row has in all, if that is fewer than both together: the rotation is for that many.
+        new_tokens: maximum number of tokens that a row decodes. This and `prompt_len` are padded here, see `bucket`.
+        dtype: dtype of keys and values.
+        total: maximum tokens of a row, if less than prompt_len + new_tokens. The rotation is resolved for this length.
         block: see `LayerSpec`.
     """
     rope = config.rope.resolve(prompt_len + new_tokens if total is None else total)
@@ -131,11 +134,14 @@ def layer_specs(
 
 
 LEAST_NEW_TOKENS = 8
-"""The smallest room for new tokens."""
+"""Minimum of the padded number of new tokens."""
 
 
 def bucket(length: int, least: int = 64) -> int:
-    """What a length is padded to: 2^n or 1.5 × 2^n, at least `least`, a power of two; so a few compiled programs serve all lengths."""
+    """Pad a length to 2^n or 1.5 × 2^n, at least `least`, so that few compiled programs serve all lengths.
+
+    `least` is a power of two.
+    """
     if length == 0:
         return 0
     size = least
@@ -145,7 +151,7 @@ def bucket(length: int, least: int = 64) -> int:
 
 
 def row_buckets(lengths: Int[Array, " B"], longest: int) -> Int[Array, " B"]:
-    """`bucket` of each length, none of which is above `longest`."""
+    """`bucket` of each length. No length exceeds `longest`."""
     sizes = [bucket(1)]
     while sizes[-1] < longest:
         sizes.append(bucket(sizes[-1] + 1))
@@ -153,10 +159,10 @@ def row_buckets(lengths: Int[Array, " B"], longest: int) -> Int[Array, " B"]:
 
 
 def round_slots(slots: int) -> int:
-    """Capacity for at least `slots` slots: a multiple of 128, or of 32 in caches under 2048.
+    """Capacity for at least `slots` slots: a multiple of 128, or of 32 up to 2048 slots.
 
-    Odd capacities are slow (13107 slots took 12.5 ms per step on an H200 where 13056 took 8.1); in a small cache a step of 128
-    would hold up to half as many slots again as were asked for.
+    Odd capacities are slow. (13107 slots took 12.5 ms per step on an H200, 13056 took 8.1 ms.) In a small cache, steps
+    of 128 could add half as many slots as were requested.
     """
     step = 128 if slots > 2048 else 32
     return -(-slots // step) * step

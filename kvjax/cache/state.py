@@ -20,12 +20,13 @@ class LayerCache:
     """Keys and values that one layer keeps. B rows, K KV heads, C slots, H head dim.
 
     Attributes:
-        k, v: keys and values. Whether keys are rotated is the policy's choice. A free slot may hold anything, NaN included.
-        pos: original position of the token in a slot, -1 where free. Of a merged slot, its newest token's.
+        k, v: keys and values. The policy decides whether keys are rotated. Free slots may contain anything, NaN
+            included.
+        pos: original position of the token in a slot, -1 if free. For a merged slot, that of its newest token.
         weight: 0 free, 1 a token, n a cluster of n tokens.
-        next: the slot that the next token goes to.
+        next: the slot of the next token.
         seen: tokens that have passed through this cache, kept or not.
-        sharded: among how many devices keys and values are sharded by slots, each of which has a part of C; see `kvjax.cache.sharded`.
+        slot_shards: number of devices that shard keys and values by slots, see `kvjax.cache.sharded`.
     """
 
     k: Float[Array, "B K _ H"]
@@ -38,27 +39,27 @@ class LayerCache:
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
-        """Which slots hold something."""
+        """Slots that contain a token."""
         return self.weight > 0
 
     @property
     def cache(self) -> Self:
-        """Itself: a state may be nothing but a cache."""
+        """The cache itself, because a state may be just a cache."""
         return self
 
     @property
     def slot_axes(self) -> tuple[int, int]:
-        """Along which axis keys and values have their slots."""
+        """Slot axes of keys and values."""
         return 2, 2
 
     @property
     def count(self) -> Int[Array, "B K"]:
-        """How many slots hold something."""
+        """Number of slots that contain a token."""
         return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
 
 
 def empty(spec: LayerSpec, capacity: int) -> LayerCache:
-    """A cache of `capacity` free slots."""
+    """Return a cache of `capacity` free slots."""
     heads = (spec.batch, spec.num_kv_heads)
     return LayerCache(
         k=jnp.zeros((*heads, capacity, spec.head_dim), spec.dtype),
@@ -71,7 +72,7 @@ def empty(spec: LayerSpec, capacity: int) -> LayerCache:
 
 
 def extended(held: LayerCache, slots: int) -> LayerCache:
-    """A cache with so many free slots more."""
+    """Return a cache with `slots` more free slots."""
 
     def padded(x: Array, fill: int) -> Array:
         return jnp.pad(x, [(0, 0), (0, 0), (0, slots)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
@@ -81,7 +82,12 @@ def extended(held: LayerCache, slots: int) -> LayerCache:
 
 
 def from_prompt(spec: LayerSpec, capacity: int, prompt: PromptKV) -> LayerCache:
-    """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache.
+    """Return a new cache with all tokens of a prompt in its first slots, with rotated keys.
+
+    Args:
+        spec: the layer's static shapes and model facts.
+        capacity: slots of the cache, at least the padded length of the prompt.
+        prompt: the prompt.
 
     Raises:
         ValueError: the prompt has other rows or KV heads than `spec`, or more tokens than `capacity`.
@@ -89,8 +95,8 @@ def from_prompt(spec: LayerSpec, capacity: int, prompt: PromptKV) -> LayerCache:
     _check_prompt(spec, prompt)
     if prompt.size > capacity:
         raise ValueError(
-            f"a prompt padded to {prompt.size} tokens does not fit {capacity} slots; override prefill, and choose what to keep by "
-            "keep, or raise max_kept"
+            f"a prompt padded to {prompt.size} tokens does not fit {capacity} slots. Override prefill and choose tokens with "
+            "keep, or raise max_kept."
         )
     live = prompt_mask(prompt.lengths, capacity)[:, None]
     live = jnp.broadcast_to(live, (spec.batch, spec.num_kv_heads, capacity))
@@ -114,19 +120,25 @@ def from_prompt(spec: LayerSpec, capacity: int, prompt: PromptKV) -> LayerCache:
 def keep(
     spec: LayerSpec, capacity: int, prompt: PromptKV, keep: Bool[Array, "B K T"], *, rotated: bool = True
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
-    """The kept tokens of a prompt, in order, in the first slots of a new cache.
+    """Return a new cache with the kept tokens of a prompt, in order, in its first slots.
 
     Args:
-        keep: which tokens each head keeps; at most `capacity` of them. Padding is never kept, whatever `keep` says.
+        spec: the layer's static shapes and model facts.
+        capacity: slots of the cache.
+        prompt: the prompt.
+        keep: which tokens each head keeps, at most `capacity`. Padding is never kept.
         rotated: whether keys are stored rotated.
 
     Returns:
-        The cache, and the prompt index that each slot was filled from (0 where free), for gathering what else a policy knows
-        of its tokens.
+        The cache, and the prompt index of each slot's token (0 if free), with which a policy can gather other values of
+        its tokens.
+
+    Raises:
+        ValueError: the prompt has other rows or KV heads than `spec`, or `keep` has another size.
     """
     _check_prompt(spec, prompt)
     if keep.shape[-1] != prompt.size:
-        raise ValueError(f"keep has shape {keep.shape} for a prompt of {prompt.size} places; give [B, K, T]")
+        raise ValueError(f"keep has shape {keep.shape} for a prompt of {prompt.size} places. Give [B, K, T].")
     k = prompt.k_rotated if rotated else prompt.k
     return _gathered(capacity, spec.dtype, k, prompt.v, keep & prompt.live, prompt.places, prompt.seen)
 
@@ -135,7 +147,7 @@ def _check_prompt(spec: LayerSpec, prompt: PromptKV) -> None:
     rows, _, heads, _ = prompt.v.shape
     if (rows, heads) != (spec.batch, spec.num_kv_heads):
         raise ValueError(
-            f"the prompt has {rows} rows and {heads} KV heads, but the LayerSpec says batch={spec.batch} and num_kv_heads={spec.num_kv_heads}"
+            f"the prompt has {rows} rows and {heads} KV heads, but the LayerSpec has batch={spec.batch} and num_kv_heads={spec.num_kv_heads}"
         )
 
 
@@ -169,10 +181,12 @@ def _gathered(
 
 
 def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """A layer's state, a `LayerCache` or one that has it as `cache`, with `f((k, v), ...)` for its keys and values.
+    """Return a layer's state (a `LayerCache`, or a state with a `cache`) with `f((k, v), ...)` as keys and values.
 
     Args:
-        others: states of the same kind, whose keys and values `f` is given, too.
+        f: maps keys and values.
+        state: the state.
+        others: states of the same kind, whose keys and values are passed to `f`, too.
     """
     k, v = f(*((each.cache.k, each.cache.v) for each in (state, *others)))
     mapped = dataclasses.replace(state.cache, k=k, v=v)
@@ -180,17 +194,17 @@ def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 MOVED = 2**25
-"""A cache of up to so many numbers moves within itself in two parts, a larger one in eight: fewer parts are fewer kernels, but need more room."""
+"""Maximum size of a cache that moves in two parts, a larger one in eight. Fewer parts need fewer kernels, but more memory."""
 
 
 def move_forward(
     stores: tuple[Array, Array], slot: Int[Array, "B K S"], live: Bool[Array, "B K S"]
 ) -> tuple[Array, Array]:
-    """Keys and values of some slots, moved to the first S places in place; zeros where nothing lives.
+    """Move keys and values of some slots to the first S places, in place, with zeros in places without a token.
 
     Args:
         stores: keys and values [B, K, C, H].
-        slot: where what is to stand in each place is now, which is that place or a later one.
+        slot: current slot of each place's entry, at or after the place.
         live: which places are filled.
     """
     size = slot.shape[-1]
@@ -206,14 +220,14 @@ def move_forward(
         k, v = stores
         return moved(k), moved(v)
 
-    # A part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
+    # One part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
     return jax.lax.fori_loop(0, size // part, move, stores)
 
 
 def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:
-    """Indices of the first `capacity` kept entries, ascending, and which of them exist (the others are 0)."""
+    """Indices of the first `capacity` kept entries, ascending, and which of them exist (0 for the others)."""
     rank = jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1
-    flat_rank = jnp.where(keep, rank, capacity).reshape(-1, keep.shape[-1])  # what is not kept falls off the end
+    flat_rank = jnp.where(keep, rank, capacity).reshape(-1, keep.shape[-1])  # out of bounds if not kept: dropped
     rows = jnp.arange(flat_rank.shape[0], dtype=jnp.int32)[:, None]
     source = jnp.broadcast_to(jnp.arange(keep.shape[-1], dtype=jnp.int32), flat_rank.shape)
     index = jnp.zeros((flat_rank.shape[0], capacity), jnp.int32).at[rows, flat_rank].set(source, mode="drop")

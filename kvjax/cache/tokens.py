@@ -1,7 +1,7 @@
-"""What a layer gives its cache: a prompt, one new token per row, or several; with queries and keys rotated to original positions.
+"""Inputs of a layer's cache: a prompt, one new token per row, or a block of tokens.
 
-Rotated queries and keys are there by name, so that a policy cannot forget to rotate; unrotated ones are for methods that assign
-positions anew.
+Queries and keys have rotated versions by name, so that a policy cannot forget to rotate. Unrotated ones are for methods
+that assign new positions.
 """
 
 import dataclasses
@@ -17,23 +17,24 @@ from kvjax.pallas_kernels import DeferredRope
 from kvjax.pallas_kernels.head_shards import query_heads
 
 Rotated = Float[Array, "B N H"] | DeferredRope
-"""Rotated queries or keys of one token per row, if need be such as the kernel that reads them rotates; opaque to policies."""
+"""Rotated queries or keys of one token per row, possibly in a form that a kernel rotates. Opaque to policies."""
 
 
 @flax.struct.dataclass
 class PromptKV:
     """Right-padded prompts as one layer sees them. B rows, T places, S queries, N query heads, K KV heads, H head dim.
 
-    A whole prompt has S = T. Where a text is read in blocks, each block makes a prompt together with what is kept of the text before it,
-    which comes first, in order, each head's as many as it has up against the block: T - S places without queries (see `as_prompt_with_block`).
+    A whole prompt has S = T. In chunked prefill, the prompt has the kept tokens of the text, followed by a block. Kept
+    tokens are in order and right-aligned before the block in each head. They have T - S places without queries (see
+    `as_prompt_with_block`).
 
     Attributes:
-        q, k, v: unrotated queries and keys, and values. Of what was kept rotated, `k` is rotated.
+        q, k, v: unrotated queries and keys, and values. `k` is rotated for tokens that were cached rotated.
         q_rotated, k_rotated: queries and keys, rotated to their positions.
-        pos: original position of the token in each place, -1 where there is none.
-        lengths: places up to the end of each row; of a whole prompt, its tokens.
+        pos: original position of the token in each place, -1 if there is none.
+        lengths: places up to the end of each row. For a whole prompt, its number of tokens.
         seen: tokens of each row so far, kept or not.
-        total: tokens that each row will reach with its new ones, which a fractional budget is a fraction of.
+        total: tokens that each row will reach with its new ones, for fractional budgets.
     """
 
     q: Float[Array, "B S N H"]
@@ -56,7 +57,7 @@ class PromptKV:
         lengths: Int[Array, " B"],
         total: Int[Array, " B"],
     ) -> Self:
-        """A whole prompt of unrotated queries and keys, which are rotated here once for all that read them."""
+        """Make a whole prompt from unrotated queries and keys, which are rotated once here."""
         place = jnp.arange(q.shape[1], dtype=jnp.int32)
         pos = jnp.where(prompt_mask(lengths, q.shape[1]), place, -1)[:, None]
         turn = place[None, :, None]
@@ -69,26 +70,26 @@ class PromptKV:
 
     @property
     def before(self) -> int:
-        """Places before the first query: none in a whole prompt."""
+        """Places before the first query, 0 in a whole prompt."""
         return self.size - self.q.shape[1]
 
     @property
     def mask(self) -> Bool[Array, "B T"]:
-        """Which places of a whole prompt hold a token."""
+        """Places of a whole prompt that contain a token."""
         return prompt_mask(self.lengths, self.size)
 
     @property
     def live(self) -> Bool[Array, "B #K T"]:
-        """Which places hold a token in each head."""
+        """Places that contain a token, in each head."""
         return self.pos >= 0
 
     @property
     def places(self) -> Int[Array, "B #K T"] | None:
-        """Positions for operations that take those of whole prompts for granted, and then need not be told."""
+        """Positions, or None for a whole prompt, whose positions operations assume by default."""
         return self.pos if self.before else None
 
     def heads(self, kv_heads: np.ndarray) -> "PromptKV":
-        """Some of the KV heads of a whole prompt, and the query heads that read them."""
+        """Return some KV heads of a whole prompt, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         return dataclasses.replace(
             self,
@@ -107,7 +108,7 @@ class Token:
     Attributes:
         q, k, v: unrotated query and key, and value.
         position: original position of each row's token.
-        rope: the rotation that positions stand for.
+        rope: the rotation by positions.
     """
 
     q: Float[Array, "B N H"]
@@ -123,35 +124,35 @@ class Token:
 
     @property
     def key(self) -> Rotated:
-        """The rotated key, likewise."""
+        """The rotated key, for the same operations."""
         return deferred_rope(self.rope, self.k, self.position)
 
     @property
     def q_rotated(self) -> Float[Array, "B N H"]:
-        """The rotated query, computed."""
+        """The rotated query, as an array."""
         return self.rope.rotate(self.q, self.position[:, None])
 
     @property
     def k_rotated(self) -> Float[Array, "B K H"]:
-        """The rotated key, computed."""
+        """The rotated key, as an array."""
         return self.rope.rotate(self.k, self.position[:, None])
 
     def heads(self, kv_heads: np.ndarray) -> "Token":
-        """Some of the KV heads, and the query heads that read them."""
+        """Return some KV heads, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[1] // self.k.shape[1])
         return Token(self.q[:, queries], self.k[:, kv_heads], self.v[:, kv_heads], self.position, self.rope)
 
 
 @flax.struct.dataclass
 class TokenBlock:
-    """Up to S tokens per row that stand one after the other, padded on the right, as one layer sees them.
+    """Up to S consecutive tokens per row, right-padded, as one layer sees them.
 
     Attributes:
         q, k, v: unrotated queries and keys, and values.
         position: original position of each row's first token.
-        count: tokens in each row; none in a row that is not to be touched.
-        total: tokens that each row will reach, which a fractional budget is a fraction of.
-        rope: the rotation that positions stand for.
+        count: tokens in each row, 0 in rows that stay unchanged.
+        total: tokens that each row will reach, for fractional budgets.
+        rope: the rotation by positions.
     """
 
     q: Float[Array, "B S N H"]
@@ -169,7 +170,7 @@ class TokenBlock:
 
     @property
     def mask(self) -> Bool[Array, "B S"]:
-        """Which places hold a token."""
+        """Places that contain a token."""
         return prompt_mask(self.count, self.size)
 
     @property
@@ -188,19 +189,19 @@ class TokenBlock:
         return self.rope.rotate(self.k, self.positions[..., None])
 
     def by_token(self) -> Token:
-        """The same as S tokens stacked in front, to be scanned over."""
+        """Return S tokens, stacked along a new first axis to scan over."""
         q, k, v, position = (jnp.swapaxes(x, 0, 1) for x in (self.q, self.k, self.v, self.positions))
         return Token(q, k, v, position, self.rope)
 
     def heads(self, kv_heads: np.ndarray) -> "TokenBlock":
-        """Some of the KV heads, and the query heads that read them."""
+        """Return some KV heads, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         q, k, v = self.q[:, :, queries], self.k[:, :, kv_heads], self.v[:, :, kv_heads]
         return dataclasses.replace(self, q=q, k=k, v=v)
 
 
 def deferred_rope(rope: Rope, x: Float[Array, "B N H"], position: Int[Array, " B"]) -> Rotated:
-    """`x` rotated to each row's position, if need be later, by the kernel that reads it."""
+    """Rotate `x` to each row's position, or defer the rotation to the kernel that reads it."""
     if rope.rotates_halves_of(x.shape[-1]):
         return DeferredRope(x, *rope.cos_sin(position))
     return rope.rotate(x, position[:, None])
@@ -212,5 +213,5 @@ def prompt_mask(lengths: Int[Array, " B"], size: int) -> Bool[Array, "B T"]:
 
 
 def positions_from(position: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
-    """Positions of `count` tokens that stand one after the other from `position` on."""
+    """Positions of `count` consecutive tokens from `position` on."""
     return position[:, None] + jnp.arange(count, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""New tokens in the slots of a cache, and slots that are given up."""
+"""Writing new tokens into slots, and freeing slots."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ def insert(
     """Put one new token into each head's next slot, with weight 1.
 
     Args:
-        extra: what else a policy knows of the token: arrays and their values for the same slots, as `write_slots` takes them.
+        cache: the cache.
+        token: the new token.
+        extra: other per-slot arrays of a policy, each with its value for the token, as for `write_slots`.
         rotated: whether keys are stored rotated.
 
     Returns:
@@ -39,7 +41,7 @@ def insert(
         stores, values = [], []
     else:
         stored, stores, values = [], [cache.k, cache.v], [key, token.v]
-    if cache.slot_shards > 1:  # these are in one device, all else in every one
+    if cache.slot_shards > 1:  # keys and values are sharded, all other arrays replicated
         stored, stores, values = write_slots(stores, local_slot(cache, cache.next), values), [], []
     arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
     values += [token.position[:, None], 1.0, *(value for _, value in extra)]
@@ -50,10 +52,11 @@ def insert(
 
 
 def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]], token: Token) -> list[LayerCache]:
-    """`insert` into caches among which a layer's KV heads are divided, at once; keys are stored rotated.
+    """`insert` into several caches that divide a layer's KV heads, in one call. Keys are stored rotated.
 
     Args:
-        heads: for each cache, which of the KV heads it has.
+        caches: one cache per group of heads.
+        heads: KV heads of each cache.
         token: of all heads.
     """
     if any(cache.slot_shards > 1 for cache in caches):
@@ -69,8 +72,8 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
 
 
 def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> LayerCache:
-    """Free `slot` in the heads where `when` holds; the next token will take its place."""
-    target = jnp.where(when, slot, cache.pos.shape[-1])  # out of range, hence dropped, where nothing is evicted
+    """Free `slot` in the heads where `when` is True. The next token will take its place."""
+    target = jnp.where(when, slot, cache.pos.shape[-1])  # out of bounds where nothing is evicted: dropped
     pos, weight = write_slots([cache.pos, cache.weight], target, [-1, 0.0])
     return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
 
@@ -78,11 +81,12 @@ def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) 
 def keep_slots(
     cache: LayerCache, keep: Bool[Array, "B K C"], extra: Sequence[Shaped[Array, "B K C"]] = ()
 ) -> tuple[LayerCache, list[Array]]:
-    """Keep some slots, which move to the first places in their order; all others are free.
+    """Keep some slots, which move to the first places in their order. All other slots are freed.
 
     Args:
-        keep: which slots stay. Free slots are never kept, whatever `keep` says.
-        extra: what else a policy knows of its slots; it moves with them.
+        cache: the cache.
+        keep: which slots stay. Free slots are never kept.
+        extra: other per-slot arrays of a policy, which move with the slots.
 
     Returns:
         The cache, and the other arrays, with zeros in free slots.
@@ -105,7 +109,7 @@ def keep_slots(
 
 
 def seek_free(cache: LayerCache) -> LayerCache:
-    """The cache, whose next tokens go to the first free slots, whichever these are; nowhere in heads that have none."""
+    """Direct the next token of each head to the first free slot, or nowhere in heads that have none."""
     free = jnp.argmin(cache.live, axis=-1).astype(jnp.int32)
     full = jnp.all(cache.live, axis=-1)
     return dataclasses.replace(cache, next=jnp.where(full, cache.pos.shape[-1], free))
@@ -115,7 +119,7 @@ def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
     """Put a block's tokens into each head's next slots, which are free, with weight 1 and rotated keys."""
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
     place = jnp.arange(block.size, dtype=jnp.int32)
-    slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of range: dropped
+    slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of bounds: dropped
     own = slot if cache.slot_shards == 1 else local_slot(cache, slot)
 
     def written(array: Array, values: Any, slot: Array = slot) -> Array:

@@ -1,4 +1,4 @@
-"""Cache policies: one file a method. Importing this package registers them all."""
+"""Cache policies, one file per method. Importing this package registers all of them."""
 
 from .adakv import AdaKV as AdaKV
 from .attention_matching import AttentionMatching as AttentionMatching

@@ -1,4 +1,4 @@
-"""Ada-KV: heads whose attention is spread out get slots that others do not need."""
+"""Ada-KV: heads with spread-out attention get slots that other heads do not need."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -21,19 +21,19 @@ from .snapkv import SnapKV
 @register
 @dataclasses.dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """SnapKV with one budget for all heads of a layer, which the best tokens of all heads share (Feng et al. 2024, Ada-SnapKV).
+    """SnapKV with one budget per layer, which goes to the best tokens of all heads (Feng et al. 2024, Ada-SnapKV).
 
-    Of K heads with b slots each beside the window, the K · b highest scores of the layer say how many tokens each head wants.
-    It gets (1 - alpha) · wanted + alpha · b, rounded down, so that every head has something. (The published code rounds to the
-    nearest, so that a layer may hold a few tokens more than its budget.)
+    With K heads and b slots per head beside the window, the layer's K · b highest scores determine how many tokens each
+    head wants. A head gets (1 - alpha) · wanted + alpha · b, rounded down, so every head has a minimum. (The published
+    code rounds to the nearest, so a layer may exceed its budget by a few tokens.)
 
-    What a head does not need holds no memory: a layer has one store, in which each head has a segment as long as it needs. A
-    decoding step reads the store once, see `kvjax.pallas_kernels.ragged_attention`.
+    Slots that a head does not need occupy no memory: a layer has one store, with a segment of the required length for
+    each head. A decoding step reads the store once, see `kvjax.pallas_kernels.ragged_attention`.
 
     Attributes:
         budget: slots for the prompt in the average head, window included: tokens, or a fraction of prompt + new tokens.
         window, pool, kernel: see `SnapKV`.
-        alpha: α, the safeguard: share of its part of the budget that every head has in any case.
+        alpha: α, the safeguard: guaranteed share of a head's equal part of the budget.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -53,12 +53,12 @@ class AdaKV(SnapKV):
     def __post_init__(self) -> None:
         check_fields(self, alpha=0)
         if self.alpha > 1:
-            raise PolicyError(f"{self.info.name}: alpha={self.alpha}; give a share, 0 to 1")
+            raise PolicyError(f"{self.info.name}: alpha={self.alpha} is out of range. Give a share from 0 to 1.")
         super().__post_init__()
 
     @property
     def query_window(self) -> None:
-        return None  # its heads have stores of their own sizes
+        return None  # heads have segments of different sizes
 
     def keep_mask(
         self,

@@ -1,4 +1,4 @@
-"""What a model has around a layer's attention, for methods that weigh values by what the model makes of them."""
+"""A layer's attention inputs and output projection, for methods that weigh values by their effect on the output."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,16 +15,18 @@ from kvjax.pallas_kernels.head_shards import query_heads
 _NAME = "attention_context"
 
 TOKENS = 1024
-"""Values whose products are made at a time: 1024 x N x H numbers in float32 exist at once."""
+"""Values per iteration of `projected_norms`, which materialises 1024 x N x H numbers in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext:
-    """Of one layer that asks for it by `CacheLayer.needs_context`: in the carry of its `prefill` and `read_block`.
+    """Attention inputs and output projection of one layer, in the carry of `prefill` and `read_block`.
+
+    Layers request them by `CacheLayer.needs_context`. Both are functions, computed only when called.
 
     Attributes:
-        inputs: gives what attention's projections read, normed: [B, S, D], or one for all; computed if it is called.
-        output: gives the output projection of every query head, [N, H, D], likewise.
+        inputs: returns the normed inputs of the attention projections, [B, S, D]. Axes may have size 1.
+        output: returns the output projection of each query head, [N, H, D].
     """
 
     inputs: Callable[[], Float[Array, "#B #S D"]]
@@ -32,21 +34,21 @@ class AttentionContext:
 
     @classmethod
     def of(cls, carry: dict[str, Any], spec: LayerSpec) -> Self:
-        """That of the layer whose turn it is; of one without a model, as in benchmarks of layers, `alone`."""
+        """Return the context in the carry, or `alone` where there is no model, as in benchmarks of layers."""
         return carry.get(_NAME, cls.alone(spec))
 
     @classmethod
     def alone(cls, spec: LayerSpec) -> Self:
-        """Of a layer without a model: values count as they are, and inputs are of length 1."""
+        """Return a context for a layer without a model: an identity projection, and inputs of width 1."""
         heads = (spec.num_heads, spec.head_dim, spec.head_dim)
         return cls(lambda: jnp.ones((1, 1, 1)), lambda: jnp.broadcast_to(jnp.eye(spec.head_dim), heads))
 
     def with_context(self, carry: dict[str, Any]) -> dict[str, Any]:
-        """The carry with it."""
+        """Return the carry with this context."""
         return {**carry, _NAME: self}
 
     def output_of(self, spec: LayerSpec) -> Float[Array, "K G H D"]:
-        """The output projection of the KV heads that a layer has, by query heads of their groups, in float32."""
+        """Return the output projection of a layer's KV heads by query head of their groups, in float32."""
         found, group = self.output(), spec.num_heads // spec.num_kv_heads
         if len(found) != spec.num_heads and spec.kv_heads is not None:
             found = found[query_heads(np.asarray(spec.kv_heads), group)]
@@ -56,7 +58,7 @@ class AttentionContext:
 def projected_norms(
     spec: LayerSpec, around: AttentionContext, values: Float[Array, "B K T H"]
 ) -> Float[Array, "B K G T"]:
-    """How long the model's output is made by each value alone, by query head: the Euclidean norm of its output projection."""
+    """Return the norm that each value has after the output projection, by query head: its effect on the output."""
     output, size = around.output_of(spec), values.shape[2]
     gram = jnp.einsum("kghd,kgjd->kghj", output, output, precision="highest")
     step = min(TOKENS, size)

@@ -1,4 +1,4 @@
-"""Attention Matching: the keys that are attended to most, with weights and values fitted so that attention is as over the whole prompt."""
+"""Attention Matching: the most attended keys, with fitted weights and values that reproduce the prompt's attention."""
 
 import dataclasses
 import math
@@ -24,33 +24,38 @@ from .registry import register
 from .replay import Part, Replay
 
 BLOCK = 256
-"""Queries that attend at a time, at the least: blocks as long as there are slots make a factorisation of twice that many rows."""
+"""Minimum number of queries per block. A block also has at least as many queries as there are slots."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class AttentionMatching(PromptScorer):
-    """Keep the keys that are attended to most, and fit weights and values to them (Zweiger et al. 2026, by the published code).
+    """Keep the most attended keys, and fit weights and values to them (Zweiger et al. 2026, by the published code).
 
-    Once a prompt is read, the model reads it again, as for `KVzip`. The queries of that reading, of all heads that read a KV head together, are
-    examples of what will be asked. Kept are the keys to which they give most, by the root of the mean square of their probabilities over the
-    prompt. Then each key gets a weight, with which it counts in attention as that many tokens, so that sums of exponentials are what they
-    are over the whole prompt: least squares, each query's exponentials divided by its largest; clipped to e^-`bound` and e^`bound`; and
-    improved by `steps` steps of projected gradient descent. At last each key gets a value, so that with those weights the output of
-    attention is what it is over the whole prompt: least squares again. Every head keeps as much. New tokens are kept in addition.
+    After prefill, the model reads the prompt again, as for `KVzip`. The queries of this pass serve as reference
+    queries. All query heads of a KV head are pooled.
 
-    This is the authors' `highest_attention_keys` with queries of a repetition, which are asked for as KVzip's are; of more than `queries`
-    those of every second token are taken, or every third, and so on. A prompt within the budget is kept as it is. It is the time of two more
-    prefills and of the fit, and the memory of a full cache until then and of the queries. Layers with a sliding window keep everything, as
-    in the published code.
+    1. Keys: keep those with the largest root mean square of their attention probabilities over the reference queries.
+    2. Weights: each kept key counts in attention as that many tokens. Least squares fits the weights to the sums of
+       exponentials over the whole prompt, with each query's exponentials divided by its largest. The weights are clipped
+       to [e^-`bound`, e^`bound`] and refined by `steps` steps of projected gradient descent.
+    3. Values: least squares fits them to the attention output over the whole prompt.
+
+    This is the authors' `highest_attention_keys` with queries of a repetition, requested with KVzip's words. If there
+    are more than `queries`, every second token's are used, or every third, and so on. Every head keeps equally many
+    tokens. New tokens are kept in addition. Layers with a sliding window keep everything, as in the published code.
+
+    The cost is the time of two more prefills and of the fit. Until the fit, memory has the full cache and the queries.
 
     Attributes:
-        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
         chunk, overlap: see `KVzip`.
-        prefix: first tokens, such as a system prompt, which are kept as they are, and neither repeated nor part of the fit.
-        queries: the most reference queries per KV head.
-        steps: of projected gradient descent.
-        bound: the largest logarithm of a weight, up and down.
+        prefix: first tokens, such as a system prompt, that are kept unchanged, and neither repeated nor part of the
+            fit.
+        queries: maximum number of reference queries per KV head.
+        steps: steps of projected gradient descent.
+        bound: maximum absolute logarithm of a weight.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -92,10 +97,10 @@ class AttentionMatching(PromptScorer):
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceQueries(Replay):
-    """The reading of `AttentionMatching`: rotated queries [B, M, N, H] of each part, and which of them there are [B, M].
+    """The replay of `AttentionMatching`: observes rotated queries [B, M, N, H] of each part, and a mask [B, M].
 
     Attributes:
-        most: of all parts together, per KV head.
+        most: maximum number of queries of all parts together, per KV head.
     """
 
     most: int = 50_000
@@ -123,12 +128,12 @@ class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
         found = policy.replay.found(carry)
         if found is None:
             raise PolicyError(
-                f"{policy.info.name} fits to a second reading of the prompt; use kvjax.Engine, or for a layer alone kvjax.policies.prefill_alone"
+                f"{policy.info.name}: the prompt was not read a second time. Use kvjax.Engine, or kvjax.policies.prefill_alone for a single layer."
             )
         q, asked = found[spec.layer]
         q = einops.rearrange(q, "j b m (k g) h -> b k (j m g) h", k=spec.num_kv_heads)
         asked = jnp.repeat(einops.rearrange(asked, "j b m -> b (j m)"), spec.num_heads // spec.num_kv_heads, axis=-1)
-        none = "weights and values are fitted, through which there is no gradient; take it of another policy, such as snapkv"
+        none = "the fit of weights and values has no gradient. Use a policy that has one, such as snapkv."
         k, v = without_gradient((prompt.k_rotated, prompt.v), PolicyError(f"{policy.info.name}: {none}"))
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
@@ -143,7 +148,7 @@ class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
             given = q[row, own], asked[row], k[row, own], v[row, own], inside[row, own], count[row]
             return matched(*given, size, spec.scale, policy.steps, policy.bound)
 
-        # One head after the other: on a CPU, factorisations of batches that run beside each other may wait for one another for ever.
+        # One head at a time: on CPU, batched factorisations that run concurrently can deadlock.
         found = jax.lax.map(one, jnp.arange(k.shape[0] * k.shape[1], dtype=jnp.int32))
         best, weight, values = (x.reshape(*k.shape[:2], *x.shape[1:]) for x in found)
 
@@ -169,23 +174,23 @@ def matched(
     steps: int = 2,
     bound: float = 3.0,
 ) -> tuple[Bool[Array, " T"], Float[Array, " S"], Float[Array, "S D"]]:
-    """Keys of one KV head that stand for all of it, and with what weights and values.
+    """Select keys of one KV head, and fit their weights and values. See `AttentionMatching`.
 
-    In float32. Neither least squares nor their factors need the queries at once: a triangular
-    factor of all rows so far, with the right-hand side as its last columns, goes from block to block.
+    Computes in float32. The fit never holds all queries at once: a triangular factor of all rows so far, with the
+    right-hand side as its last columns, is updated block by block.
 
     Args:
-        queries: reference queries, rotated, of all heads that read this one.
-        asked: which of them there are.
-        keys, values: of the prompt; keys are rotated.
-        inside: which of them are to be stood for.
-        count: of keys that are kept, at most `size`.
+        queries: rotated reference queries of all query heads of this KV head.
+        asked: which queries are valid.
+        keys, values: of the prompt. Keys are rotated.
+        inside: which tokens take part in the selection and the fit.
+        count: number of keys to keep, at most `size`.
         size: S.
         scale: factor on attention logits.
         steps, bound: see `AttentionMatching`.
 
     Returns:
-        Which keys are kept; weights and values of them, in order, in the first places.
+        Which keys are kept, and their weights and values, in order, in the first places.
     """
     dtype = jnp.float32
     keys, values = (jnp.where(inside[:, None], x.astype(dtype), 0) for x in (keys, values))
@@ -195,7 +200,7 @@ def matched(
     there = jnp.pad(asked, (0, padding)).reshape(-1, block)
 
     def exponentials(i: Int[Array, ""]) -> Float[Array, "M T"]:
-        """Of a block of queries, those of each divided by its largest; 0 of queries that are not there."""
+        """Exponentials of one block of queries, divided by each query's largest. Zeros for invalid queries."""
         logits = jnp.einsum("mh,th->mt", queries[i], keys, precision="highest") * scale
         logits = jnp.where(inside, logits, -jnp.inf)
         largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -237,14 +242,14 @@ def matched(
 
 
 def _shares(x: Float[Array, "M T"]) -> Float[Array, "M T"]:
-    """Rows that sum to 1; zeros where they are zeros."""
+    """Rows, normalised to sum to 1. Zero rows stay zero."""
     return x / jnp.maximum(jnp.sum(x, axis=-1, keepdims=True), jnp.finfo(x.dtype).tiny)
 
 
 def _factors(
     rows: Any, blocks: int, size: int, more: int, dtype: Any
 ) -> tuple[Float[Array, "S S"], Float[Array, "S R"]]:
-    """R and Qᵀ y of the least squares problem whose rows, with what they are to give behind them, come in blocks."""
+    """R and Qᵀ y of a least squares problem. `rows(i)` returns block i, its right-hand sides as last columns."""
     width = size + more
 
     def add(i: Int[Array, ""], factor: Float[Array, "W W"]) -> Float[Array, "W W"]:
@@ -257,7 +262,7 @@ def _factors(
 def _least_squares(
     factor: Float[Array, "S S"], wanted: Float[Array, "S R"], rows: int
 ) -> tuple[Float[Array, "S R"], Float[Array, ""]]:
-    """The smallest solution, where singular values that rounding could have made count as none; and the largest of them."""
+    """Return the minimum-norm solution and the largest singular value. Singular values below rounding count as zero."""
     left, values, right = jnp.linalg.svd(factor, full_matrices=False)
     largest = jnp.max(values, initial=0)
     least = largest * jnp.finfo(factor.dtype).eps * max(rows, len(factor))

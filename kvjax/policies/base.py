@@ -1,8 +1,8 @@
-"""The policy protocol: what to keep of the past.
+"""The policy protocol: which tokens of the past a layer keeps.
 
-A `Policy` is a frozen dataclass of hyperparameters, which users name. It is hashable, so equal policies share one compiled program.
-`policy.layer(spec)` returns a `CacheLayer`: the pure functions of one layer over a state whose leaves never change shape or dtype.
-The model calls them once for the prompt, and once for every new token:
+A `Policy` is a frozen dataclass of hyperparameters that users name. It is hashable, so equal policies share one
+compiled program. `policy.layer(spec)` returns a `CacheLayer`: pure functions of one layer over a state whose leaves
+never change shape or dtype. The model calls them once for the prompt, and once for every new token:
 
     state, carry = layer.prefill(prompt, carry)
 
@@ -12,13 +12,14 @@ The model calls them once for the prompt, and once for every new token:
 
 `CacheLayer` itself keeps everything. A method overrides the functions that it changes.
 
-A `PromptKV` and a `Token` have queries and keys both rotated and not. A policy that keeps original positions stores rotated keys. One
-that assigns new positions rotates when it attends. `carry` travels from layer to layer within one step, and holds what a layer
-passes to later layers.
+A `PromptKV` and a `Token` have queries and keys both rotated and unrotated. A policy that keeps original positions
+stores rotated keys. A policy that assigns new positions rotates when it attends. `carry` travels from layer to layer
+within one step, and holds what a layer passes to later layers.
 
-With the XLA implementations, as on CPU, all functions are differentiable (`jax.grad`) with respect to keys and values. The choice of
-what to keep is piecewise constant, so no gradient flows through it. Of quantised values only scales and zeros have gradients. Pallas
-attention kernels, `chelsea`, `attention_matching` and `offloaded` raise an error when they are differentiated.
+With the XLA implementations, as on CPU, all functions are differentiable (`jax.grad`) with respect to keys and values.
+The choice of tokens is piecewise constant, so no gradient flows through it. Only scales and zeros of quantised values
+have gradients. Pallas attention kernels, `chelsea`, `attention_matching` and `offloaded` raise an error when they are
+differentiated.
 """
 
 import dataclasses
@@ -42,57 +43,58 @@ from .info import PolicyError, PolicyInfo
 from .replay import Replay, without_model
 
 State = Any
-"""A layer's cache: any pytree of fixed shape."""
+"""The cache of one layer: any pytree of fixed shape."""
 
 Carry = dict[str, Any]
-"""What travels from layer to layer within one step. Keys begin with `CacheLayer.key`, so that composed policies do not mix."""
+"""Values that travel from layer to layer within one step. Keys begin with `CacheLayer.key`, to avoid collisions."""
 
 Queries = Callable[[], Float[Array, "B N H"]]
-"""Returns queries that are computed only if it is called."""
+"""Returns queries, which are computed only if it is called."""
 
 When = Literal["never", "every_step", "when_full"]
 """When a layer compresses, see `CacheLayer.when`."""
 
 Reads = Literal["blocks", "tokens", "whole"]
-"""How a layer prefills a text that comes in blocks, see `CacheLayer.reads`."""
+"""How a layer supports chunked prefill, see `CacheLayer.reads`."""
 
 Attention = Literal["kept", "dense", "sparse"]
-"""What queries of a layer read, see `CacheLayer.attention`."""
+"""Which tokens a query of the layer reads, see `CacheLayer.attention`."""
 
 P = TypeVar("P", bound="Policy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base of all policies: keeps everything, at original positions.
+    """Base of all policies: keeps every token, at its original position.
 
     Class attributes:
-        about: the method in a few words.
+        about: description of the method.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo("")
 
     def __post_init__(self) -> None:
-        """Check hyperparameters by what the dataclass declares, and make numbers of NumPy and JAX Python's. See `fields.check_fields`."""
+        """Check the hyperparameters, and convert NumPy and JAX numbers to Python's. See `fields.check_fields`."""
         check_fields(self)
 
     @property
     def info(self) -> PolicyInfo:
-        """What is said of this policy; a combination composes it of what is said of its parts."""
+        """Description of this policy. A combination composes it from the descriptions of its parts."""
         return self.about
 
     def __str__(self) -> str:
-        """As `get_policy` reads it: its name, and hyperparameters that are not at their defaults."""
+        """The policy as text that `get_policy` parses: its name and the non-default hyperparameters."""
         settings = ",".join(changed_fields(self, dataclasses.fields(self)))
         return f"{self.info.name}:{settings}" if settings else self.info.name
 
     def bind(self, config: ModelConfig) -> "Policy":
-        """The policy for one model: where a method treats heads or layers differently, the composition that does so.
+        """Return the policy for one model.
 
-        Called once before anything runs; binding again changes nothing.
+        A method that treats heads or layers differently returns the composition that does so. Called once before
+        anything runs. Binding again changes nothing.
 
         Raises:
-            PolicyError: the policy is for another model, or needs something of this one that it does not have.
+            PolicyError: the policy is for another model, or needs something that this model lacks.
         """
         return self
 
@@ -100,20 +102,21 @@ class Policy:
         """Raise `PolicyError` if the policy cannot serve a sequence that will reach `tokens` tokens."""
 
     def layer(self, spec: LayerSpec) -> "CacheLayer[Any]":
-        """One layer's functions. Whatever differs from layer to layer is decided here."""
+        """Return the functions of one layer. Differences between layers are decided here."""
         return CacheLayer(self, spec)
 
     def map(self, wrap: Callable[["Policy"], "Policy"]) -> "Policy":
-        """This policy with `wrap` around it; of a combination, around each policy that it is made of."""
+        """Return `wrap(self)`. A combination returns itself with `wrap` applied to each of its parts."""
         return wrap(self)
 
     def with_budget(self, budget: Any) -> "Policy":
-        """The policy with another budget. A combination passes it to every part that takes one.
+        """Return the policy with another budget. A combination passes it to every part that takes one.
 
-        A policy without a budget, such as `full`, accepts any and stays as it is, so that a sweep over budgets needs no exception.
+        A policy without a budget, such as `full`, checks the value and returns itself. A sweep over budgets therefore
+        needs no exception.
 
         Args:
-            budget: a number of tokens, or a fraction. Numbers of NumPy and JAX are taken, too.
+            budget: number of tokens, or a fraction in (0, 1]. NumPy and JAX numbers are accepted.
 
         Raises:
             PolicyError: the policy does not take that value.
@@ -126,24 +129,27 @@ class Policy:
     def nbytes(
         self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
     ) -> int:
-        """Bytes the cache of a whole model will hold on the device, known before anything runs.
+        """Bytes that the cache of a whole model occupies on the device, computed without running anything.
 
         Args:
+            config: the model.
+            batch: number of sequences.
             prompt_len: tokens of the longest prompt.
-            dtype: type of keys and values.
+            max_new_tokens: maximum number of generated tokens.
+            dtype: dtype of keys and values.
         """
         return sum(held_bytes(layer)[0] for layer in self._layers(config, batch, prompt_len, max_new_tokens, dtype))
 
     def host_nbytes(
         self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
     ) -> int:
-        """Bytes it will hold in the host's memory, see `offloaded`; arguments as for `nbytes`."""
+        """Bytes that the cache occupies in host memory, see `offloaded`. Arguments as for `nbytes`."""
         return sum(held_bytes(layer)[1] for layer in self._layers(config, batch, prompt_len, max_new_tokens, dtype))
 
     def bytes_read(
         self, config: ModelConfig, batch: int, prompt_len: int, max_new_tokens: int, dtype: Any = jnp.bfloat16
     ) -> int:
-        """Bytes that one decoding step reads in the whole model, see `CacheLayer.bytes_read`; arguments as for `nbytes`."""
+        """Bytes that one decoding step of the whole model reads. Arguments as for `nbytes`."""
         return sum(layer.bytes_read for layer in self._layers(config, batch, prompt_len, max_new_tokens, dtype))
 
     def _layers(self, config: ModelConfig, *shape: Any) -> list["CacheLayer[Any]"]:
@@ -155,8 +161,9 @@ class Policy:
 class CacheLayer(Generic[P]):
     """The cache of one layer: pure functions over a state of fixed shape. Hashable, so that programs are cached by it.
 
-    This class keeps everything. Subclasses override the functions that they change. The properties `when`, `reads`, `is_plain` and
-    `has_own_store` follow from which functions a class overrides. A subclass overrides a property only where it knows better.
+    This class keeps everything. Subclasses override the functions that they change. The properties `when`, `reads`,
+    `is_plain` and `has_own_store` follow from the overridden functions. A subclass overrides a property only where the
+    derived value is wrong.
 
     Attributes:
         policy: the policy that made the layer.
@@ -168,7 +175,7 @@ class CacheLayer(Generic[P]):
 
     @property
     def when(self) -> When:
-        """When `compress` has something to do: never, after every token, or in the rows that `is_due` reports."""
+        """When `compress` has something to do: "never", "every_step", or "when_full" in the rows of `is_due`."""
         cls = type(self)
         if cls.is_due is not CacheLayer.is_due:
             return "when_full"
@@ -176,76 +183,81 @@ class CacheLayer(Generic[P]):
 
     @property
     def reads(self) -> Reads:
-        """How a text that comes in blocks is prefilled.
+        """How the layer supports chunked prefill.
 
-        "blocks": by a `read_block` of the layer's own. "tokens": token by token, by the inherited one. "whole": not at all, because
-        the layer chooses from a whole prompt.
+        "blocks": by its own `read_block`. "tokens": token by token, by the inherited `read_block`. "whole": not
+        supported, because the layer chooses from a whole prompt.
         """
         return "whole" if type(self).read_block is CacheLayer.read_block else "blocks"
 
     @property
     def attention(self) -> Attention:
-        """What a query reads: the tokens that the method "kept", or a "sparse" selection of all tokens, or all of them ("dense")."""
+        """Which tokens a query reads: those that the method "kept", a "sparse" selection of all, or all ("dense")."""
         return "kept"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the state is a `LayerCache`, a new token goes into its next slot, and queries read all slots, as in this class."""
+        """Whether `append` and `attend` are those of this class.
+
+        The state is then a `LayerCache`, a new token goes into its next slot, and queries read all slots.
+        """
         cls = type(self)
         return (cls.append, cls.attend) == (CacheLayer.append, CacheLayer.attend)
 
     @property
     def has_own_store(self) -> bool:
-        """Whether the state has keys and values in another form than a `LayerCache`, of which `view` makes one."""
+        """Whether the state stores keys and values in another form than a `LayerCache`, to which `view` converts it."""
         return type(self).view is not CacheLayer.view
 
     @property
     def shards_own_store(self) -> bool:
-        """Whether devices can each hold some slots of a store of the layer's own.
+        """Whether the slots of the layer's own store can be sharded over devices.
 
-        Its state then has `k`, `v`, `slot_axes`, `pos` [B, K, C] and `slot_shards`, as a `LayerCache` has.
+        The state then has `k`, `v`, `slot_axes`, `pos` [B, K, C] and `slot_shards`, as a `LayerCache` has.
         """
         return False
 
     @property
     def shards_slots(self) -> bool:
-        """Whether devices can each hold some slots of the keys and values (`kvjax.policies.sharded`).
+        """Whether the slots of keys and values can be sharded over devices (`kvjax.policies.sharded`).
 
-        Such a layer leaves its keys and values to functions of `kvjax.cache` while it decodes. A sparse layer with a store of its
-        own leaves them to the code that passes it what it selects (`SparseLayer.attend_to`).
+        While it decodes, such a layer accesses keys and values only through functions of `kvjax.cache`. A sparse layer
+        with its own store accesses them through its caller, which passes the selected entries to
+        `SparseLayer.attend_to`.
         """
         appends = self.is_plain and self.when == "never" and not self.has_own_store
         return appends or self.shards_own_store or self.attention == "sparse"
 
     @property
     def compress_reads_kv(self) -> bool:
-        """Whether `compress` computes with keys or values, and does not just move them. `offloaded` then fetches them."""
+        """Whether `compress` computes with keys or values, beyond moving them. `offloaded` then fetches them."""
         return False
 
     @property
     def replays(self) -> tuple[Replay, ...]:
         """Passes that read parts of a prompt again before `prefill` chooses from it.
 
-        That prompt has no queries and only rotated keys, and the carry has what the passes observed (`Replay.found`).
+        The prompt that `prefill` then gets has no queries and only rotated keys. The carry has what the passes observed
+        (`Replay.found`).
         """
         return ()
 
     @property
     def needs_context(self) -> bool:
-        """Whether the carry of `prefill` and `read_block` needs what is around attention (`AttentionContext`)."""
+        """Whether `prefill` and `read_block` need an `AttentionContext` (inputs, output projection) in the carry."""
         return False
 
     @property
     def reduces_heads(self) -> bool:
-        """Whether a decode step runs a psum or pmax over the devices that hold the layer's KV heads.
+        """Whether a decode step runs a psum or pmax over the devices that shard the layer's KV heads.
 
-        XLA then keeps collectives in order. A layer that forgets to declare it can deadlock GPUs.
+        XLA then keeps collectives in order. GPUs can deadlock if a layer does not declare it.
         """
         return False
 
     @property
     def max_kept(self) -> int:
-        """Maximum number of tokens that one head holds between two steps."""
+        """Maximum number of tokens that one head keeps between two steps."""
         return self.spec.max_tokens
 
     @property
@@ -254,14 +266,14 @@ class CacheLayer(Generic[P]):
         newest = 0 if self.when == "never" else 1
         if not isinstance(self.max_kept, int):
             raise PolicyError(
-                f"{self.policy.info.name}: max_kept={self.max_kept}; give a whole number of tokens, which kvjax.policies.budget_tokens and "
-                "budget_rows make of a fractional budget"
+                f"{self.policy.info.name}: max_kept={self.max_kept} is not a whole number of tokens. Convert a fractional budget with "
+                "kvjax.policies.budget_tokens and budget_rows."
             )
         return cache.round_slots(min(self.max_kept + newest, self.spec.max_tokens))
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of keys, values and metadata that a decoding step reads. By default all that the state holds."""
+        """Bytes of keys, values and metadata that a decoding step reads. By default the whole state."""
         return sum(held_bytes(self))
 
     @property
@@ -270,23 +282,28 @@ class CacheLayer(Generic[P]):
         return repr((self.policy, self.spec.kv_heads))
 
     def init(self, total: Int[Array, " B"] | None = None) -> State:
-        """The state of sequences of no tokens.
+        """Return the state of an empty cache.
 
         Args:
-            total: tokens that each row will reach, of which fractional budgets are fractions. By default all there are slots for.
+            total: tokens that each row will reach, [B]. Fractional budgets are fractions of it. Defaults to
+                `spec.max_tokens`.
         """
         return cache.empty(self.spec, self.capacity)
 
     def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
-        """The state after a right-padded prompt."""
+        """Return the state after a right-padded prompt, and the carry."""
         return cache.from_prompt(self.spec, self.capacity, prompt), carry
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
-        """The attention of a block's tokens, over what is kept and, causally, over the block; and the state after it.
+        """Process one block of a chunked prefill.
 
-        From both together the method's own rule chooses what stays. One block that holds a whole prompt equals `prefill`. In a
-        method that compresses while it decodes, a block of one token equals `append`, `attend` and `compress`. Rows without a
-        token stay as they are. This default reads token by token.
+        The block's tokens attend to the kept tokens and, causally, to the block. The method's rule then chooses from
+        both. One block with a whole prompt equals `prefill`. In a method that compresses while it decodes, a block of
+        one token equals `append`, `attend` and `compress`. Rows without a token keep their state. This default
+        processes the block token by token.
+
+        Returns:
+            The block's attention output, the state after the block, and the carry.
 
         Raises:
             PolicyError: the layer chooses from a whole prompt.
@@ -302,47 +319,51 @@ class CacheLayer(Generic[P]):
         return jnp.swapaxes(out, 0, 1), state, carry
 
     def append(self, state: State, token: Token) -> State:
-        """The state with one new token per row."""
+        """Return the state with one new token per row."""
         return cache.insert(state, token)[0]
 
     def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
-        """The carry, with what the layer prepares while the layer before it is computed. By default nothing.
+        """Return the carry with whatever the layer prepares while the previous layer is computed. By default nothing.
 
         Args:
-            queries: returns the unrotated queries [B, N, H] that this layer would compute from the attention input of the layer
-                before it. Nothing is computed unless it is called.
+            queries: returns unrotated queries [B, N, H] that this layer would compute from the previous layer's
+                attention input. They are computed only if it is called.
             position: original position of each row's newest token.
+            carry: values of earlier layers.
         """
         return carry
 
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], State, Carry]:
-        """The attention output of the newest token, which `append` has put into the state; and the state with updated scores."""
+        """Return the attention output of the newest token, the state with updated scores, and the carry.
+
+        `append` has already put the token into the state.
+        """
         return cache.attend(self.spec, state, token)[0], state, carry
 
     def compress(self, state: State) -> State:
-        """The state within its budget again; called after every decoded token.
+        """Return the state, reduced to its budget. Called after every decoded token.
 
-        A method that compresses only now and then decides so by its own state, inside `jax.lax.cond`. Rows of a ragged batch and
-        policies composed with one another are then due at different times.
+        A method that compresses at intervals decides so from its own state, inside `jax.lax.cond`. Rows of a ragged
+        batch and composed policies are therefore due at different times.
         """
         return state
 
     def is_due(self, state: State) -> Bool[Array, " B"]:
-        """Rows in which `compress` has something to do now; of methods that compress only now and then."""
-        raise NotImplementedError(f"{type(self).__qualname__}: define is_due(state), as when='when_full'")
+        """Return the rows in which `compress` has something to do now. For methods that compress at intervals."""
+        raise NotImplementedError(f"{type(self).__qualname__}: when='when_full' needs is_due(state). Define it.")
 
     def view(self, state: State) -> LayerCache:
-        """What is kept, in slots of all the layer's KV heads, for looking at it. By default the state's `cache`."""
+        """Return the kept tokens of all KV heads as a `LayerCache`, for inspection. By default the state's `cache`."""
         return state.cache
 
     def map_parts(self, change: "Callable[[CacheLayer[Any]], CacheLayer[Any]]") -> "CacheLayer[Any]":
-        """The layer with `change` applied to each layer that holds some of its KV heads. Most layers hold all of them."""
+        """Return the layer with `change` applied to each sublayer. Most layers are one sublayer with all KV heads."""
         return change(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class WrappedLayer(CacheLayer[P]):
-    """A layer around another one, to which every function is forwarded. Subclasses override what they change.
+    """A layer that forwards every function to another one. Subclasses override what they change.
 
     Attributes:
         inner: the wrapped layer.
@@ -428,20 +449,24 @@ class WrappedLayer(CacheLayer[P]):
 
 
 def check_reads_blocks(layer: CacheLayer[Any]) -> None:
-    """Raise `PolicyError` unless a layer can prefill a text in blocks."""
+    """Raise `PolicyError` unless a layer supports chunked prefill."""
     if layer.reads == "whole":
         raise PolicyError(
-            f"{layer.policy.info.name} chooses from the prompt as a whole, which therefore cannot be read in blocks; leave prefill_block "
-            "out, or take another policy, such as snapkv, treekv or chelsea"
+            f"{layer.policy.info.name}: chunked prefill is not supported, because this policy chooses from the whole prompt. Leave "
+            "prefill_block out, or use another policy, such as snapkv, treekv or chelsea."
         )
 
 
 def read_as_prompt(
     layer: CacheLayer[Any], state: State, block: TokenBlock, carry: Carry, *, rotated: bool = True
 ) -> tuple[Float[Array, "B S N H"], State, Carry]:
-    """`CacheLayer.read_block` of layers whose `prefill` chooses from what is kept and a block as it does from a prompt.
+    """`CacheLayer.read_block` for layers that choose from kept tokens and a block as they choose from a prompt.
 
     Args:
+        layer: the layer.
+        state: its state.
+        block: new tokens.
+        carry: values of earlier layers.
         rotated: see `as_prompt_with_block`.
     """
     check_reads_blocks(layer)
@@ -454,7 +479,8 @@ def read_as_prompt(
 def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
     """`CacheLayer.prefill` of a layer without a model, including a layer that reads parts of its prompt again.
 
-    Without a model nothing can be read again, so replays observe the queries, keys and values of the first pass.
+    Without a model, a prompt cannot be read again. Replays therefore observe the queries, keys and values of the first
+    pass.
     """
     for replay in layer.replays:
         carry = replay.with_observed(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
@@ -462,7 +488,7 @@ def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tup
 
 
 def changed_fields(policy: Policy, fields: Iterable[Any]) -> list[str]:
-    """`name=value` of a policy's hyperparameters that are not at their defaults, as they are written in text."""
+    """Return `name=value` for each hyperparameter that differs from its default, in the text form of policies."""
     values = [
         (field.name, getattr(policy, field.name)) for field in fields if getattr(policy, field.name) != field.default
     ]
@@ -474,7 +500,7 @@ def changed_fields(policy: Policy, fields: Iterable[Any]) -> list[str]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def held_bytes(layer: CacheLayer[Any]) -> tuple[int, int]:
-    """Bytes that one layer's cache holds on the device and on the host."""
+    """Bytes that one layer's cache occupies on the device and on the host."""
     held = jax.make_jaxpr(any_rank(layer.init))().out_avals
     host = _nbytes(leaf for leaf in held if leaf.memory_space == jax.memory.Space.Host)
     return _nbytes(held) - host, host

@@ -1,4 +1,4 @@
-"""Budgets: a number of tokens, or a fraction of the tokens that a sequence will reach; in exact integer arithmetic."""
+"""Budgets: a number of tokens, or a fraction of the tokens that a sequence will reach. Exact integer arithmetic."""
 
 from fractions import Fraction
 from typing import Any
@@ -12,14 +12,16 @@ from kvjax._util.arguments import MOST, short
 from .info import PolicyError
 
 SHORT = 8
-"""A sequence is short if it has fewer tokens than this times the slots that a policy needs."""
+"""A sequence is short if it has fewer tokens than this factor times the slots that a policy needs."""
 
 
 def budget_tokens(budget: int | float, tokens: int, least: int = 0) -> int:
-    """A budget in slots: as given, or as a fraction of the `tokens` a sequence will reach, rounded down.
+    """Convert a budget to slots: a number as given, a fraction of `tokens` rounded down.
 
     Args:
-        least: slots that a fraction gives at least: those that the policy needs, whatever a sequence's length.
+        budget: number of tokens, or a fraction in (0, 1].
+        tokens: tokens that the sequence will reach.
+        least: minimum that a fraction gives: the slots that the policy needs at any sequence length.
     """
     if isinstance(budget, int):
         return budget
@@ -46,13 +48,17 @@ def _shares(fraction: float, tokens: Any) -> Any:
 
 
 def check_least(name: str, budget: int | float, tokens: int, least: int, needs: str, slots: str = "slots") -> None:
-    """Raise `PolicyError` if a budget gives a sequence that will reach `tokens` tokens fewer slots than the policy needs.
+    """Raise `PolicyError` if a budget gives a sequence fewer slots than the policy needs.
 
-    A fraction gives short sequences what is needed, see `SHORT`: they stay whole, or are cut no further.
+    A fraction gives short sequences (`SHORT`) the minimum instead: they stay whole, or are cut no further.
 
     Args:
-        needs: what the slots are needed for, and what to do.
-        slots: what the budget is of.
+        name: name of the policy.
+        budget: number of tokens, or a fraction.
+        tokens: tokens that the sequence will reach.
+        least: slots that the policy needs.
+        needs: end of the message: what needs the slots, and the fix.
+        slots: unit of the budget.
     """
     found = budget_tokens(budget, tokens)
     if found < least and (isinstance(budget, int) or tokens >= SHORT * least):
@@ -65,8 +71,8 @@ def check_budget(name: str, budget: Any) -> None:
     fraction = isinstance(budget, float) and 0 < budget <= 1
     if not (tokens or fraction):
         raise PolicyError(
-            f"{name}: budget={short(budget)}; give a positive whole number of tokens (512), up to {MOST}, or a fraction of prompt + new "
-            "tokens (0.2)"
+            f"{name}: budget={short(budget)} is not valid. Give a positive whole number of tokens (512), up to {MOST}, or a fraction of "
+            "prompt + new tokens (0.2)."
         )
 
 

@@ -1,4 +1,4 @@
-"""CaM: what leaves a rolling window is merged into the tokens that come after it."""
+"""CaM: values that leave a rolling window are merged into the tokens after them."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -22,20 +22,20 @@ from .streaming_llm import StreamingCache, StreamingLayer, StreamingLLM
 @register
 @dataclasses.dataclass(frozen=True)
 class CaM(StreamingLLM):
-    """StreamingLLM that keeps something of the values it drops (Zhang et al. 2024, Algorithm 1).
+    """StreamingLLM that merges evicted values into later tokens (Zhang et al. 2024, Algorithm 1).
 
-    A token i that leaves the window is merged into the m tokens that follow it, V_j += V_i / m, with probability
-    p = min(1, a_i / mean of their a_j), where a is the attention that a token has got from all queries so far; else it is
-    dropped. Keys stay as they are. Where fewer than m tokens follow, these are the m.
+    A token i that leaves the window is merged into the m tokens after it, V_j += V_i / m, with probability p = min(1,
+    a_i / mean of the a_j). Here a is the attention that a token has received from all queries so far. Otherwise token i
+    is dropped. Keys do not change. If fewer than m tokens follow, m is their number.
 
-    This is the published streaming form; its other one takes the current query's attention, and the mean over the whole window.
-    A prompt is cut as StreamingLLM does, without merging: merging begins with the first token that is decoded.
+    This is the published streaming form. The other published form uses the current query's attention, and the mean over
+    the whole window. A prompt is cut as by StreamingLLM, without merging. Merging begins with the first decoded token.
 
     Attributes:
-        budget: slots in all, sinks included: a number of tokens, or a fraction of prompt + new tokens.
-        sinks: first tokens that are never evicted.
-        merge: m, tokens that a value is divided among.
-        seed: of the draws, which depend on nothing else but layer, head and position.
+        budget: slots in total, sinks included: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: first tokens, never evicted.
+        merge: m, number of tokens that share an evicted value.
+        seed: of the random draws, which depend on layer, head and position besides.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -61,10 +61,10 @@ class CaM(StreamingLLM):
 
 @flax.struct.dataclass
 class MergingCache(StreamingCache):
-    """A cache whose tokens know the attention that they have got.
+    """A streaming cache with the attention that its tokens have received.
 
     Attributes:
-        mass: attention of all queries so far, averaged over the query group; of free slots it does not matter.
+        mass: attention of all queries so far, averaged over the query group. Arbitrary in free slots.
     """
 
     mass: Float[Array, "B K C"]
@@ -82,7 +82,7 @@ class CaMLayer(StreamingLayer[CaM]):
     def compress_reads_kv(self) -> bool:
         return True
 
-    read_block = CacheLayer.read_block  # not that of `StreamingLayer`: each token merges what it drops
+    read_block = CacheLayer.read_block  # token by token, because each evicted token may be merged
 
     def init(self, total: Int[Array, " B"] | None = None) -> MergingCache:
         stream = super().init(total)
@@ -101,8 +101,8 @@ class CaMLayer(StreamingLayer[CaM]):
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], MergingCache, Carry]:
         out, probs = self.read(state.cache, token, probs=True)
         assert probs is not None
-        # A zero that comes of the output: values must have been read before `compress` changes them, and where the compiler does
-        # not see that they have, it copies the cache. (An optimization barrier is taken away too early to tell it.)
+        # This zero depends on the output, so XLA schedules the read of values before `compress` changes them. Otherwise it
+        # copies the cache. (XLA removes an optimization barrier too early.)
         read = 0.0 * out[:, 0, 0].astype(jnp.float32)
         mass = state.mass + probs + read[:, None, None]
         return out, dataclasses.replace(state, mass=mass), carry
@@ -111,7 +111,7 @@ class CaMLayer(StreamingLayer[CaM]):
         kept, (slot, full) = state.cache, self.evicted(state)
         pos = jnp.take_along_axis(kept.pos, slot[..., None], axis=-1)
         steps = kept.pos[:, :, None] - pos[..., None] == jnp.arange(1, self.policy.merge + 1, dtype=jnp.int32)[:, None]
-        follows = jnp.any(steps, axis=-1)  # [B, K, m]: whether there are so many tokens after it
+        follows = jnp.any(steps, axis=-1)  # [B, K, m]: which of the next m tokens exist
         after = jnp.where(follows, jnp.argmax(steps, axis=-1), kept.pos.shape[-1]).astype(jnp.int32)
         merged = full & self._drawn(state.mass, slot, pos, after)
 
@@ -132,10 +132,10 @@ class CaMLayer(StreamingLayer[CaM]):
         pos: Int[Array, "B K 1"],
         after: Int[Array, "B K m"],
     ) -> Bool[Array, "B K"]:
-        """Whether the token in `slot`, at `pos`, is merged into those in the slots `after`, which are C where there is none."""
+        """Draw whether the token in `slot`, at `pos`, is merged into slots `after`. C in `after` means no token."""
         exists = after < mass.shape[-1]
         others = jnp.where(exists, jnp.take_along_axis(mass, jnp.where(exists, after, 0), axis=-1), 0.0)
         mean = jnp.sum(others, axis=-1) / jnp.maximum(jnp.sum(exists, axis=-1), 1).astype(jnp.float32)
         own = jnp.take_along_axis(mass, slot[..., None], axis=-1)[..., 0]
-        number = uniform(self.spec, self.policy.seed, pos[:, 0, 0]).T  # the heads of a row evict the same position
+        number = uniform(self.spec, self.policy.seed, pos[:, 0, 0]).T  # all heads of a row evict the same position
         return number * mean < own

@@ -1,4 +1,4 @@
-"""CateKV: heads that keep looking at the same tokens hold only those; the others keep most of what they have read."""
+"""CateKV: heads that keep attending to the same tokens keep only those. The other heads keep most of the prompt."""
 
 import dataclasses
 import math
@@ -31,11 +31,11 @@ class Layout:
     """How CateKV divides a prompt: [sinks | middle, in chunks | unaligned tail | recent].
 
     Attributes:
-        budget: b in the paper, slots of a consistent head; what else it has is derived from it by default.
-        sinks: L_init, by default budget / 32.
-        recent: L_rec, by default budget / 8.
-        chunk: tokens in a chunk; whole chunks are kept or dropped.
-        window: L_obs, how many last queries tell which chunks matter.
+        budget: b in the paper, slots of a consistent head.
+        sinks: L_init, defaults to budget / 32.
+        recent: L_rec, defaults to budget / 8.
+        chunk: tokens in a chunk. Chunks are kept or dropped whole.
+        window: L_obs, number of last queries that score the chunks.
         order: see `chunk_scores`.
     """
 
@@ -47,7 +47,7 @@ class Layout:
     order: Order
 
     def regions(self, budget: Any) -> tuple[Any, Any]:
-        """Sinks and recent tokens of a budget, one or an array of them."""
+        """Number of sinks and recent tokens of a budget, or of an array of budgets."""
         sinks = budget // 32 if self.sinks is None else budget * 0 + self.sinks
         recent = budget // 8 if self.recent is None else budget * 0 + self.recent
         return sinks, recent
@@ -57,27 +57,27 @@ class Layout:
         sinks, recent = self.regions(budget_tokens(self.budget, tokens))
         least = sinks + recent + self.chunk
         needs = (
-            f"but {sinks} sinks, {recent} recent tokens and a chunk of {self.chunk} need {least}; raise budget, or lower sinks, recent or "
-            "chunk"
+            f"but {sinks} sinks, {recent} recent tokens and a chunk of {self.chunk} need {least}. Raise budget, or lower sinks, recent or "
+            "chunk."
         )
         check_least(name, self.budget, tokens, least, needs)
 
     @property
     def least_slots(self) -> int:
-        """Slots that sinks, recent tokens and a chunk need."""
+        """Slots that sinks, recent tokens and one chunk need."""
         least = self.chunk
         while least < sum(self.regions(least)) + self.chunk:
             least = sum(self.regions(least)) + self.chunk
         return least
 
     def slots(self, tokens: int) -> int:
-        """The budget of a sequence that will reach so many tokens."""
+        """Budget of a sequence that will reach `tokens` tokens."""
         return budget_tokens(self.budget, tokens, self.least_slots)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkHead(Policy):
-    """Keep sinks, recent tokens and the chunks of the prompt that its last queries attend to most, and all new tokens."""
+    """Keep sinks, recent tokens, the prompt's chunks that its last queries attend to most, and all new tokens."""
 
     layout: Layout
 
@@ -85,11 +85,11 @@ class ChunkHead(Policy):
         self.layout.validate(self.info.name, tokens)
 
     def chosen(self, chunks: Int[Array, " B"], free: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many of a prompt's chunks are kept, where sinks, tail and recent tokens leave `free` slots of the budget."""
+        """Number of the prompt's chunks to keep, if sinks, tail and recent tokens leave `free` slots of the budget."""
         raise NotImplementedError
 
     def max_prompt_kept(self, spec: LayerSpec) -> int:
-        """The most tokens of a prompt that are kept."""
+        """Maximum number of prompt tokens that are kept."""
         raise NotImplementedError
 
     def layer(self, spec: LayerSpec) -> "ChunkHeadLayer":
@@ -98,7 +98,7 @@ class ChunkHead(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkHeadLayer(CacheLayer[ChunkHead]):
-    """Heads of one kind in one layer."""
+    """The heads of one kind in one layer."""
 
     @property
     def max_kept(self) -> int:
@@ -108,7 +108,7 @@ class ChunkHeadLayer(CacheLayer[ChunkHead]):
         parts, lengths = self.policy.layout, prompt.lengths
         budget = budget_rows(parts.budget, prompt.total, parts.least_slots)
         sinks, recent = parts.regions(budget)
-        # All heads of a row have as many tokens. What is gone of a text read in blocks are whole chunks, so the others are where they were.
+        # All heads of a row have equally many tokens. Chunked prefill drops whole chunks, so the others stay aligned.
         begin = lengths - jnp.sum(prompt.live[:, 0], axis=-1, dtype=jnp.int32) + sinks
         middle = jnp.maximum(lengths - begin - recent, 0)
         chunks, tail = middle // parts.chunk, middle % parts.chunk
@@ -133,7 +133,7 @@ class ChunkHeadLayer(CacheLayer[ChunkHead]):
 
 @dataclasses.dataclass(frozen=True)
 class Consistent(ChunkHead):
-    """A consistent head: a fixed budget of the prompt, chosen once (Jiang et al. 2025, section 3.2)."""
+    """A consistent head: a fixed budget of the prompt, selected once (Jiang et al. 2025, section 3.2)."""
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="catekv_consistent",
@@ -157,7 +157,7 @@ class Consistent(ChunkHead):
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(ChunkHead):
-    """An adaptive head: a share of the prompt's chunks, all of them by default.
+    """An adaptive head: a share of the prompt's chunks, by default all of them.
 
     Attributes:
         eta: η in the paper, share of the chunks between sinks and recent tokens that is kept.
@@ -177,9 +177,9 @@ class Adaptive(ChunkHead):
         return budget_rows(self.eta, chunks)
 
     def max_prompt_kept(self, spec: LayerSpec) -> int:
-        """All of a prompt within the budget, else sinks, recent tokens and the most of the middle.
+        """All of a prompt within the budget, otherwise sinks, recent tokens and the maximum of the middle.
 
-        Of a middle of m tokens with a tail of t < chunk, η (m - t) + t are kept at most, which is η m + (1 - η) t.
+        A middle of m tokens with a tail of t < chunk keeps at most η (m - t) + t = η m + (1 - η) t tokens.
         """
         budget = self.layout.slots(spec.max_tokens)
         always_kept = sum(self.layout.regions(budget))
@@ -193,24 +193,24 @@ class Adaptive(ChunkHead):
 class CateKV(Policy):
     """Consistent heads keep a budget, adaptive heads a share of the prompt (Jiang et al. 2025, Algorithm 1).
 
-    Which head is which is a property of the model, found out beforehand by `kvjax calibrate catekv`. Each layer has two caches
-    of their own shapes, so what consistent heads drop is really freed. New tokens are kept in addition, by all heads. A prompt
-    within the budget is kept whole.
+    The kind of a head is a property of the model, which `kvjax calibrate catekv` finds. Each layer has two caches of
+    different shapes, so tokens that consistent heads drop occupy no memory. All heads keep new tokens in addition. A
+    prompt within the budget is kept whole.
 
     Attributes:
-        budget: slots of a consistent head for the prompt, sinks and recent tokens included: a number of tokens, or a fraction
-            of prompt + new tokens. (The paper used 2048, and 512 on LongBench.)
-        eta: η, share of the prompt's chunks that adaptive heads keep; 0.7 in the paper's efficiency measurements.
-        sinks: first tokens that all heads keep; by default budget / 32, 64 of 2048.
-        recent: last tokens that all heads keep; by default budget / 8, 256 of 2048 as in the published scripts. (The paper's
-            appendix prints budget / 128, which for LongBench would be less than a chunk.)
+        budget: slots of a consistent head for the prompt, sinks and recent tokens included: a number of tokens, or a
+            fraction of prompt + new tokens. (The paper uses 2048, and 512 on LongBench.)
+        eta: η, share of the prompt's chunks that adaptive heads keep. The paper's efficiency measurements use 0.7.
+        sinks: first tokens that all heads keep. Defaults to budget / 32, 64 of 2048.
+        recent: last tokens that all heads keep. Defaults to budget / 8, 256 of 2048, as in the published scripts. (The
+            paper's appendix prints budget / 128, which for LongBench is less than a chunk.)
         chunk: cs, tokens in a chunk.
-        window: L_obs, last queries of the prompt that choose the chunks.
-        order: a chunk's score is the sum over queries of its best token's attention ("max_then_sum", the published code), or
-            its best token's sum over queries ("sum_then_max", Algorithm 1 as printed).
-        profile: a `HeadProfile` or a file of one; or labels "consistent" and "adaptive" as [layer][head]; None takes the
+        window: L_obs, number of the prompt's last queries that score the chunks.
+        order: "max_then_sum" (the published code) sums over queries each query's attention to a chunk's best token.
+            "sum_then_max" (Algorithm 1 as printed) takes the largest sum over queries of a chunk's tokens.
+        profile: a `HeadProfile`, the path of one, or labels "consistent" and "adaptive" as [layer][head]. None uses the
             profile that comes with kvjax for the model.
-        adaptive: another policy for adaptive heads, such as a sparse one; `eta` is then not used.
+        adaptive: another policy for adaptive heads, such as a sparse one. `eta` is then not used.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -236,27 +236,29 @@ class CateKV(Policy):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, chunk=1, window=1)
         if not 0 <= self.eta <= 1:
-            raise PolicyError(f"{self.info.name}: eta={self.eta}; give a share of the chunks, 0 to 1")
+            raise PolicyError(
+                f"{self.info.name}: eta={self.eta} is out of range. Give a share of the chunks from 0 to 1."
+            )
         if self.adaptive is not None and self.eta != 1:
             raise PolicyError(
-                f"{self.info.name}: eta={self.eta} and a policy for adaptive heads; give one of them, since that policy gets all tokens"
+                f"{self.info.name}: eta={self.eta} conflicts with adaptive=, whose policy gets all tokens. Give one of them."
             )
         if not isinstance(self.profile, tuple | HeadProfile | str | None):
             raise PolicyError(
-                f"{self.info.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
+                f"{self.info.name}: profile={self.profile!r} is not valid. Give a HeadProfile, its path, or labels as a tuple of tuples."
             )
 
     def validate(self, tokens: int) -> None:
         self._layout.validate(self.info.name, tokens)
 
     def bind(self, config: ModelConfig) -> Policy:
-        """Both kinds of heads with the policies that they have, as a `ByHead`."""
+        """Return the policies of both kinds of heads, as a `ByHead`."""
         labels = self.profile if isinstance(self.profile, tuple) else self._profile(config).labels
         adaptive = Adaptive(self._layout, float(self.eta)) if self.adaptive is None else self.adaptive
         return by_head({"consistent": Consistent(self._layout), "adaptive": adaptive}, labels).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
+        raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
 
     @property
     def _layout(self) -> Layout:
@@ -273,12 +275,14 @@ class CateKV(Policy):
 def chunk_scores(
     prompt: PromptKV, spec: LayerSpec, layout: Layout, middle: tuple[Int[Array, " B"], Int[Array, " B"]]
 ) -> Float[Array, "B K M"]:
-    """One score for each chunk of the observation matrix, which itself is nowhere held.
+    """Return one score for each chunk, without storing the observation matrix.
 
-    By `Layout.order`, "max_then_sum" adds up over queries what each gives to the chunk's best token; "sum_then_max" takes the token
-    that gets most from all queries together. Either sum is divided by the number of queries.
+    See `CateKV` for `order`. Sums are divided by the number of queries.
 
     Args:
+        prompt: the prompt.
+        spec: the layer's static shapes and model facts.
+        layout: how the prompt is divided.
         middle: as for `window_scores`.
     """
     if layout.order == "max_then_sum":
@@ -291,6 +295,6 @@ def chunk_scores(
 def top_chunks(
     scores: Float[Array, "B K M"], chunks: Int[Array, " B"], count: Int[Array, " B"]
 ) -> Bool[Array, "B K M"]:
-    """The `count` best of each row's first `chunks` chunks; of equal ones the first."""
+    """Return the `count` highest-scoring of each row's first `chunks` chunks. Ties go to the first."""
     exists = (jnp.arange(scores.shape[-1], dtype=jnp.int32) < chunks[:, None])[:, None]
     return top_k(jnp.where(exists, scores, -jnp.inf), count[:, None]) & exists

@@ -11,7 +11,7 @@ from .info import PolicyError
 
 @contextlib.contextmanager
 def calling(layer: Any, function: str) -> Iterator[None]:
-    """Add to an error raised within which function of which policy was called, and in which layer."""
+    """Context manager that adds the function, policy and layer to errors raised within it."""
     try:
         yield
     except Exception as error:
@@ -27,28 +27,30 @@ def expect_shape(policy: Any, function: str, returned: Any, names: str, shape: t
     Args:
         policy: a `Policy`.
         function: name of the function.
-        returned: what it returned.
+        returned: its return value.
         names: names of the axes, such as "B K T".
         shape: the expected shape.
     """
     found = getattr(returned, "shape", None)
     if found != shape:
         what = type(returned).__name__ if found is None else f"shape {found}"
-        raise PolicyError(f"{policy.info.name}: {function} returned {what}; return an array [{names}] of shape {shape}")
+        raise PolicyError(
+            f"{policy.info.name}: {function} returned {what}. Return an array [{names}] of shape {shape}."
+        )
 
 
 def expect_same_state(layer: Any, function: str, before: Any, after: Any) -> None:
-    """Raise `PolicyError` unless a layer's state has the structure, shapes and types that it had before a function was called."""
+    """Raise `PolicyError` unless a state kept its structure, shapes and dtypes across a call."""
     was, structure = jax.tree.flatten_with_path(before)
     now, found = jax.tree.flatten(after)
     name = layer.policy.info.name
     if structure != found:
         raise PolicyError(
-            f"{name}: {function} returned a state of structure {found}; return the state's own, {structure}"
+            f"{name}: {function} returned a state of structure {found}. Return the structure that it was given, {structure}."
         )
     for (path, old), new in zip(was, now, strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise PolicyError(
-                f"{name}: {function} returned {new.dtype}{list(new.shape)} for state{jax.tree_util.keystr(path)}; return "
-                f"{old.dtype}{list(old.shape)}, as a state never changes its shapes and types"
+                f"{name}: {function} returned {new.dtype}{list(new.shape)} for state{jax.tree_util.keystr(path)}. Return "
+                f"{old.dtype}{list(old.shape)}: a state never changes its shapes and dtypes."
             )

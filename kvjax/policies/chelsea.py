@@ -1,4 +1,4 @@
-"""Chelsea: clusters of similar keys, each kept as one centroid that counts as often as the tokens it stands for."""
+"""Chelsea: clusters of similar keys, each kept as one centroid that attends like as many tokens."""
 
 import dataclasses
 from fractions import Fraction
@@ -29,16 +29,16 @@ from .transforms.by_head import by_head
 from .transforms.offload import offloaded
 
 SCHEDULES = {"llama-2": (0.45, 0.05, 3), "llama-3": (0.35, 0.1, 2), "qwen": (0.2, 0.1, 2), "constant": (0.25, 0.0, 0)}
-"""r_init, alpha and number of decreasing steps by model family (appendix C.2); "constant" is the paper's needle test."""
+"""r_init, alpha and number of decreasing steps by model family (appendix C.2). "constant": the needle test."""
 
 OUTLIER, CLUSTERED = "outlier", "clustered"
-"""Labels of heads in a profile."""
+"""Labels of heads in a profile, see `Chelsea`."""
 
 MAX_PLANNED_STEPS = 32
-"""The most steps that are taken without asking rows whether they need them."""
+"""Maximum number of steps that run without a check whether rows need them."""
 
 _UNIT = 10_000
-"""Ratios are counted in parts of this, so that the number of merges is exact."""
+"""Ratios are integers in this unit, so that the number of merges is exact."""
 
 
 @flax.struct.dataclass
@@ -46,8 +46,8 @@ class Centroids:
     """A Chelsea cache. B rows.
 
     Attributes:
-        cache: rotated keys, and values, in order; those of a row fill equally many slots in every head.
-        steps: i, clustering steps that each row has been through, which the ratio schedule depends on.
+        cache: rotated keys, and values, in order. All heads of a row fill equally many slots.
+        steps: i, clustering steps of each row so far, for the ratio schedule.
         budget: B, slots that clustering leaves.
     """
 
@@ -58,13 +58,13 @@ class Centroids:
 
 @flax.struct.dataclass
 class Loop:
-    """Clustering between two steps. A step reads one place and writes to another, and the places take turns. B rows.
+    """Clustering between two steps. A step reads one buffer and writes the other, and the buffers alternate. B rows.
 
     Attributes:
-        tokens: all of them, those that are never merged among them.
-        scratch: as much again, to write to.
+        tokens: all tokens, including those that are never merged.
+        scratch: buffer of the same size to write to.
         size: tokens of each row.
-        steps: clustering steps that each row has been through.
+        steps: clustering steps of each row so far.
     """
 
     tokens: Clusters
@@ -78,38 +78,39 @@ class Loop:
 class Chelsea(Policy):
     """Merge tokens with similar keys into centroids (Hu et al. 2025, Algorithm 1 and section 5).
 
-    When a row holds `every` slots more than its budget, those between sinks and recent tokens go through Chunked Soft Matching
-    (`kvjax.policies.families.soft_matching`), step after step until exactly the budget is left. A step removes a share
-    r = max(r_min, r_init - alpha · min(steps, i)) of them, i counting all steps since the row began, though at least one and
-    no more than the budget asks. A cluster of n tokens attends like n tokens: log n is added to its logit.
+    When a row has `every` tokens more than its budget, the tokens between sinks and recent tokens go through Chunked
+    Soft Matching (`kvjax.policies.families.soft_matching`). Steps repeat until exactly the budget is left. A step
+    removes a share r = max(r_min, r_init - alpha · min(steps, i)) of them, at least one token and at most the excess. i
+    counts all steps of the row. A cluster of n tokens attends like n tokens: log n is added to its logit.
 
-    Keys' cosines are compared in whole multiples of 2^-14 (6e-5; `kvjax.pallas_kernels.cluster_merging.RESOLUTION`): of keys as
-    similar as that the first are merged, and rounding does not decide. There is no gradient through clustering. Of a text that is read
-    in blocks, each is clustered once it has been read, in rows that are then full.
+    Cosines of keys are compared in multiples of 2^-14 (6e-5, `kvjax.pallas_kernels.cluster_merging.RESOLUTION`). Among
+    keys that are equally similar, the first are merged, so rounding does not decide. Clustering has no gradient. In
+    chunked prefill, each block is clustered after it is read, in rows that are then full.
 
-    Outlier heads, whose keys are less alike, keep everything if the model has a profile that names them, and the others' budget
-    is reduced to pay for it: with a share f of such heads, from R to (R - f) / (1 - f) (appendix C.2). That is so for a budget
-    that is a fraction; one of a number of tokens is a size that no head may outgrow, so there every head is clustered.
+    Outlier heads, whose keys are less similar, keep everything if the model has a profile that names them. The budget R
+    of the other heads pays for it: with a share f of outlier heads it is (R - f) / (1 - f) (appendix C.2). This holds
+    for fractional budgets. With a budget in tokens, which no head may exceed, every head is clustered.
 
     Attributes:
-        budget: B, slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        sinks: n₁, first tokens that are never merged.
-        recent: n₂, latest tokens that are never merged: a number of them, or a fraction of the budget below 1. Where sinks and recent
-            tokens would fill a row's budget, at most a quarter of it are sinks and at most half of it recent tokens.
-        chunk: c, tokens among which similar ones are looked for; None for all of them (the paper's ablation).
-        every: g, tokens in excess of the budget that clustering waits for, so that decoding clusters once in so many steps.
+        budget: B, slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: n₁, first tokens, never merged.
+        recent: n₂, latest tokens, never merged: a number, or a fraction of the budget below 1. If sinks and recent
+            tokens would fill a row's budget, at most a quarter of it are sinks and at most half recent tokens.
+        chunk: c, tokens among which similar ones are searched. None for all of them (the paper's ablation).
+        every: g, tokens above the budget at which clustering starts.
         schedule: a ratio schedule of the paper: "llama-2", "llama-3", "qwen", or "constant".
-        r_init, alpha, steps: a schedule of one's own; what is None is taken from `schedule`.
-        r_min: least ratio. The paper only asks that it exceed 0.
-        match: what edges lead by: cosines of keys as they are read, "rotated" to their positions (the paper's), or "unrotated"; or
-            nearness of "positions", which looks at no key.
-        merge: which keys a centroid is the mean of: "rotated" ones (the paper's), or "unrotated" ones, whose mean is rotated to the
-            position of the newest token. Each clustering then turns all keys back and forth, and rounds them to the cache's type.
-        partition: how chunks are divided (`kvjax.policies.families.soft_matching.Partition`); other ways than "alternating" show
-            what that one is worth, clusters then stand in order of their newest tokens.
+        r_init, alpha, steps: parameters of a custom schedule. None takes the value of `schedule`.
+        r_min: minimum ratio. The paper only requires that it exceed 0.
+        match: what edges compare: cosines of "rotated" keys (the paper's) or "unrotated" keys, or nearness of
+            "positions", which looks at no key.
+        merge: which keys a centroid is the mean of: "rotated" (the paper's), or "unrotated", whose mean is rotated to
+            the newest token's position. With "unrotated", each clustering rotates all keys back and forth, and rounds
+            them to the cache's dtype.
+        partition: how chunks are divided, see `kvjax.policies.families.soft_matching.Partition`. Other ways than
+            "alternating" are for comparison. Clusters are then ordered by their newest tokens.
         outliers: whether outlier heads keep everything.
-        offload_outliers: whether they keep it in the host's memory (see `offloaded`), as their share of a long text is large.
-        profile: which heads they are: a profile, its file, or None for the one that comes with the library, if there is one.
+        offload_outliers: whether outlier heads keep their tokens in host memory (see `offloaded`).
+        profile: a profile of outlier heads, or its path. None uses the one that comes with kvjax, if there is one.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -142,12 +143,13 @@ class Chelsea(Policy):
         check_fields(self, sinks=0, recent=0, chunk=2, every=1, alpha=0, steps=0, r_min=0)
         if isinstance(self.recent, float) and self.recent >= 1:
             raise PolicyError(
-                f"{self.info.name}: recent={self.recent}; give a whole number of tokens (64) or a fraction of the budget below 1 (0.5)"
+                f"{self.info.name}: recent={self.recent} is not valid. Give a whole number of tokens (64), or a fraction of the budget "
+                "below 1 (0.5)."
             )
         if min(self.ratios) <= 0 or max(self.ratios) > _UNIT // 2:
             raise PolicyError(
-                f"{self.info.name}: ratios from {self.ratios[0] / _UNIT} to {self.ratios[-1] / _UNIT}; a step removes more than "
-                "0 and at most 0.5 of the tokens, so raise r_min, or lower r_init"
+                f"{self.info.name}: ratios from {self.ratios[0] / _UNIT} to {self.ratios[-1] / _UNIT} are not valid, because a step "
+                "removes more than 0 and at most 0.5 of the tokens. Raise r_min, or lower r_init."
             )
 
     def bind(self, config: ModelConfig) -> Policy:
@@ -159,8 +161,8 @@ class Chelsea(Policy):
         share = Fraction(len(profile.heads(OUTLIER)), config.num_layers * config.num_kv_heads)
         if self.budget <= share:
             raise PolicyError(
-                f"{self.info.name}: budget={self.budget} is less than what the outlier heads alone take, which are "
-                f"{float(share):.3f} of all; raise budget, or set outliers to False"
+                f"{self.info.name}: budget={self.budget} is too small, because outlier heads, which keep everything, are "
+                f"{float(share):.3f} of all heads. Raise budget, or set outliers to False."
             )
         budget = float((Fraction(self.budget).limit_denominator(_UNIT) - share) / (1 - share))
         clustered = dataclasses.replace(self, budget=budget, outliers=False, offload_outliers=False, profile=None)
@@ -168,26 +170,26 @@ class Chelsea(Policy):
         return by_head({OUTLIER: full, CLUSTERED: clustered}, profile.labels).bind(config)
 
     def validate(self, tokens: int) -> None:
-        check_least(self.info.name, self.budget, tokens, 1, f"and {tokens} tokens need one at least; raise budget")
+        check_least(self.info.name, self.budget, tokens, 1, f"but {tokens} tokens need at least one. Raise budget.")
 
     def layer(self, spec: LayerSpec) -> "ChelseaLayer":
         return ChelseaLayer(self, spec)
 
     def max_budget(self, spec: LayerSpec) -> int:
-        """B of a row that holds all the tokens it can."""
+        """B of a row with the maximum number of tokens."""
         return budget_tokens(self.budget, spec.max_tokens, 1)
 
     def row_budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
-        """B of each row; all tokens can be merged into one, but no further."""
+        """B of each row, at least 1."""
         return budget_rows(self.budget, tokens, 1)
 
     def is_full(self, state: Centroids) -> Bool[Array, " B"]:
-        """Rows that have waited long enough."""
+        """Rows that are due for clustering."""
         return state.cache.next[:, 0] >= state.budget + self.every
 
     @property
     def ratios(self) -> tuple[int, ...]:
-        """r at steps 0, 1, … until it no longer changes, in parts of `_UNIT`."""
+        """r at steps 0, 1, … until it no longer changes, in units of 1 / `_UNIT`."""
         r_init, alpha, steps = SCHEDULES[self.schedule]
         r_init = r_init if self.r_init is None else self.r_init
         alpha = alpha if self.alpha is None else self.alpha
@@ -196,17 +198,19 @@ class Chelsea(Policy):
 
     @partial(jax.jit, static_argnums=(0, 1, 2, 3))
     def cluster(self, rope: Rope, capacity: int, usual: int, state: Centroids) -> Centroids:
-        """The rows that are full, clustered to exactly their budgets, in `capacity` slots; traced once for all layers of one shape.
+        """Cluster the rows that are full to exactly their budgets, in `capacity` slots. Traced once per layer shape.
 
         Args:
-            rope: the layer's.
-            usual: steps that it takes most often: so many are taken at once, and only then rows are asked whether they need more,
-                for which the host waits for the device (asked after every other step on an H200, that took 0.5 ms of the 2 ms
-                of a layer of 32768 tokens and 8 heads).
+            rope: the layer's rope.
+            capacity: slots of the result.
+            usual: number of steps that usually suffice. They run without a check. Only then the loop checks whether
+                rows need more, for which the host waits for the device. (For a layer of 32768 tokens and 8 heads on an
+                H200, a check after every other step took 0.5 ms of 2 ms.)
+            state: the layer's state.
         """
         endless = (
-            "clustering goes on until the budget is reached, through which there is no gradient; take it of another policy, such as "
-            "treekv or snapkv"
+            "clustering loops until the budget is reached, which has no gradient. Use a policy that has one, such as treekv or "
+            "snapkv."
         )
         k, v = without_gradient((state.cache.k, state.cache.v), PolicyError(f"{self.info.name}: {endless}"))
         held = dataclasses.replace(state.cache, k=k, v=v)
@@ -234,11 +238,11 @@ class Chelsea(Policy):
             tokens = _turned(rope, tokens, -tokens.pos)
         scratch = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), tokens)
         loop = Loop(tokens, scratch, size, state.steps)
-        # Two at a time, after which tokens and scratch are where they were, so that XLA need not copy them.
+        # Two steps per iteration put tokens and scratch back into their buffers, so XLA need not copy them.
         loop = jax.lax.fori_loop(0, usual // 2, lambda _, loop: step(step(loop)), loop)
         if usual % 2:
             loop = step(loop)
-        if usual % 2 and places == capacity:  # else they are copied anyway
+        if usual % 2 and places == capacity:  # otherwise they are copied anyway
             loop = back(loop)
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.size > goal), lambda loop: back(step(loop)), loop)
 
@@ -258,7 +262,7 @@ class Chelsea(Policy):
     def _edges(
         self, rope: Rope, tokens: Clusters, first: Int[Array, " B"], size: Int[Array, " B"], chunk: int
     ) -> Nearest | None:
-        """What a step's edges are; None where they are of the tokens' keys as they stand."""
+        """Edges of a step, or None for edges by the tokens' keys as they are."""
         if self.match == "positions":
             return soft_matching.near(tokens.pos, first, size, chunk)
         if self.match == self.merge:
@@ -267,11 +271,11 @@ class Chelsea(Policy):
         return chunk_similarity(turned.k, first, size, chunk)
 
     def _chunk(self, places: int) -> int:
-        """c in a cache of so many places."""
+        """c in a cache of `places` slots."""
         return places if self.chunk is None else min(self.chunk, places)
 
     def _regions(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        """How many first and how many latest tokens of each row are never merged."""
+        """Number of first and of latest tokens of each row that are never merged."""
         latest = (
             jnp.full_like(budget, self.recent) if isinstance(self.recent, int) else budget_rows(self.recent, budget)
         )
@@ -282,7 +286,7 @@ class Chelsea(Policy):
     def _merges(
         self, middle: Int[Array, " B"], steps: Int[Array, " B"], chunk: int, excess: Int[Array, " B"]
     ) -> Int[Array, " B"]:
-        """M, how many edges the next step keeps among `middle` tokens."""
+        """M, the number of edges that the next step merges among `middle` tokens."""
         table = jnp.asarray(self.ratios, jnp.int32)
         ratio = table[jnp.minimum(steps, len(self.ratios) - 1)]
         share = middle // _UNIT * ratio + middle % _UNIT * ratio // _UNIT
@@ -313,7 +317,7 @@ class ChelseaLayer(CacheLayer[Chelsea]):
         budgets = policy.row_budgets(prompt.total)
         state = Centroids(held, jnp.zeros_like(held.seen), budgets)
         budget = policy.max_budget(self.spec)
-        if size < budget + policy.every:  # then shorter rows are not full either
+        if size < budget + policy.every:  # then no row is full
             return state, carry
         usual = _usual(policy, held.pos.shape[-1], size, budget, 0)
         return policy.cluster(self.spec.rope, capacity, usual, state), carry
@@ -345,13 +349,21 @@ class ChelseaLayer(CacheLayer[Chelsea]):
 
 
 def _turned(rope: Rope, tokens: Clusters, pos: Int[Array, "B K S"]) -> Clusters:
-    """The tokens with keys turned so many positions on. A rotation's amplitude stays on them, in keys that are turned back, too."""
+    """Return the tokens with keys rotated by `pos` positions. The rope's amplitude is left as it is."""
     return tokens._replace(k=dataclasses.replace(rope, amplitude=1.0).rotate(tokens.k, pos))
 
 
 @lru_cache(maxsize=256)
 def _usual(policy: Chelsea, places: int, size: int, goal: int, steps: int) -> int:
-    """Steps that a row of `size` tokens takes to `goal`, up to `MAX_PLANNED_STEPS`, in a cache of `places` slots, after `steps`."""
+    """Number of steps, up to `MAX_PLANNED_STEPS`, that a row of `size` tokens needs to reach `goal`.
+
+    Args:
+        policy: the policy.
+        places: slots of the cache.
+        size: tokens of the row.
+        goal: tokens after clustering.
+        steps: clustering steps of the row so far.
+    """
     taken = 0
 
     def row(number: int) -> Int[Array, " 1"]:

@@ -1,4 +1,4 @@
-"""ChunkKV: a prompt is kept in whole chunks of neighbouring tokens, so that what is kept still reads as text."""
+"""ChunkKV: a prompt is kept in whole chunks of neighbouring tokens, so that the kept text stays readable."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -25,35 +25,39 @@ from .transforms.by_layer import ByLayer, by_layer
 class ChunkKV(PromptScorer):
     """Keep the chunks of a prompt that its last tokens attend to most (Liu et al. 2025, Algorithms 1 to 3).
 
-    The last `window` tokens are kept and observe; what lies before them is cut into chunks of `chunk` tokens (the last may be
-    shorter). A chunk's score is the attention that its tokens receive from the observers; whole chunks are kept, the best
-    first, while `chunk` more tokens fit into the budget (Algorithm 3, line 13), and stay in order. Only the prompt is
-    compressed: tokens decoded later are kept in addition.
+    The last `window` tokens are kept and serve as observers. The tokens before them are cut into chunks of `chunk`
+    tokens (the last may be shorter). A chunk's score is the attention that its tokens receive from the observers. Whole
+    chunks are kept, the best first, while `chunk` more tokens fit into the budget (Algorithm 3, line 13). Kept chunks
+    stay in order. Only the prompt is compressed. Tokens decoded later are kept in addition.
 
-    Of a text that is read in blocks, chunks are of the text: those that are kept stay whole, and one that a block's end divides is one.
+    In chunked prefill, chunks are those of the whole text: kept chunks stay whole, and a chunk that a block's end
+    divides is one chunk.
 
-    Where the paper's algorithms contradict its text or each other, the defaults follow the text; options give what is
-    printed. NVIDIA's kvpress with its own defaults is `chunk=20, window=64, pool=5, agg="mean", shared_heads=True,
-    rule="kvpress"`.
+    The paper's algorithms sometimes contradict its text or each other. Defaults then follow the text, and options give
+    the printed algorithm. The defaults of NVIDIA's kvpress are `chunk=20, window=64, pool=5, agg="mean",
+    shared_heads=True, rule="kvpress"`.
 
     Attributes:
-        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
         chunk: c, tokens in a chunk (10 in all of the paper's experiments). 1 is SnapKV without its pooling.
         window: w, last tokens of the prompt, which observe and are kept (the paper uses 4, 8, 16 and 32).
-        reuse: N_reuse: every so many layers one chooses, and the layers after it take over its choice, head by head
-            (Algorithm 2; the paper's timings use 2). A layer that has other heads (see `by_head`) chooses for itself.
-        score: "softmax" sums causal attention probabilities, as H2O and SnapKV do; "raw" the products q · k, as printed.
-        agg: a chunk's score is its tokens' "sum", or their "mean", with which a short last chunk competes as an equal (kvpress).
-        pool: width of an average over neighbouring tokens' scores before they are gathered into chunks; odd, or None for
+        reuse: N_reuse, layers per choice: one layer chooses, and the layers after it reuse its choice, head by head
+            (Algorithm 2; the paper's timings use 2). A layer with other heads (see `by_head`) chooses for itself.
+        score: "softmax" sums causal attention probabilities, as H2O and SnapKV do. "raw" sums the products q · k, as
+            printed.
+        agg: a chunk's score is its tokens' "sum", or their "mean" (kvpress), which does not penalise a short last
+            chunk.
+        pool: width of an average over neighbouring tokens' scores before they are summed into chunks: odd, or None for
             no pooling (SnapKV and kvpress: 5).
-        shared_heads: one choice for all KV heads of a layer, by the sum of their scores (kvpress).
-        strict: Algorithm 3 to the letter: the window's tokens are in chunks too and compete, so that a chosen chunk may add
-            little to the window that is kept anyway, and part of the budget stays unused.
-        rule: how many chunks are kept. "paper": as fit into the budget beside the window. "kvpress": of all chunks, counted
-            with the window's, the budget's share of the prompt, rounded down, and one at least (less than a chunk more than the
-            budget); the window is kept by scoring one more than the highest token before it. A fraction is then of the prompt alone:
-            1 less kvpress' compression ratio. A prompt shorter than a chunk is kept by the token, each head its own, and one no
-            longer than the window, which kvpress refuses, whole.
+        shared_heads: whether all KV heads of a layer share one choice, by the sum of their scores (kvpress).
+        strict: Algorithm 3 to the letter: the window's tokens are in chunks too and compete. A selected chunk may
+            overlap the window, and part of the budget then stays unused.
+        rule: how many chunks are kept. "paper": as many as fit into the budget beside the window. "kvpress": the
+            budget's share of all chunks, the window's included, rounded down, and at least one. This exceeds the budget
+            by less than a chunk. The window is kept because its scores are one above the highest score before it. A
+            fraction is then of the prompt alone: 1 minus kvpress' compression ratio. A prompt shorter than a chunk is
+            kept token by token, each head for itself. A prompt within the window, which kvpress refuses, is kept whole.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -81,13 +85,15 @@ class ChunkKV(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, chunk=1, window=1, reuse=1)
         if self.pool is not None and (self.pool < 1 or self.pool % 2 == 0):
-            raise PolicyError(f"{self.info.name}: pool={self.pool}; give an odd width (5), or None for no pooling")
+            raise PolicyError(
+                f"{self.info.name}: pool={self.pool} is not valid. Give an odd width (5), or None for no pooling."
+            )
         if self.strict and self.rule == "kvpress":
-            raise PolicyError(f"{self.info.name}: strict=True is the paper's Algorithm 3; give rule='paper' with it")
+            raise PolicyError(f"{self.info.name}: strict=True needs rule='paper'. Leave one of them out.")
 
     def validate(self, tokens: int) -> None:
         needs = (
-            f"fewer than the {self.window} tokens of the window, which are always kept; raise budget or lower window"
+            f"fewer than the {self.window} tokens of the window, which are always kept. Raise budget or lower window."
         )
         check_least(self.info.name, self.budget, tokens, self.window, needs)
 
@@ -97,7 +103,9 @@ class ChunkKV(PromptScorer):
 
     @property
     def query_window(self) -> int | None:
-        whole = self.strict or self.rule == "kvpress" or self.reuse > 1  # or by what another layer chose at the time
+        whole = (
+            self.strict or self.rule == "kvpress" or self.reuse > 1
+        )  # these need the prompt, or another layer's choice
         return None if whole else self.window
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -127,7 +135,7 @@ class ChunkKV(PromptScorer):
         budget: Int[Array, " B"],
         pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        """Which prompt tokens are kept, given how much the window attends to each."""
+        """Which prompt tokens are kept, given the window's attention to each."""
         if pos is not None:
             return self._keep_in_block(scores, lengths, budget, pos)
         size = scores.shape[-1]
@@ -154,14 +162,16 @@ class ChunkKV(PromptScorer):
         budget: Int[Array, " B"],
         pos: Int[Array, "B K T"],
     ) -> Bool[Array, "B K T"]:
-        """`keep_mask` where chunks are no longer side by side: those of the text, of which some are kept."""
+        """`keep_mask` for chunked prefill, where some of the text's chunks are already dropped."""
         size = scores.shape[-1]
         live, before = pos >= 0, jnp.arange(size, dtype=jnp.int32) < (lengths - self.window)[:, None, None]
         candidates = live & before
         scores = self._shared(self._token_scores(scores, candidates))
         chunk = jnp.where(candidates, pos // self.chunk, -1)
         first = candidates & (chunk != jnp.pad(chunk, [(0, 0), (0, 0), (1, 0)], constant_values=-1)[..., :-1])
-        order = jnp.where(candidates, jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, size)  # of chunks that are left
+        order = jnp.where(
+            candidates, jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, size
+        )  # index among the chunks left
 
         @jax.vmap
         @jax.vmap
@@ -178,18 +188,18 @@ class ChunkKV(PromptScorer):
     def _count(
         self, lengths: Int[Array, " B"], candidates: Int[Array, " B"], budget: Int[Array, " B"]
     ) -> Int[Array, " B"]:
-        """How many chunks of the first `candidates` tokens are kept."""
+        """Number of chunks of the first `candidates` tokens that are kept."""
         chunks = -(-candidates // self.chunk)
         if self.rule == "paper":
             return (budget - self.window) // self.chunk
         if isinstance(self.budget, float):
             return jnp.maximum(budget_rows(self.budget, chunks), 1)
-        # ⌊chunks · budget / length⌋ in numbers no larger than the length: budget = whole · c + rest, length = chunks · c - short.
+        # ⌊chunks · budget / length⌋ without overflow: budget = whole · c + rest, length = chunks · c - short.
         whole, rest, short = budget // self.chunk, budget % self.chunk, chunks * self.chunk - lengths
         return jnp.maximum(whole + ((whole + 1) * short >= chunks * (self.chunk - rest)).astype(jnp.int32), 1)
 
     def _token_scores(self, scores: Float[Array, "B K T"], scored: Bool[Array, "B #K T"]) -> Float[Array, "B K T"]:
-        """Scores by which tokens compete, given attention; what is not scored has none, or under kvpress more than any."""
+        """Token scores from attention. Tokens that are not scored get 0, or with rule="kvpress" more than any other."""
         scores = jnp.where(scored, scores, 0.0)
         if self.pool is not None:
             scores = pool(scores, self.pool, "avg")
@@ -197,11 +207,11 @@ class ChunkKV(PromptScorer):
         return jnp.where(scored, scores, top + 1 if self.rule == "kvpress" else 0.0)
 
     def _shared(self, scores: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Scores by which chunks compete: each head's own, or the sum of all heads'."""
+        """Scores of each head, or the sum over all heads."""
         return jnp.broadcast_to(jnp.sum(scores, axis=1, keepdims=True), scores.shape) if self.shared_heads else scores
 
     def _chunk_scores(self, scores: Float[Array, "B K T"], candidates: Bool[Array, "B 1 T"]) -> Float[Array, "B K M"]:
-        """A score for each chunk, -inf for those that have no candidate."""
+        """Score of each chunk, -inf for chunks without a candidate."""
         pad = [(0, 0), (0, 0), (0, -scores.shape[-1] % self.chunk)]
 
         def totals(x: Float[Array, "B K T"]) -> Float[Array, "B K M"]:
@@ -222,11 +232,11 @@ class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
 
     @property
     def key(self) -> str:
-        """The same in the layers that share a choice, where they have the same heads."""
+        """Equal in layers that share a choice, if they have the same heads."""
         return repr((super().key, self.spec.layer // self.policy.reuse))
 
     def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
-        keep = carry.get(self.key)  # chosen by the first layer of this one's group
+        keep = carry.get(self.key)  # the choice of the first layer of this group
         if keep is None:
             keep, _ = super().chosen(prompt, carry)
         return keep, carry if self.policy.reuse == 1 else carry | {self.key: keep}
@@ -235,13 +245,13 @@ class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
 def chunk_token_hybrid(
     num_layers: int, chunks: ChunkKV | None = None, tokens: Policy | None = None, lower: int | None = None
 ) -> ByLayer:
-    """Chunks in the lower layers, single tokens in the upper ones (the paper's section 4.6).
+    """Chunks in the lower layers, single tokens in the upper ones (section 4.6 of the paper).
 
     Args:
         num_layers: layers of the model.
-        chunks: policy of the lower layers; by default `ChunkKV()`.
-        tokens: policy of the upper layers; by default that of the lower ones with `chunk=1`.
-        lower: how many layers keep chunks; by default half of them, as the paper's 16 of 32.
+        chunks: policy of the lower layers. Defaults to `ChunkKV()`.
+        tokens: policy of the upper layers. Defaults to that of the lower ones with `chunk=1`.
+        lower: number of layers that keep chunks. Defaults to half of them, as the paper's 16 of 32.
 
     Raises:
         PolicyError: `lower` is not between 0 and `num_layers`.
@@ -250,5 +260,7 @@ def chunk_token_hybrid(
     tokens = dataclasses.replace(chunks, chunk=1) if tokens is None else tokens
     lower = num_layers // 2 if lower is None else lower
     if not 0 <= lower <= num_layers:
-        raise PolicyError(f"chunk_token_hybrid: lower={lower}; give 0 to {num_layers}, the layers there are")
+        raise PolicyError(
+            f"chunk_token_hybrid: lower={lower} is out of range. Give 0 to {num_layers}, the number of layers."
+        )
     return by_layer([chunks] * lower + [tokens] * (num_layers - lower))

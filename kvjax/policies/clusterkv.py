@@ -1,4 +1,4 @@
-"""ClusterKV: every query reads the clusters of keys that point its way."""
+"""ClusterKV: every query reads the clusters of keys nearest to it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,16 +27,18 @@ from .registry import register
 
 @flax.struct.dataclass
 class ClusteredCache:
-    """All tokens of a layer, token p in slot p, and their clusters. B rows, K KV heads, C slots, M clusters, H head dim.
+    """All tokens of a layer, token p in slot p, and their clusters.
+
+    B rows, K KV heads, C slots, M clusters, H head dim.
 
     Attributes:
         cache: rotated keys, and values.
-        centroids: mean of a cluster's keys, in float32.
-        sizes: tokens of a cluster.
-        starts: where a cluster's tokens begin in `order`.
-        order: slots sorted by cluster: sinks first, then the clusters one after the other, each ascending, then the tail.
-        clusters: how many clusters a row has.
-        clustered: tokens a row has in sinks and clusters; those from here on are its tail.
+        centroids: mean of each cluster's keys, in float32.
+        sizes: number of tokens of each cluster.
+        starts: first place of each cluster's tokens in `order`.
+        order: slots sorted by cluster: sinks, then cluster by cluster, each ascending, then the tail.
+        clusters: number of clusters of each row.
+        clustered: tokens of each row in sinks and clusters. Later tokens are the tail.
         budget: tokens that a query reads besides the tail.
     """
 
@@ -53,31 +55,33 @@ class ClusteredCache:
 @register
 @dataclasses.dataclass(frozen=True)
 class ClusterKV(Policy):
-    """Keep everything, cluster it by key, and read the clusters whose centroids a query likes best (Liu et al. 2024).
+    """Keep everything, cluster keys, and read the clusters whose centroids match a query best (Liu et al. 2024).
 
-    After the prompt, k-means groups the keys of each KV head (section III-B); the first tokens stay apart. A query ranks the
-    clusters by its inner product with their centroids and reads them in that order until the budget is full; the last
-    one is cut, latest tokens first (sections III-C and IV-C). It also reads the sinks and all tokens that are in no cluster
-    yet: those generated since the last time that `window` of them were grouped into clusters of their own. A text that is read in
-    blocks attends to all that came before, and each block is grouped into clusters of its own; tokens too few for one wait for the next.
+    After the prompt, k-means clusters the keys of each KV head, without the sinks (section III-B). A query ranks the
+    clusters by its inner product with their centroids, and reads them in that order until the budget is full. The last
+    cluster is cut, latest tokens first (sections III-C and IV-C). The query also reads the sinks and the tail, which
+    are generated tokens without a cluster. When the tail has `window` tokens, they form new clusters. In chunked
+    prefill, a block attends to all earlier tokens and then forms new clusters. Tokens too few for a cluster wait for
+    the next block.
 
-    Nothing is forgotten, so memory is that of the full cache and a little more; what is saved is reading it. A layer whose
-    budget covers the whole sequence keeps no clusters and reads everything. In layers with a sliding window, selected tokens
-    outside of it are not attended to.
+    Nothing is dropped, so the cache is slightly larger than the full one. Decoding reads less of it. A layer whose
+    budget covers the whole sequence keeps no clusters and reads everything. In layers with a sliding window, selected
+    tokens outside of it are not attended to.
 
     Attributes:
-        budget: B, tokens that a query reads, sinks included and the tail not: a number, or a fraction of prompt + new tokens.
+        budget: B, tokens that a query reads, sinks included and the tail excluded: a number, or a fraction of prompt +
+            new tokens.
         sinks: first tokens, always read.
         dense_layers: first layers, which read everything (section V-A).
-        tokens_per_cluster: prompt tokens to one cluster: 80, the paper's L / 80.
-        n_clusters: C₀, clusters of a prompt of any length, instead.
-        iterations: of k-means; a fixed number of them, as in the authors' code.
+        tokens_per_cluster: prompt tokens per cluster: 80, the paper's L / 80.
+        n_clusters: C₀, a fixed number of clusters of a prompt. Overrides `tokens_per_cluster`.
+        iterations: number of k-means iterations, fixed as in the authors' code.
         window: m, generated tokens that are clustered together.
-        new_clusters: C₊, clusters that they form.
-        cluster_decode: whether generated tokens are clustered at all; otherwise all of them are always read.
+        new_clusters: C₊, number of clusters that they form.
+        cluster_decode: whether generated tokens are clustered. Otherwise all of them are always read.
         gqa: "query_head" selects for each query head, "mean" for each KV head by the mean of its queries.
-        distance: of k-means; section V-B compares "cosine", "l2" and "ip" (inner product).
-        seed: of the choice of keys, without replacement in each head, that k-means starts from.
+        distance: distance of k-means. Section V-B compares "cosine", "l2" and "ip" (inner product).
+        seed: of the keys that k-means starts from, drawn without replacement in each head.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -114,9 +118,7 @@ class ClusterKV(Policy):
         )
 
     def validate(self, tokens: int) -> None:
-        needs = (
-            f"but {self.sinks} sinks and at least one selected token need {self.sinks + 1}; raise budget or lower sinks"
-        )
+        needs = f"but {self.sinks} sinks and at least one selected token need {self.sinks + 1}. Raise budget or lower sinks."
         check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs, "tokens to read")
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -125,13 +127,13 @@ class ClusterKV(Policy):
         return ClusterKVLayer(self, spec)
 
     def longest_tail(self, spec: LayerSpec) -> int:
-        """The most tokens that come to be in no cluster, if none are clustered while decoding."""
+        """Maximum number of tokens without a cluster, if none are clustered while decoding."""
         return spec.new_tokens + (self.tokens_per_cluster - 1 if spec.block else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterKVLayer(SparseLayer[ClusterKV]):
-    """One layer that reads clusters; see `ClusterKV`."""
+    """A layer that reads clusters, see `ClusterKV`."""
 
     @property
     def when(self) -> When:
@@ -143,7 +145,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
 
     @property
     def compress_reads_kv(self) -> bool:
-        """Whether the tail can get as long as the window, and is then clustered."""
+        """Whether the tail can reach `window` tokens, and is then clustered."""
         return self.policy.cluster_decode and self.policy.longest_tail(self.spec) >= self.policy.window
 
     @property
@@ -155,7 +157,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     @property
     def always_kept(self) -> tuple[int, int]:
         policy, longest = self.policy, self.policy.longest_tail(self.spec)
-        waiting = policy.tokens_per_cluster if self.spec.block else 0  # at most, with the newest token
+        waiting = policy.tokens_per_cluster if self.spec.block else 0  # upper bound, including the newest token
         return policy.sinks, min(max(policy.window, waiting), longest) if policy.cluster_decode else longest
 
     def tail_start(self, state: ClusteredCache) -> Int[Array, " B"]:
@@ -165,7 +167,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     def bytes_read(self) -> int:
         """Bytes of keys, values and cluster metadata that one decoding step reads.
 
-        Read more than once, a byte counts as often: each query head gathers its own selection.
+        Bytes read several times count several times: each query head gathers its own selection.
         """
         spec, (heads, _) = self.spec, self.selection_shape
         indices = 4 * heads * (2 * self._clusters + self.slots_read)  # sizes, starts and order
@@ -207,7 +209,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         out = cache.attend_block(self.spec, kept, block)
         pos = state.clustered[:, None] + jnp.arange(block.size + self.always_kept[1], dtype=jnp.int32)
         tail = kept.seen - state.clustered
-        first = state.clusters == 0  # its sinks count, too, as in a prompt
+        first = state.clusters == 0  # sinks count in the first block, as in a prompt
         wanted = jnp.where(
             first, jnp.maximum(kept.seen // policy.tokens_per_cluster, 1), tail // policy.tokens_per_cluster
         )
@@ -223,17 +225,17 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         return state.cache.seen - state.clustered >= self.policy.window
 
     def regroup(self, state: ClusteredCache, keys: Callable[[Array], Array]) -> ClusteredCache:
-        """The state with the tail clustered in rows where it has reached `window` tokens (section III-B)."""
+        """Cluster the tail in rows where it has reached `window` tokens (section III-B)."""
         if self.when == "never":
             return state
         full = self.is_due(state)
-        # The store itself does not pass through the branches, which would copy it.
+        # Keys and values bypass the branches of `cond`, which would copy them.
         metadata = dataclasses.replace(state, cache=None)
         grouped = jax.lax.cond(jnp.any(full), lambda m: self._cluster_tail(keys, m, full), lambda m: m, metadata)
         return dataclasses.replace(grouped, cache=state.cache)
 
     def select(self, state: ClusteredCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The tokens of the clusters that rotated queries like best, in the order in which they are taken (section IV-C)."""
+        """Return the tokens of the best clusters for rotated queries, in reading order (section IV-C)."""
         return self._taken(state, query, with_always_kept=False)
 
     def slots_to_read(self, state: ClusteredCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
@@ -242,7 +244,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     def _taken(
         self, state: ClusteredCache, query: Rotated, *, with_always_kept: bool
     ) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The tokens of the best clusters; and what is always read besides, which the same kernel writes behind them."""
+        """The tokens of the best clusters, and optionally the sinks and tail, which the same kernel appends."""
         spec, (heads, size) = self.spec, self.selection_shape
         if self.policy.gqa == "mean":
             query = heads_of(query).astype(jnp.float32)
@@ -256,9 +258,9 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         return index, valid
 
     def shuffled(self, pos: Int[Array, "B T"], inside: Bool[Array, "B T"]) -> Int[Array, "B K T"]:
-        """Places in `pos`, in the random order in which k-means takes them for its first centroids; `inside` ones first.
+        """Indices into `pos` in the random order in which k-means picks first centroids, those `inside` first.
 
-        A token's rank depends on its position, head, layer and `seed` alone, hence not on padding or on other rows.
+        A token's rank depends only on its position, head, layer and `seed`, and so not on padding or other rows.
         """
         layer = jnp.asarray(self.spec.layer, jnp.int32)
         return _shuffled(self.spec.max_tokens, self.policy.seed, layer, self.spec.head_ids, pos, inside)
@@ -271,10 +273,10 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         count: Int[Array, " B"],
         size: int,
     ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
-        """k-means over the tokens `inside`, from `count` random ones of them; arrays are for `size` clusters."""
+        """Run k-means over the tokens `inside`, from `count` random ones. Arrays have room for `size` clusters."""
         first = self.shuffled(pos, inside)[:, :, :size]
         first = jnp.pad(first, ((0, 0), (0, 0), (0, size - first.shape[-1])))
-        # There may be fewer tokens than clusters, and anything where none is.
+        # There may be fewer tokens than clusters. Keys of the missing ones are arbitrary.
         exists = jnp.take_along_axis(jnp.broadcast_to(inside[:, None], keys.shape[:3]), first, axis=2)[..., None]
         init = jnp.where(exists, jnp.take_along_axis(keys, first[..., None], axis=2), jnp.zeros((), keys.dtype))
         policy = self.policy
@@ -283,7 +285,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     def _cluster_tail(
         self, keys: Callable[[Array], Array], state: ClusteredCache, full: Bool[Array, " B"]
     ) -> ClusteredCache:
-        """The metadata with the first `window` tokens of the tail as clusters of their own, in the rows where it is `full`."""
+        """Cluster the first `window` tokens of the tail in the rows that are `full`, and return the metadata."""
         window = self.policy.window
         added = min(self.policy.new_clusters, window)
         pos = state.clustered[:, None] + jnp.arange(window, dtype=jnp.int32)
@@ -299,7 +301,10 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         count: Int[Array, " B"],
         size: int,
     ) -> ClusteredCache:
-        """The metadata with the first tokens of the tail, which are `inside`, in `count` clusters of their own, `size` at most."""
+        """Cluster the first tokens of the tail, those `inside`, into `count` new clusters, and return the metadata.
+
+        Arrays of the new clusters have room for `size`.
+        """
         centroids, labels = self._cluster(keys, pos, inside, count, size)
         sizes, starts, order = _index(labels, size)
 
@@ -321,7 +326,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         )
 
     def _unclustered(self, kept: LayerCache, budget: Int[Array, " B"]) -> ClusteredCache:
-        """A state in which every token but the sinks is tail."""
+        """Return a state whose tail has every token but the sinks."""
         sizes = jnp.zeros((*kept.next.shape, self._clusters), jnp.int32)
         places = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32)
         return ClusteredCache(
@@ -336,18 +341,18 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         )
 
     def _prompt_clusters(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Clusters of each row's prompt, C₀ in the paper: never more than there are tokens for them."""
+        """C₀, number of clusters of each row's prompt, at most the number of tokens to cluster."""
         per, fixed = self.policy.tokens_per_cluster, self.policy.n_clusters
         wanted = jnp.maximum(lengths // per, 1) if fixed is None else fixed
         return jnp.minimum(wanted, jnp.maximum(lengths - self.policy.sinks, 0)).astype(jnp.int32)
 
     @property
     def _clusters(self) -> int:
-        """The most clusters that a row can come to have, at least 1."""
+        """Maximum number of clusters of a row, at least 1."""
         policy, spec = self.policy, self.spec
         fixed = policy.n_clusters
         wanted = max(spec.prompt_len // policy.tokens_per_cluster, 1) if fixed is None else fixed
-        wanted += 1 if spec.block else 0  # a first block has a cluster, however short it is
+        wanted += 1 if spec.block else 0  # even a short first block has a cluster
         prompt = min(wanted, max(spec.prompt_len - policy.sinks, 0))
         windows = policy.longest_tail(spec) // policy.window if policy.cluster_decode else 0
         return max(prompt + windows * min(policy.new_clusters, policy.window), 1)
@@ -362,7 +367,7 @@ def _shuffled(
     pos: Int[Array, "B T"],
     inside: Bool[Array, "B T"],
 ) -> Int[Array, "B K T"]:
-    """`ClusterKV.shuffled`, traced once for all layers."""
+    """`ClusterKVLayer.shuffled`, traced once for all layers."""
     key = jax.random.fold_in(random_key(seed), layer)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, heads)
     draws = jax.vmap(lambda head: uniform(head, (tokens,)))(keys)
@@ -374,10 +379,10 @@ def _shuffled(
 def _index(
     labels: Int[Array, "B K T"], size: int
 ) -> tuple[Int[Array, "B K M"], Int[Array, "B K M"], Int[Array, "B K T"]]:
-    """Sizes of `size` clusters, where each begins among the tokens sorted by label, and those tokens (Figure 8)."""
+    """Sizes of `size` clusters, their starts among the tokens sorted by label, and the sorted tokens (Figure 8)."""
     order = jnp.argsort(labels, axis=-1, stable=True)
     ranked = jnp.take_along_axis(labels, order, axis=-1)
     clusters = jnp.arange(size + 1, dtype=jnp.int32)
-    search = partial(jnp.searchsorted, v=clusters, method="scan_unrolled")  # two steps a kernel, not a loop
+    search = partial(jnp.searchsorted, v=clusters, method="scan_unrolled")  # fused kernels instead of a loop
     bounds = jax.vmap(jax.vmap(search))(ranked).astype(jnp.int32)
     return bounds[..., 1:] - bounds[..., :-1], bounds[..., :-1], order.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Compactor: the tokens of a prompt whose keys stand out, and those that their neighbourhood attends to; no question is needed."""
+"""Compactor: tokens with distinctive keys or attention from their neighbourhood. Question-agnostic."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -23,34 +23,40 @@ NEIGHBOURS = 3
 """Tokens over which attention is averaged."""
 
 RIDGES = 5
-"""How many ridges are tried, each ten times the one before it, until a matrix is positive definite in float32."""
+"""Number of ridges to try, each ten times the previous one, until a matrix is positive definite in float32."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Compactor(PromptScorer):
-    """Keep what no other keys stand for, and what is attended to from both sides (Chari and Van Durme 2025, sections 3 and 4).
+    """Keep distinctive keys and tokens attended to from both sides (Chari and Van Durme 2025, sections 3 and 4).
 
-    Of the tokens between the first `sinks` and the last `recent` ones, which are kept, two things are scored. Leverage: X being a head's
-    keys before rotation, less their mean, and Y = X Φ a random sketch of them in `sketch` dimensions, diag(Y (Yᵀ Y + ridge I)⁻¹ Yᵀ).
-    Attention: within chunks of `chunk` tokens, what all queries together give to a token, later ones to earlier ones and the other way
-    round, averaged over the query group, times the norm of its value, averaged with its two neighbours. Both are divided by
-    their standard deviations over a layer's tokens, and λ leverage + attention is the score. Only the prompt is compressed.
+    The first `sinks` and the last `recent` tokens are kept. The tokens between them get two scores:
 
-    As in the authors' code in kvpress, λ is the share of the prompt that goes unless it is given, logits are not scaled by 1/√d, the
-    standard deviation is that of all heads of a layer together, and the ridge, which becomes larger where a matrix is not
-    positive definite, is 0.01. Unlike there the sketch is the same for all rows of a batch, and rows have statistics of their own.
-    The paper's calibration of a budget to a text is left out.
+    - Leverage: diag(Y (Yᵀ Y + ridge I)⁻¹ Yᵀ). X has a head's unrotated keys minus their mean, and Y = X Φ is a random
+      sketch of it in `sketch` dimensions.
+    - Attention: within chunks of `chunk` tokens, the attention from all queries of the chunk, later and earlier ones.
+      It is averaged over the query group, multiplied by the norm of the token's value, and averaged with two
+      neighbours.
+
+    Both are divided by their standard deviations over a layer's tokens. The score is λ · leverage + attention. Only the
+    prompt is compressed.
+
+    As in the authors' code in kvpress, λ defaults to the dropped share of the prompt, logits are not scaled by 1/√d,
+    standard deviations are over all heads of a layer, and the ridge is 0.01, larger where a matrix is not positive
+    definite. Unlike there, all rows of a batch have the same sketch, and each row has its own statistics. The paper's
+    calibration of a budget to a text is not implemented.
 
     Attributes:
-        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
         sinks, recent: first and last tokens, which are kept and not scored.
         chunk: tokens that attend to one another.
-        sketch: k, dimensions that keys are sketched in; None for the keys themselves.
+        sketch: k, dimensions of the sketch. None uses the keys themselves.
         ridge: added to the diagonal of Yᵀ Y.
-        blend: λ, of leverage against attention; None for 1 - budget / tokens of the prompt.
+        blend: λ, weight of leverage against attention. None uses 1 - budget / tokens of the prompt.
         scaled: whether logits are scaled by 1/√d.
-        per_head: whether the standard deviations are each head's own.
+        per_head: whether each head has its own standard deviations.
         seed: of the sketch.
     """
 
@@ -63,7 +69,7 @@ class Compactor(PromptScorer):
         budget_excludes_new_tokens=True,
     )
 
-    scores_whole_prompts: ClassVar[bool] = True  # by keys before rotation, which no cache has
+    scores_whole_prompts: ClassVar[bool] = True  # scores need unrotated keys, which caches do not have
 
     sinks: int = 8
     recent: int = 4
@@ -79,7 +85,7 @@ class Compactor(PromptScorer):
         check_fields(self, sinks=0, recent=0, chunk=1, sketch=1, ridge=0, blend=0)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        return PromptScorerLayer(self, spec)  # keys before rotation are a whole prompt's
+        return PromptScorerLayer(self, spec)
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + self.recent
@@ -99,11 +105,11 @@ class Compactor(PromptScorer):
             blend = jnp.maximum(1 - budget / jnp.maximum(prompt.seen, 1).astype(jnp.float32), 0.0)[:, None, None]
         else:
             blend = self.blend
-        # Not less their means, which are the same for all that compete: so rounding is a small share of every score.
+        # Means are not subtracted. They are equal for all competing tokens, and small scores would suffer from rounding.
         return blend * self._in_deviations(spec, standing, inside) + self._in_deviations(spec, attended, inside)
 
     def sketch_of(self, spec: LayerSpec) -> Float[Array, "K H k"] | None:
-        """Φ of each head of a layer: normal numbers of variance 1/k; the same in all rows."""
+        """Φ of each head of a layer: normal numbers of variance 1/k, equal in all rows."""
         if self.sketch is None:
             return None
         key = jax.random.fold_in(random_key(self.seed), spec.layer)
@@ -111,13 +117,13 @@ class Compactor(PromptScorer):
         return (normal(key, (heads, spec.head_dim, self.sketch)) * self.sketch**-0.5)[spec.head_ids]
 
     def attention(self, spec: LayerSpec, prompt: PromptKV, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
-        """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
+        """Attention of each token from all queries of its chunk, mean over the group. Chunks begin after the sinks."""
         _, size, kv_heads, _ = prompt.k.shape
         chunk = min(self.chunk, max(size - self.sinks, 1))
         padding = -max(size - self.sinks, 0) % chunk
 
         def chunks(x: Array) -> Array:
-            """[M, B, C, ...] of [B, T, ...]."""
+            """Reshape [B, T, ...] to [M, B, C, ...]."""
             x = jnp.pad(x[:, self.sinks :], [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
             return einops.rearrange(x, "b (m c) ... -> m b c ...", c=chunk)
 
@@ -137,7 +143,7 @@ class Compactor(PromptScorer):
     def _in_deviations(
         self, spec: LayerSpec, x: Float[Array, "B K T"], inside: Bool[Array, "B 1 T"]
     ) -> Float[Array, "B K T"]:
-        """Scores in standard deviations of those inside."""
+        """Scores divided by the standard deviation of those inside."""
 
         def total(x: Float[Array, "B K T"]) -> Float[Array, "B #K 1"]:
             if self.per_head:
@@ -154,17 +160,19 @@ class Compactor(PromptScorer):
 def leverage(
     k: Float[Array, "B K T H"], inside: Bool[Array, "B T"], sketch: Float[Array, "K H k"] | None, ridge: float
 ) -> Float[Array, "B K T"]:
-    """Statistical leverage of keys among those inside, less their mean, in a sketch; 0 of the others.
+    """Statistical leverage of the keys `inside`, minus their mean, in a sketch. 0 for all other keys.
 
     Args:
-        sketch, ridge: see `Compactor`; without a sketch keys are taken as they are.
+        k: keys.
+        inside: which tokens are scored.
+        sketch, ridge: see `Compactor`. Without a sketch, keys are used as they are.
     """
     there = inside[:, None, :, None]
     k = jnp.where(there, k.astype(jnp.float32), 0.0)
     mean = jnp.sum(k, axis=2, keepdims=True) / jnp.maximum(
         jnp.sum(there, axis=2, keepdims=True, dtype=jnp.float32), 1.0
     )
-    # Keys that are all alike stand out by rounding alone, which a small deviation would blow up into a choice.
+    # Nearly equal keys differ by rounding only. Without this cutoff, the division by a small deviation would amplify it.
     nothing = SHARE * jnp.max(jnp.abs(k), axis=(2, 3), keepdims=True)
     rows = jnp.where(there & (jnp.abs(k - mean) > nothing), k - mean, 0.0)
     if sketch is not None:

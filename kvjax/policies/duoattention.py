@@ -1,4 +1,4 @@
-"""DuoAttention: heads that retrieve keep everything; the others stream."""
+"""DuoAttention: retrieval heads keep everything, and the other heads stream."""
 
 import dataclasses
 import math
@@ -22,12 +22,12 @@ RETRIEVAL, STREAMING = "retrieval", "streaming"
 """Labels of heads in a profile."""
 
 RAZOR = "razorattention"
-"""The other way of telling these heads apart."""
+"""The method of the other profile that classifies these heads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Streaming(StreamingLLM):
-    """A streaming head: sinks and recent tokens, where they stood in the text (Xiao et al. 2024, section 2.2)."""
+    """A streaming head: sinks and recent tokens at their original positions (Xiao et al. 2024, section 2.2)."""
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="duoattention_streaming",
@@ -43,25 +43,28 @@ class Streaming(StreamingLLM):
 @register
 @dataclasses.dataclass(frozen=True)
 class DuoAttention(Policy):
-    """Retrieval heads keep everything, streaming heads sinks and recent tokens (Xiao et al. 2024, DuoAttention, section 2).
+    """Retrieval heads keep everything, streaming heads sinks and recent tokens (Xiao et al. 2024, section 2).
 
-    How much of each head's attention to the middle of a text a model needs is a number α learned beforehand, by `kvjax calibrate
-    duoattention`. The heads with the smallest ones stream, at original positions. Or which heads retrieve is told by how they
-    attend to repeated random tokens, by `kvjax calibrate razorattention` (Tang et al. 2024, RazorAttention; of which this is the
-    choice of heads, without its compensation token). Each layer has two caches of their own shapes,
-    so what streaming heads drop is really freed. Prompts are read with full attention in all heads, as the first
-    chunk of a prompt is in the published code, whose later chunks stream.
+    `kvjax calibrate duoattention` learns a number α for each head: how much of the head's attention to the middle of a
+    text the model needs. The heads with the smallest α stream, at original positions. Alternatively, `kvjax calibrate
+    razorattention` finds retrieval heads by their attention to repeated random tokens (Tang et al. 2024,
+    RazorAttention). Only its choice of heads is implemented, not its compensation token.
+
+    Each layer has two caches of different shapes, so tokens that streaming heads drop occupy no memory. Prompts are
+    prefilled with full attention in all heads. The published code does so for the first chunk of a prompt, and streams
+    later chunks.
 
     Attributes:
-        budget: slots of a streaming head: a number of tokens, or a fraction of prompt + new tokens. 320 as the published
-            deployment has; its training has 128 sinks and 256 recent tokens.
-        sinks: first tokens that streaming heads keep; the rest of the budget is recent tokens.
-        sparsity: share of streaming heads; None for 0.5, or 0.75 in models whose heads share no keys (section 3.1), and for the
-            labels as they are in a profile by RazorAttention.
-        profile: a `HeadProfile` or a file of one; or labels "retrieval" and "streaming" as [layer][head], whose shares are as they
-            are; None takes the profile that comes with kvjax for the model, and "razorattention" the one by RazorAttention.
-        retrieval: another policy for retrieval heads, such as `Quest()`; or one that has kinds of heads itself, such as `CateKV()`,
-            whose heads then share out what does not stream.
+        budget: slots of a streaming head: a number of tokens, or a fraction of prompt + new tokens. 320 is that of the
+            published deployment. Its training uses 128 sinks and 256 recent tokens.
+        sinks: first tokens that streaming heads keep. The rest of the budget is recent tokens.
+        sparsity: share of streaming heads. None uses 0.5, or 0.75 in models whose heads share no keys (section 3.1), or
+            the labels of a RazorAttention profile.
+        profile: a `HeadProfile`, the path of one, or labels "retrieval" and "streaming" as [layer][head], which are
+            used as they are. None uses the profile that comes with kvjax for the model, and "razorattention" the
+            RazorAttention profile.
+        retrieval: another policy for retrieval heads, such as `Quest()`. A policy with several kinds of heads, such as
+            `CateKV()`, divides the retrieval heads among them.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -82,30 +85,34 @@ class DuoAttention(Policy):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0)
         if self.sparsity is not None and not 0 <= self.sparsity <= 1:
-            raise PolicyError(f"{self.info.name}: sparsity={self.sparsity}; give a share of the heads, 0 to 1")
+            raise PolicyError(
+                f"{self.info.name}: sparsity={self.sparsity} is out of range. Give a share of the heads from 0 to 1."
+            )
         if not isinstance(self.profile, tuple | HeadProfile | str | None):
             raise PolicyError(
-                f"{self.info.name}: profile={self.profile!r}; give a HeadProfile, the file of one, or labels as a tuple of tuples"
+                f"{self.info.name}: profile={self.profile!r} is not valid. Give a HeadProfile, its path, or labels as a tuple of tuples."
             )
         if isinstance(self.profile, tuple) and self.sparsity is not None:
-            raise PolicyError(f"{self.info.name}: sparsity={self.sparsity} and labels of all heads; give one of them")
+            raise PolicyError(
+                f"{self.info.name}: sparsity={self.sparsity} conflicts with labels of all heads. Give one of them."
+            )
 
     def validate(self, tokens: int) -> None:
         self._streaming.validate(tokens)
 
     def bind(self, config: ModelConfig) -> Policy:
-        """Both kinds of heads with the policies that they have, as a `ByHead`."""
+        """Return the policies of both kinds of heads, as a `ByHead`."""
         labels = self._labels(config)
         unknown = {label for layer in labels for label in layer} - set(self.labels)
         if unknown:
             raise PolicyError(
-                f"{self.info.name}: the profile labels heads {sorted(unknown)}; give {' or '.join(self.labels)}"
+                f"{self.info.name}: the profile labels heads {sorted(unknown)}. Give {' or '.join(self.labels)}."
             )
         retrieval = Full() if self.retrieval is None else self.retrieval
         return by_head({RETRIEVAL: retrieval, STREAMING: self._streaming}, labels).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
+        raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
 
     @property
     def _streaming(self) -> Streaming:
@@ -125,17 +132,17 @@ class DuoAttention(Policy):
 
 
 def head_labels(scores: Sequence[Sequence[float]], sparsity: float) -> Labels:
-    """Which heads retrieve: those whose score is at least the `sparsity`-quantile of all (section 2.3).
+    """Label the heads: those whose score is at least the `sparsity`-quantile of all retrieve (section 2.3).
 
-    Where scores are equal, the first layer's first heads retrieve, so that the number of heads is exact. (The published code adds
-    a random 1e-6.)
+    Among equal scores, the first heads of the first layers retrieve, so the number of heads is exact. (The published
+    code adds a random 1e-6.)
 
     Args:
         scores: [layer][head].
         sparsity: share of heads that stream.
     """
     heads = [(score, -layer, -head) for layer, row in enumerate(scores) for head, score in enumerate(row)]
-    # The quantile lies at place sparsity · (n - 1) of the sorted scores; those before it are below it.
+    # The quantile is at index sparsity · (n - 1) of the sorted scores. Scores before it are below it.
     count = math.ceil(Fraction(sparsity).limit_denominator(10_000) * (len(heads) - 1))
     streaming = {(-layer, -head) for _, layer, head in sorted(heads)[:count]}
     return tuple(

@@ -1,4 +1,4 @@
-"""Expected attention: what future queries, taken to be like those of the prompt, would attend to."""
+"""Expected attention: the tokens that future queries would attend to, if they resemble the prompt's."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -22,18 +22,18 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(PromptScorer):
-    """Keep what future queries are expected to attend to, weighed by the size of its value (Devoto et al. 2025, section 3).
+    """Keep the highest expected attention of future queries times value norm (Devoto et al. 2025, section 3).
 
-    Queries are taken to be normally distributed before rotation, with the mean and covariance of the prompt's; a future one
-    is rotated as the positions to come are on average. The expectation of exp(q · k / √d) is then
-    exp(μ · k / √d + kᵀ Σ k / 2d); normalised over the prompt and averaged over the query group, plus `epsilon`, times the
-    norm of the value, it is the token's score. Only the prompt is compressed; one that is read in blocks, by the statistics of all
-    queries so far.
+    Unrotated queries are assumed to be normally distributed, with the mean and covariance of the prompt's. A future
+    query is rotated by the average rotation of the next positions. The expectation of exp(q · k / √d) is then exp(μ · k
+    / √d + kᵀ Σ k / 2d). It is normalised over the prompt and averaged over the query group. A token's score is this
+    plus `epsilon`, times the norm of its value. Only the prompt is compressed. Chunked prefill uses the statistics of
+    all queries so far.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
-        sinks: first tokens, which are kept, and whose queries and keys are left out of the statistics.
-        future: positions to come that the rotation is averaged over.
+        sinks: first tokens, which are kept, and whose queries and keys are excluded from the statistics.
+        future: number of future positions over which the rotation is averaged.
         epsilon: ε, added to the expected attention, so that large values count even where it is small.
     """
 
@@ -64,11 +64,11 @@ class ExpectedAttention(PromptScorer):
         return self.expected(spec, prompt, self.statistics(prompt))
 
     def statistics(self, prompt: PromptKV) -> "Queries":
-        """Statistics of a prompt's queries behind the sinks."""
+        """Statistics of a prompt's queries after the sinks."""
         return Queries.of(prompt.q, prompt.pos[:, 0, prompt.before :] >= self.sinks)
 
     def expected(self, spec: LayerSpec, prompt: PromptKV, queries: "Queries") -> Float[Array, "B K T"]:
-        """Scores of a prompt's tokens for future queries like these."""
+        """Scores of a prompt's tokens, for future queries with these statistics."""
         mean, covariance = self._future_query(spec, queries, prompt.seen)
         mean, covariance = (
             einops.rearrange(x, "b (k g) ... -> b k g ...", k=spec.num_kv_heads) for x in (mean, covariance)
@@ -86,12 +86,12 @@ class ExpectedAttention(PromptScorer):
     def _future_query(
         self, spec: LayerSpec, queries: "Queries", seen: Int[Array, " B"]
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-        """Mean and covariance of a query's average rotation over the positions to come."""
+        """Mean and covariance of a query, rotated by the average rotation of the next positions."""
         ahead = seen[:, None] + jnp.arange(self.future, dtype=jnp.int32)
         cos, sin = (jnp.mean(x, axis=1)[:, None] for x in spec.rope.cos_sin(ahead))  # [B, 1, R]
         mean = spec.rope.apply(queries.mean, cos, sin)
         covariance = queries.scatter / jnp.maximum(queries.count, 1.0)[:, None, None, None]
-        for _ in range(2):  # R Σ Rᵀ, one side after the other
+        for _ in range(2):  # R Σ Rᵀ, one side per iteration
             covariance = spec.rope.apply(covariance, cos[:, None], sin[:, None]).swapaxes(2, 3)
         return mean, covariance
 
@@ -101,9 +101,9 @@ class Queries:
     """Statistics of unrotated queries. B rows, N heads, H head dim.
 
     Attributes:
-        count: how many there are.
-        mean: of them.
-        scatter: sum of the outer products of their distances from the mean: `count` times their covariance.
+        count: number of queries.
+        mean: their mean.
+        scatter: sum of outer products of deviations from the mean: `count` times the covariance.
     """
 
     count: Float[Array, " B"]
@@ -112,7 +112,7 @@ class Queries:
 
     @classmethod
     def of(cls, q: Float[Array, "B S N H"], inside: Bool[Array, "B S"]) -> "Queries":
-        """Those of the queries that are `inside`."""
+        """Statistics of the queries that are `inside`."""
         inside = inside[..., None, None]
         q = jnp.where(inside, q.astype(jnp.float32), 0.0)
         count = jnp.sum(inside, axis=(1, 2, 3)).astype(jnp.float32)
@@ -121,7 +121,7 @@ class Queries:
         return cls(count, mean, jnp.einsum("btnh,btnj->bnhj", centred, centred))
 
     def joined(self, other: "Queries") -> "Queries":
-        """Those of both together (Chan et al. 1979)."""
+        """Statistics of the union of both sets of queries (Chan et al. 1979)."""
         count = self.count + other.count
         share = (other.count / jnp.maximum(count, 1.0))[:, None, None]
         apart = other.mean - self.mean
@@ -131,7 +131,7 @@ class Queries:
 
 @flax.struct.dataclass
 class Observed:
-    """A cache of a text that is read in blocks, and statistics of all its queries."""
+    """A cache during chunked prefill, and statistics of all queries so far."""
 
     cache: LayerCache
     queries: Queries
@@ -139,7 +139,7 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttentionLayer(PromptScorerLayer[ExpectedAttention]):
-    """One layer that reads in blocks, for which it keeps statistics of the queries so far."""
+    """A layer with chunked prefill, which keeps statistics of the queries so far."""
 
     def init(self, total: Int[Array, " B"] | None = None) -> Observed:
         spec = self.spec

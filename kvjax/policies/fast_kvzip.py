@@ -1,4 +1,4 @@
-"""Fast KVzip: gates that were trained to tell what KVzip would keep."""
+"""Fast KVzip: trained gates that predict what KVzip would keep."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from .info import PolicyError, PolicyInfo
 from .registry import register
 
 EPSILON = 1e-6
-"""Of the gate's RMS norms."""
+"""Epsilon of the gate's RMS norms."""
 
 
 @register
@@ -30,24 +30,27 @@ EPSILON = 1e-6
 class FastKVzip(SurrogateScorer):
     """Keep what a trained gate per layer expects KVzip to keep (Kim et al. 2026, by the published code).
 
-    A gate makes of what a layer's attention reads of a token a small query per query head and a small key per KV head, both normed, and takes the
-    softmax probability that the query gives to its own key beside some trained ones, the mean over the query group:
-    mean_g 1 / (1 + Σ_s exp(κ_s · q_g / √r - k · q_g / √r - b_g)). It was trained for one model: `Jang-Hyun/Fast-KVzip` has a `.pt` file per
-    model, such as `qwen3-8b/q4_dim16_sink16.pt`, which is read without running anything that is in it.
+    A gate maps the attention inputs of a token to a small query per query head and a small key per KV head, both
+    normed. The score is the softmax probability that the query gives to the token's own key beside some trained keys,
+    mean over the query group: mean_g 1 / (1 + Σ_s exp(κ_s · q_g / √r - k · q_g / √r - b_g)).
 
-    The prompt is cut once, to a budget that the heads of a layer share, the published code's and kvpress' `layerwise`; by default theirs is of all
-    layers together. First and last tokens are kept within the budget. Neither that the prompt is cut chunk by chunk while it is read, which
-    the published code does, nor that new tokens go while decoding, is here. Layers with a sliding window keep everything.
+    Gates are trained for one model. `Jang-Hyun/Fast-KVzip` has a `.pt` file per model, such as
+    `qwen3-8b/q4_dim16_sink16.pt`. It is parsed without executing anything in it.
+
+    The prompt is cut once. The heads of a layer share a budget, as in `layerwise` of the published code and kvpress.
+    Their default is one budget for all layers. First and last tokens are kept within the budget. The published code
+    also cuts the prompt chunk by chunk during prefill, and evicts while decoding. Neither is implemented here. Layers
+    with a sliding window keep everything.
 
     Attributes:
-        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
-            kept whole.
-        weights: path of a published `.pt` file; or a `Surrogate`.
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
+            prompt within it is kept whole.
+        weights: path of a published `.pt` file, or a `Surrogate`.
         scope: whether the heads of a "layer" share their budgets, or each "head" has its own.
-        sinks: first tokens, which are kept.
-        window: last tokens, which are kept, of prompts of `long` tokens or more, as far as the budget goes.
-        short_window: of shorter prompts the share that is kept of their end.
-        long: tokens of a long prompt; 32000 in kvpress.
+        sinks: first tokens, always kept.
+        window: last tokens that are kept of prompts of `long` tokens or more, as far as the budget allows.
+        short_window: share of the last tokens that is kept of shorter prompts.
+        long: minimum tokens of a long prompt. 32000 in kvpress.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -72,7 +75,9 @@ class FastKVzip(SurrogateScorer):
     def __post_init__(self) -> None:
         check_fields(self, window=0, short_window=0, long=0)
         if self.short_window > 1:
-            raise PolicyError(f"{self.info.name}: short_window={self.short_window}; give a share, 0 to 1")
+            raise PolicyError(
+                f"{self.info.name}: short_window={self.short_window} is out of range. Give a share from 0 to 1."
+            )
         super().__post_init__()
 
     @staticmethod
@@ -80,10 +85,10 @@ class FastKVzip(SurrogateScorer):
         found = torch_files.read(path)
         layers = found.get("module") if isinstance(found, dict) else None
         if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
-            raise ValueError("no gates of Fast KVzip: it should have a list of dictionaries as 'module'")
+            raise ValueError("not gates of Fast KVzip: 'module' is not a list of dictionaries")
         for layer in layers:
             if not all(isinstance(array, np.ndarray) for array in layer.values()):
-                raise ValueError("no gates of Fast KVzip: a gate has something else than arrays")
+                raise ValueError("not gates of Fast KVzip: a gate has values that are not arrays")
         return [dict(layer) for layer in layers]
 
     def shapes(self, config: ModelConfig, found: Surrogate) -> Mapping[str, tuple[int, ...]]:

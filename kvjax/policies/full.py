@@ -1,4 +1,4 @@
-"""The full cache: every token, as a plain transformer keeps it. The yardstick of all others."""
+"""The full cache: every token, as in a plain transformer. The baseline of all other policies."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,7 +14,7 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
-    """Keep everything."""
+    """Keep every token."""
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="full",

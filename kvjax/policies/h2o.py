@@ -1,4 +1,4 @@
-"""H2O: the heavy hitters, which have got the most attention of all queries so far, and the most recent tokens."""
+"""H2O: the most recent tokens, and heavy hitters, which have received the most attention so far."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -19,16 +19,16 @@ from .registry import register
 class H2O(ScoreEviction):
     """Keep the tokens with the most accumulated attention, and the most recent ones (Zhang et al. 2023, Algorithm 1).
 
-    A token's score is the sum of the softmax probabilities that all queries since it have given it, those of the prompt
-    included, averaged over the query group. While decoding, one token per step is evicted, and its score is forgotten; a text that is
-    read in blocks is brought back to the budget after each.
+    A token's score is the sum of softmax probabilities from all queries since, including the prompt's, averaged over
+    the query group. While decoding, each step evicts one token with its score. Chunked prefill cuts to the budget after
+    each block.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        recent: latest tokens, which are kept whatever their score; by default half of the budget, as in the paper.
-        observers: whose attention counts in the prompt: that of "all" queries, or of the "last" `window` alone, which is
-            cheaper on long prompts.
-        window: queries that count where `observers="last"`.
+        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        recent: latest tokens, kept whatever their score. Defaults to half of the budget, as in the paper.
+        observers: which of the prompt's queries count: "all", or the "last" `window` only, which is cheaper on long
+            prompts.
+        window: number of queries that count with `observers="last"`.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -49,7 +49,7 @@ class H2O(ScoreEviction):
 
     def validate(self, tokens: int) -> None:
         recent, least = self.recent or 0, self.least_slots
-        needs = f"but {recent} recent tokens and at least one heavy hitter need {least}; raise budget or lower recent"
+        needs = f"but {recent} recent tokens and at least one heavy hitter need {least}. Raise budget or lower recent."
         check_least(self.info.name, self.budget, tokens, least, needs)
 
     @property

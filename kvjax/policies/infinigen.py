@@ -1,4 +1,4 @@
-"""InfiniGen: which tokens a layer will attend to is predicted from the layer before, by a few channels of queries and keys."""
+"""InfiniGen: a layer's selection is predicted during the previous layer, from a few channels of queries and keys."""
 
 import dataclasses
 import math
@@ -27,21 +27,21 @@ from .profile import find
 from .registry import register
 
 PROMPT = "prompt"
-"""What to say for directions of the prompt's own queries, instead of a profile."""
+"""Value of `profile` that derives the directions from the prompt's own queries."""
 
 NOISE = 1e-5
-"""Of the largest squared singular value, what is no more than rounding."""
+"""Threshold relative to the largest squared singular value, below which a direction is rounding noise."""
 
 
 @flax.struct.dataclass
 class SpeculativeCache:
-    """All tokens of a layer, token p in slot p, with a part of their keys. B rows, K KV heads, C slots, H head dim, P channels.
+    """All tokens of a layer, token p in slot p, with partial keys. B rows, K KV heads, C slots, H head dim, P channels.
 
     Attributes:
         cache: rotated keys, and values.
-        skew: the directions of rotated queries and keys that scores are told by.
-        partial: keys in these directions; zeros in places for directions that queries and keys did not choose apart.
-        budget: tokens that a query reads at most, the newest included.
+        skew: directions in which rotated queries and keys are scored.
+        partial: keys in these directions. Columns are zero if queries and keys selected fewer than P directions.
+        budget: maximum number of tokens that a query reads, including the newest.
     """
 
     cache: LayerCache
@@ -51,37 +51,43 @@ class SpeculativeCache:
 
 
 LEAST = 2
-"""Tokens that a query reads at least: the newest, and another one."""
+"""Minimum number of tokens that a query reads: the newest, and another one."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class InfiniGen(Policy):
-    """Keep everything, and read the tokens that are expected to matter, as seen a layer ahead (Lee et al. 2024, section 4).
+    """Keep everything, and read the tokens predicted to matter one layer ahead (Lee et al. 2024, section 4).
 
-    While a layer computes, the next one's queries are told from this one's attention input, which changes little from layer to
-    layer, with the next one's weights. Their scores are taken in a few directions: each head's queries and keys are turned so
-    that most of their size is in few channels (by the singular vectors of a sample text's queries, which `kvjax calibrate
-    infinigen` finds once for a model), and those channels are used in which the prompt's queries have the largest sums of absolute
-    values, and those in which its keys have: of either a `share` of the head dim, rounded down, so up to twice that in all. A layer's heads read as many tokens as on average have a score within `alpha` of their
-    head's highest, and each takes its best. So what is selected is known before the layer begins, which is what
-    moving it from the host takes: `offloaded(InfiniGen())`.
+    While a layer computes, the next layer's queries are predicted: its query weights are applied to this layer's
+    attention input, which changes little from layer to layer. Scores are computed in a few directions only:
 
-    Which channels these are follows the authors' accuracy code. (Their speed code takes the queries' alone; the paper adds both sums up
-    and takes the largest.) Differences: the paper keeps the part of the query weights that the directions need; here the whole query projection is computed
-    ahead. Query heads that share keys share their directions, and are averaged. A cache that begins without a prompt takes a
-    profile's first directions. (The published code for Llama takes the first head's highest score
-    for all heads; here each has its own, as in the paper.)
+    1. Each head's queries and keys are rotated so that few channels have most of their magnitude. The rotation is given
+       by the singular vectors of a sample text's queries, which `kvjax calibrate infinigen` computes once per model.
+    2. Channels are selected with the largest sums of absolute values over the prompt's queries, and over its keys. Each
+       of the two selects a `share` of the head dim, rounded down. The union has up to twice as many.
+    3. The number of tokens to read is the average over heads of the tokens whose score is within `alpha` of their
+       head's highest. Each head reads its highest-scoring ones.
+
+    The selection is known before the layer begins, which gives time to fetch it from host memory:
+    `offloaded(InfiniGen())`.
+
+    The choice of channels follows the authors' accuracy code. (Their speed code uses queries only. The paper adds both
+    sums and takes the largest.) Differences: the paper keeps only the part of the query weights that the directions
+    need, but here the whole query projection is computed ahead. Query heads that share keys share their directions, and
+    are averaged. A cache without a prompt uses a profile's first directions. (The published code for Llama uses the
+    first head's highest score for all heads. Here each head has its own, as in the paper.)
 
     Attributes:
-        budget: tokens that a query reads at most: a number, or a fraction of prompt + new tokens (the paper caps at 0.2).
-        alpha: α, how far below its head's highest score, scaled as in attention, a token's may be to count. 5 is published for Llama-2, 4
-            for OPT.
-        share: of the channels, that queries choose and that keys choose, one at least (the published scripts have 0.2, the default of
-            the published code is 0.1).
+        budget: maximum number of tokens that a query reads: a number, or a fraction of prompt + new tokens (the paper's
+            cap is 0.2).
+        alpha: α, how far below its head's highest score, scaled as in attention, a token's score may be to count.
+            Published values are 5 for Llama-2 and 4 for OPT.
+        share: share of the channels that queries select, and that keys select, at least one (0.2 in the published
+            scripts, 0.1 by default in the published code).
         dense_layers: first layers, which read everything.
-        profile: the directions: a `SkewProfile` or a file of one; "prompt" for those of the prompt's own queries; None for the profile
-            that comes with kvjax for the model, and "prompt" for models that none comes for.
+        profile: the directions: a `SkewProfile`, the path of one, or "prompt" for directions of the prompt's own
+            queries. None uses the profile that comes with kvjax for the model, or "prompt" if there is none.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -104,22 +110,22 @@ class InfiniGen(Policy):
         check_fields(self, alpha=0, dense_layers=0)
         if not 0 < self.share <= 1:
             raise PolicyError(
-                f"{self.info.name}: share={self.share}; give a share of the channels, above 0 and up to 1"
+                f"{self.info.name}: share={self.share} is out of range. Give a share of the channels above 0 and up to 1."
             )
         if not isinstance(self.profile, SkewProfile | str | None):
             raise PolicyError(
-                f"{self.info.name}: profile={self.profile!r}; give a SkewProfile, the file of one, or {PROMPT!r}"
+                f"{self.info.name}: profile={self.profile!r} is not valid. Give a SkewProfile, its path, or {PROMPT!r}."
             )
 
     def bind(self, config: ModelConfig) -> Policy:
-        """The policy with the profile itself, or "prompt"."""
+        """Return the policy with its profile loaded, or with "prompt"."""
         if self.profile == PROMPT:
             return self
         found = find(self.info.name, config, self.profile, SkewProfile)
         return dataclasses.replace(self, profile=PROMPT if found is None else found)
 
     def validate(self, tokens: int) -> None:
-        needs = f"but the newest and at least one other need {LEAST}; raise budget"
+        needs = f"but the newest and at least one other need {LEAST}. Raise budget."
         check_least(self.info.name, self.budget, tokens, LEAST, needs, "tokens to read")
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -127,7 +133,7 @@ class InfiniGen(Policy):
         return DenseLayer(self, spec) if dense else InfiniGenLayer(self, spec)
 
     def directions(self, spec: LayerSpec) -> Float[Array, "K H H"] | None:
-        """The profile's for this layer's heads, if there is a profile."""
+        """The profile's directions for this layer's heads, or None without a profile."""
         if not isinstance(self.profile, SkewProfile):
             return None
         matrices = self.profile.layer(spec.layer, spec.head_dim)
@@ -136,7 +142,7 @@ class InfiniGen(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class InfiniGenLayer(SparseLayer[InfiniGen]):
-    """One layer that reads what was seen a layer ahead; see `InfiniGen`."""
+    """A layer that reads what was selected one layer ahead, see `InfiniGen`."""
 
     @property
     def reduces_heads(self) -> bool:
@@ -155,7 +161,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that one decoding step reads at most: partial keys, and keys and values of as many tokens as the budget allows."""
+        """Maximum number of bytes that one decoding step reads: partial keys, and keys and values within the budget."""
         spec = self.spec
         partial = (self.capacity + spec.head_dim) * self._channels
         pairs = self.slots_read * 2 * spec.head_dim
@@ -187,14 +193,17 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         return dataclasses.replace(super().append(state, token), partial=partial)
 
     def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
-        """Tells itself the rotated queries that it will select by."""
+        """Put the rotated queries to select by into the carry."""
         return carry | {self.key: self.spec.rope.rotate(queries(), position[:, None])}
 
     def query(self, token: Token, carry: Carry) -> Rotated:
         return carry.get(self.key, token.query)
 
     def select(self, state: SpeculativeCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The tokens before the newest that score highest, best first; in all heads as many as are near the highest on average."""
+        """Return the highest-scoring tokens before the newest, best first.
+
+        All heads select equally many: the average number of scores near their head's highest.
+        """
         spec = self.spec
         heads = heads_of(query).astype(jnp.float32)
         mean = einops.reduce(heads, "b (k g) h -> b k h", "mean", k=spec.num_kv_heads)
@@ -212,14 +221,14 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         return best_pages(scores, candidates, count, self.selection_shape[1])
 
     def _budgets(self, prompt: PromptKV) -> Int[Array, " B"]:
-        """Budget of each row; as many tokens as there can be where a row would read all of them alone, see `reads_everything`."""
+        """Budget of each row, raised to the maximum if the row alone would read everything."""
         budget = budget_rows(self.policy.budget, prompt.total, LEAST)
         return jnp.where(reads_all(self.spec, prompt, budget), jnp.maximum(budget, self.spec.max_tokens), budget)
 
     def _skew(
         self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B K H P"]:
-        """Of the directions, those in which a group's rotated queries and keys are largest."""
+        """The directions in which a group's rotated queries and keys are largest."""
         spec = self.spec
         inside = prompt_mask(lengths, k.shape[1])[..., None, None]
         q, k = (jnp.where(inside, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (q, k))
@@ -228,7 +237,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         if vectors is None:  # the right singular vectors of all the prompt's queries
             sizes, vectors = jnp.linalg.eigh(jnp.einsum("btkgh,btkgi->bkhi", grouped, grouped, precision="highest"))
             if self._channels < spec.head_dim:
-                # Those that no query has are any that are at right angles to the others: rounding would choose them.
+                # Directions without queries are an arbitrary orthogonal complement, so rounding would select among them.
                 vectors = jnp.where((sizes > NOISE * sizes[..., -1:])[..., None, :], vectors, 0.0)
         vectors = jnp.broadcast_to(vectors, (spec.batch, *vectors.shape[-3:]))
         of_queries, of_keys = (
@@ -241,10 +250,10 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
 
     @property
     def _largest(self) -> int:
-        """Channels that queries choose, and as many that keys choose."""
+        """Number of channels that queries select. Keys select as many."""
         return max(math.floor(Fraction(self.policy.share).limit_denominator(10_000) * self.spec.head_dim), 1)
 
     @property
     def _channels(self) -> int:
-        """The most that both can have chosen."""
+        """Maximum number of channels that both select together."""
         return min(2 * self._largest, self.spec.head_dim)

@@ -1,45 +1,47 @@
-"""What is said of a policy to people, and the error that all policies raise."""
+"""The description of a policy for users, and the error that all policies raise."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
 Memory = Literal["full", "freed", "sparse", "quantized"]
-"""What becomes of the memory of what is dropped, see `PolicyInfo`."""
+"""What happens to the memory of dropped tokens, see `PolicyInfo`."""
 
 Stage = Literal["none", "prompt", "decoding", "both"]
 """When a policy compresses, see `PolicyInfo`."""
 
 Positions = Literal["original", "cache_rank"]
-"""What positions kept tokens have, see `PolicyInfo`."""
+"""Which positions kept tokens have, see `PolicyInfo`."""
 
 
 class PolicyError(ValueError):
-    """An unknown policy, a hyperparameter it does not have or cannot take, or a budget it cannot work with."""
+    """An unknown policy, an unknown or invalid hyperparameter, or a budget that the policy cannot work with."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyInfo:
-    """A method in a few words (`kvjax policies` prints them).
+    """Description of a method (`kvjax policies` prints it).
 
     Attributes:
-        name: how it is asked for.
+        name: name of the policy in `get_policy` and on the command line.
         paper: authors, year, title.
         summary: what it keeps, in one phrase.
-        memory: "freed" (dropped slots hold no memory), "sparse" (sparse attention: all is kept, a part is read), "quantized" (all is
-            kept, in fewer bits), or "full".
-        stage: when it compresses: the "prompt" once it is read, while "decoding", "both", or "none".
-        budget_excludes_new_tokens: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
-        merges: whether a slot may hold the mean of several tokens (it then counts as often, and weights sum to all tokens seen).
-        adds_dropped_values: whether values of tokens that go are added to those of tokens that stay.
-        refits_values: whether weights and values of kept tokens are fitted to stand for the whole prompt, and are no longer their own.
-        positions: "original" (a token stays where it stood in the text) or "cache_rank" (its place among the kept ones, which
-            keeps any sequence inside the trained window).
-        takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
-        heads_coupled: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh,
-            with some of their slots, where these can be sharded.
-        trained: whether it works with weights that were trained for a model, and do not come with kvjax.
-        transform: what is done to the policy as a whole, such as "offloaded".
+        memory: "freed" (dropped tokens occupy no memory), "sparse" (all tokens are kept, and queries read a selection),
+            "quantized" (all tokens are kept, in fewer bits), or "full".
+        stage: when it compresses: the "prompt" once after it, while "decoding", "both", or "none".
+        budget_excludes_new_tokens: whether the budget is for the prompt alone, and new tokens are kept in addition.
+        merges: whether a slot may store the mean of several tokens. It then has their number as its weight, and weights
+            sum to all tokens seen.
+        adds_dropped_values: whether values of dropped tokens are added to those of kept tokens.
+        refits_values: whether weights and values of kept tokens are fitted to represent the whole prompt.
+        positions: "original" (a token keeps its position in the text) or "cache_rank" (a token's position is its rank
+            among the kept tokens, which keeps any sequence inside the trained window).
+        takes_budget: whether a budget affects what the policy keeps or reads. A policy without one accepts any budget,
+            which has no effect.
+        heads_coupled: whether a layer's KV heads share slots or have caches of unequal sizes. Every device of a mesh
+            then has all heads, with a shard of their slots where these can be sharded.
+        trained: whether it needs weights that were trained for a model. They do not come with kvjax.
+        transform: name of the transform around the whole policy, such as "offloaded".
     """
 
     name: str
@@ -59,9 +61,10 @@ class PolicyInfo:
 
 
 def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
-    """What is said of a combination: of memory and stage what all parts agree on, or "freed" and "both" if they do not.
+    """Description of a combination of policies.
 
-    Positions stay within the cache only if they do so in every part.
+    Memory and stage are what all parts agree on, otherwise "freed" and "both". Positions are "cache_rank" only if they
+    are in every part.
     """
     infos = list(parts)
     memories, stages = ({getattr(info, field) for info in infos} for field in ("memory", "stage"))

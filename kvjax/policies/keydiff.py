@@ -1,4 +1,4 @@
-"""KeyDiff: the keys that differ most from the others."""
+"""KeyDiff: the tokens whose keys differ most from the others."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -17,13 +17,13 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class KeyDiff(ScoreEviction):
-    """Evict the keys most like the average key (Park et al. 2025, section 3).
+    """Evict the keys most similar to the average key (Park et al. 2025, section 3).
 
-    A key's likeness is its cosine with the mean of the normalised keys, over the whole prompt and then, at every step, over
-    what the cache holds. No attention weights are needed.
+    The similarity is the cosine of a key with the mean of the normalised keys. The mean is over the whole prompt, and
+    then, at every step, over the cache. Attention weights are not needed.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -51,7 +51,7 @@ class KeyDiff(ScoreEviction):
 
 @dataclasses.dataclass(frozen=True)
 class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
-    """One layer, whose scores are computed anew at every step."""
+    """A layer that recomputes all scores at every step."""
 
     @property
     def compress_reads_kv(self) -> bool:
@@ -63,9 +63,9 @@ class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
 
 
 def difference(k: Float[Array, "B K C H"], live: Bool[Array, "B #K C"]) -> Float[Array, "B K C"]:
-    """2 less the cosine of each live key with the mean of the normalised ones, so that rounding is as small a share of all of them.
+    """2 minus the cosine of each live key with the mean of the normalised live keys. 2 for other slots.
 
-    Of those that are not live it is 2.
+    The offset keeps rounding a small share of every score.
     """
     k = jnp.where(live[..., None], k.astype(jnp.float32), 0.0)
     unit = _normalised(k)

@@ -1,4 +1,4 @@
-"""KIVI: everything in a few bits, keys quantised by the channel and values by the token."""
+"""KIVI: every token in low-bit codes, with keys quantised per channel and values per token."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -17,21 +17,22 @@ from .transforms.quantize import Quantized, check_packing
 @register
 @dataclasses.dataclass(frozen=True)
 class KIVI(Policy):
-    """Keep everything, in a few bits (Liu et al. 2024, KIVI, section 3).
+    """Keep everything in low-bit codes (Liu et al. 2024, KIVI, section 3).
 
-    Keys, some of whose channels are far larger than others, are quantised by the channel: `group` neighbouring tokens of one
-    channel share a scale and a zero. Values are quantised by the token: `group` channels share them. The latest tokens stay
-    exact: of values the last `residual`; of keys those since the last multiple of it, where so many are packed together. As in the
-    published code, a query attends before its step packs: to its own token, and to what it pushes out of the residual, exactly. The
-    prompt is read exactly. Attention reads the bits where they lie, by a kernel on GPUs; XLA unpacks them block by block.
+    Some channels of keys are much larger than others, so keys are quantised per channel: `group` neighbouring tokens of
+    one channel share a scale and a zero. Values are quantised per token: `group` channels share them. The latest tokens
+    stay exact: the last `residual` values, and the keys since the last multiple of `residual`, which are packed
+    together. As in the published code, a query attends before its step packs. It reads its own token, and the tokens
+    that this step packs, exactly. Prefill is exact. On GPUs, a kernel reads the packed codes directly. XLA unpacks them
+    block by block.
 
-    For another policy's cache in few bits see `quantized`.
+    To quantise another policy's cache, see `quantized`.
 
     Attributes:
-        bits: of a number, besides its share of scale and zero: 2, 4 or 8.
-        group: G, numbers that share a scale and a zero; of values, whose group is no longer than a head, the largest divisor of
-            both this and the head dim.
-        residual: R, latest tokens that stay exact; a multiple of `group`, and of the 8 / bits tokens whose numbers share a byte.
+        bits: bits per number, without its share of scale and zero: 2, 4 or 8.
+        group: G, numbers that share a scale and a zero. A value's group is the greatest common divisor of this and the
+            head dim.
+        residual: R, latest tokens that stay exact: a multiple of `group`, and of the 8 / bits tokens that share a byte.
             (The paper uses 32 and 128 for both.)
     """
 

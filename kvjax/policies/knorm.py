@@ -1,4 +1,4 @@
-"""The norm of its key tells how little a token will be attended to."""
+"""KNorm: tokens whose keys have a small norm receive the most attention."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -22,8 +22,9 @@ class KNorm(ScoreEviction):
     """Keep the tokens whose keys have the smallest L2 norm (Devoto et al. 2024, section 3).
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        dense_layers: first layers, which keep everything: two, as in the paper, where norms there tell little of attention.
+        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        dense_layers: first layers, which keep everything. Two as in the paper, because norms predict attention poorly
+            there.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -1,4 +1,4 @@
-"""KVzap: what KVzip+ would say of a token, predicted from the token's hidden state."""
+"""KVzap: KVzip+ scores of tokens, predicted from their hidden states."""
 
 import dataclasses
 import math
@@ -20,29 +20,31 @@ from .info import PolicyInfo
 from .registry import register
 
 _MOST_NUMBERS = 1 << 26
-"""Of one matrix."""
+"""Maximum size of one matrix."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class KVzap(SurrogateScorer):
-    """Keep what a small network per layer expects KVzip+ to keep (Jégou and Jeblick 2026, by the published code in kvpress).
+    """Keep what a small network per layer expects KVzip+ to keep (Jégou and Jeblick 2026, by the code in kvpress).
 
-    From what a layer's attention reads of a token, a linear map, or one layer of D / 8 units with GELU and a linear map, predicts the logarithm of
-    the token's KVzip+ score in each KV head. It was trained for one model: `nvidia/KVzap-mlp-Qwen3-8B` and likewise for Qwen3-32B and
-    Llama-3.1-8B-Instruct, `linear` in place of `mlp` for the smaller network. The second reading of KVzip is not needed.
+    The network predicts the logarithm of a token's KVzip+ score in each KV head from the attention inputs. It is a
+    linear map, or an MLP with D / 8 units and GELU. Networks are trained for one model: `nvidia/KVzap-mlp-Qwen3-8B`,
+    and likewise for Qwen3-32B and Llama-3.1-8B-Instruct. `linear` in place of `mlp` is the smaller network. The second
+    pass of KVzip is not needed.
 
-    The prompt is cut to a budget, here by default one that the heads of a layer share, and new tokens are kept. Published results are of a
-    threshold for scores (KVzap in kvpress' DMSPress), by which new tokens go, too, and which leaves it to the text how much is kept;
-    that is left out. Layers with a sliding window keep everything.
+    The prompt is cut to a budget, which the heads of a layer share by default. New tokens are kept. Published results
+    use a threshold for scores instead (KVzap in kvpress' DMSPress). It also evicts new tokens, and the text determines
+    how much is kept. The threshold is not implemented here. Layers with a sliding window keep everything.
 
     Attributes:
-        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
-            kept whole.
-        weights: path of a published folder, or of its `model.safetensors`; or a `Surrogate`.
-        scope: whether the heads of a "layer" share their budgets, or each "head" has its own, as kvpress has it for a ratio.
-        sinks: first tokens, which are kept.
-        window: last tokens, which are kept, as far as the budget goes.
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
+            prompt within it is kept whole.
+        weights: path of a published folder, or of its `model.safetensors`, or a `Surrogate`.
+        scope: whether the heads of a "layer" share their budgets, or each "head" has its own, as in kvpress for a
+            ratio.
+        sinks: first tokens, always kept.
+        window: last tokens, kept as far as the budget allows.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -72,7 +74,7 @@ class KVzap(SurrogateScorer):
             with safe_open(str(path), framework="flax") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     if math.prod(shape := opened.get_slice(name).get_shape()) > _MOST_NUMBERS:
-                        raise ValueError(f"no weights of KVzap: {name} has shape {shape}, more than any model's")
+                        raise ValueError(f"not weights of KVzap: {name} has shape {shape}, larger than any model's")
                     arrays[name] = np.asarray(opened.get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"not a safetensors file ({error})") from None
@@ -81,11 +83,11 @@ class KVzap(SurrogateScorer):
             folder, number, part = (*name.split(".", 2), "", "")[:3]
             if folder != "layers" or not number.isdecimal():
                 raise ValueError(
-                    f"no weights of KVzap: it has {name!r}, but names should be as in layers.0.weight or layers.0.2.weight"
+                    f"not weights of KVzap: the name {name!r} does not have the form layers.0.weight or layers.0.2.weight"
                 )
             layers.setdefault(int(number), {})[part] = array
         if sorted(layers) != list(range(len(layers))) or not layers:
-            raise ValueError(f"no weights of KVzap: it has layers {sorted(layers)}")
+            raise ValueError(f"not weights of KVzap: layers are {sorted(layers)}, not 0, 1, 2, ...")
         return [layers[i] for i in range(len(layers))]
 
     def shapes(self, config: ModelConfig, found: Surrogate) -> Mapping[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""KVzip: the tokens of a prompt that the model needs to say the prompt again; no question is needed."""
+"""KVzip: the prompt's tokens that the model needs to repeat the prompt. Question-agnostic."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from .replay import Part, Replay
 
 FIRST = "\n\nRepeat the previous context exactly."
 THEN = "\n\nRepeat the part of the previous context exactly, starting with "
-"""What asks for the first part of a prompt, and, with the last tokens of the part before, for another one: the published code's words."""
+"""Words that ask for the first part of a prompt, and, with the previous part's last tokens, for a later one (published code)."""
 
 QUERIES = 128
 """Queries that are scored at a time."""
@@ -36,32 +36,38 @@ QUERIES = 128
 class KVzip(PromptScorer):
     """Keep what the model attends to when it is asked to repeat the prompt (Kim et al. 2025, by the published code).
 
-    Once a prompt is read, the model reads it again in parts of `chunk` tokens, each behind words that ask it to repeat that part, while the
-    whole prompt is in the cache. A token of the part scores the most that any query of that reading, of any query head of its group,
-    gives to it: softmax probabilities over the first tokens, the part, and what is read now up to the query. Heads share a budget, so one
-    with high scores keeps more than another. New tokens are kept in addition.
+    After prefill, the model reads the prompt again in parts of `chunk` tokens. Each part is behind words that ask to
+    repeat it, while the whole prompt is in the cache. The score of a token of the part is the maximum attention
+    probability that any query of that pass, of any query head in its group, gives to it. The softmax is over the first
+    tokens, the part, and the tokens read now up to the query. Heads share a budget, so a head with high scores keeps
+    more. New tokens are kept in addition.
 
-    By default all heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`). The published code has one budget
-    for all layers together, `scope="model"`: how much of it falls to a layer is known only when the prompt has been read, so each has
-    slots for `slack` times the average, and what a layer wants beyond them goes to the next best tokens of others. `scope="head"`, the
-    published pair-uniform, gives every head as much. As the published code drops all that equals its threshold, it may keep less.
+    By default, all heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`). Other
+    scopes:
 
-    The words come after the prompt as it is, chat template and all, and end with the opening of an answer where the model has a
-    template; a model without a tokenizer is shown the tokens alone. It is the time of two more prefills, and the memory of a
-    full cache until then. Layers with a sliding window keep everything, as in the published code.
+    - `scope="model"`: one budget for all layers, as in the published code. The division among layers is known only
+      after prefill, so each layer has slots for `slack` times the average. Slots that a layer needs beyond them go to
+      the next best tokens of other layers.
+    - `scope="head"`: the same budget for every head, the published pair-uniform.
+
+    The published code drops all tokens that equal its threshold, so it may keep fewer.
+
+    The words come after the unchanged prompt with its chat template, and end with the opening of an answer if the model
+    has a template. A model without a tokenizer reads the tokens only. The cost is the time of two more prefills, and
+    the memory of a full cache until then. Layers with a sliding window keep everything, as in the published code.
 
     Attributes:
-        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
-            kept whole.
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
+            prompt within it is kept whole.
         scope: which heads share their budgets: those of a "layer", of the whole "model", or none ("head").
-        chunk: tokens that are repeated at a time; 2048 in kvpress.
-        overlap: tokens of the part before with which the words end that ask for a part.
+        chunk: tokens that are repeated at a time. 2048 in kvpress.
+        overlap: last tokens of the previous part with which the words end.
         sinks: first tokens, which are kept, and attended to with every part.
-        prefix: first tokens, such as a system prompt, which are kept and not repeated.
-        queries: whether "all" queries that are read now score, or those of the part alone ("repeat").
-        slack: slots of a layer, in average ones, where all share one budget.
-        plus: whether a probability counts times the length that the token's value has behind the output projection of the query's head, and
-            divided by the length of the attention's input that asks: KVzip+ of kvpress.
+        prefix: first tokens, such as a system prompt, that are kept and not repeated.
+        queries: whether "all" queries of the pass score, or only those of the part ("repeat").
+        slack: slots of a layer with `scope="model"`, as a multiple of the average.
+        plus: KVzip+ of kvpress: whether a probability is multiplied by the norm of the token's value after the output
+            projection, and divided by the norm of the query's attention input.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -107,18 +113,20 @@ class KVzip(PromptScorer):
             return KVzipLayer(self, spec)
         if self.scope == "model" and spec.kv_heads is not None:
             raise PolicyError(
-                f"{self.info.name}: scope='model' shares a budget among all heads of all layers, and here it has some; give scope='layer'"
+                f"{self.info.name}: scope='model' needs all heads of all layers, but this layer has a subset of its heads. Give scope='layer'."
             )
         return SharedKVzipLayer(self, spec)
 
     def shared_mask(
         self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int
     ) -> Bool[Array, "B L K T"]:
-        """Which tokens heads keep that share one budget, of `budget` tokens in the average head.
+        """Which tokens are kept by heads that share one budget, of `budget` tokens in the average head.
 
         Args:
-            pos: of what stands in each place, -1 where nothing does.
-            most: tokens that the average head of a layer may have.
+            scores: scores by layer and head.
+            budget: tokens of each row in the average head.
+            pos: position of each token, -1 if there is none.
+            most: maximum tokens of the average head of a layer.
         """
         layers, heads = scores.shape[1:3]
         first, _ = self.always_kept(budget)
@@ -136,11 +144,11 @@ class KVzip(PromptScorer):
 
 @dataclasses.dataclass(frozen=True)
 class Repetition(Replay):
-    """The reading of `KVzip`: of each part the largest probability that a query gives to its tokens, [B, K, chunk].
+    """The replay of `KVzip`: observes the maximum probability of each token of a part, [B, K, chunk].
 
     Attributes:
         sinks: see `KVzip`.
-        part_only: whether queries of the part alone score.
+        part_only: whether only queries of the part score.
     """
 
     sinks: int = 4
@@ -149,7 +157,7 @@ class Repetition(Replay):
     def prepare(
         self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None
     ) -> Float[Array, "B K G C"] | None:
-        """By what probabilities of the prompt's tokens are multiplied."""
+        """Factors of the probabilities of the prompt's tokens."""
         return None if around is None else projected_norms(spec, around, jax.lax.stop_gradient(held.v))
 
     def observe(self, spec: LayerSpec, part: Part) -> Float[Array, "B K C"]:
@@ -199,7 +207,7 @@ class Repetition(Replay):
         return jax.lax.fori_loop(0, (size + padding) // step, add, start)
 
     def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
-        """By what probabilities are multiplied: by the part's tokens, and by what is read now."""
+        """Factors of probabilities, by token of the part and by query."""
         if not self.needs_context:
             return None
         assert part.around is not None
@@ -209,14 +217,14 @@ class Repetition(Replay):
         return values, inverse
 
     def scores(self, found: Float[Array, "J B K C"], size: int) -> Float[Array, "B K T"]:
-        """What was found of all parts, by tokens of a prompt of `size`; zero of those that are in no part."""
+        """Join the observations of all parts by token of a prompt of `size`. Tokens in no part get 0."""
         joined = einops.rearrange(found, "j b k c -> b k (j c)")
         return jnp.pad(joined, ((0, 0), (0, 0), (self.skipped, 0)))[..., :size]
 
 
 @dataclasses.dataclass(frozen=True)
 class KVzipLayer(PromptScorerLayer[KVzip]):
-    """One layer of `KVzip`, each of whose heads keeps as much."""
+    """One layer of `KVzip` whose heads all keep equally many tokens."""
 
     @property
     def replays(self) -> tuple[Replay, ...]:
@@ -229,7 +237,7 @@ class KVzipLayer(PromptScorerLayer[KVzip]):
 
 @dataclasses.dataclass(frozen=True)
 class SharedKVzipLayer(RaggedLayer[KVzip]):
-    """One layer of `KVzip`, whose heads share a store."""
+    """One layer of `KVzip` whose heads share a store."""
 
     @property
     def replays(self) -> tuple[Replay, ...]:
@@ -254,19 +262,19 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
 
 
 def replayed(policy: KVzip, size: int, carry: Carry, key: str | None = None) -> dict[int, Float[Array, "B K T"]]:
-    """Scores of all layers that have read again; with a `key`, of those that have it.
+    """Scores of all layers with a replay, or of those with a `key`.
 
     Raises:
-        PolicyError: nothing has.
+        PolicyError: there was no replay.
     """
     found = policy.replay.found(carry, key)
     if found is None:
         raise PolicyError(
-            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or for a layer alone kvjax.policies.prefill_alone"
+            f"{policy.info.name}: the prompt was not read a second time. Use kvjax.Engine, or kvjax.policies.prefill_alone for a single layer."
         )
     return {layer: policy.replay.scores(each, size) for layer, each in found.items()}
 
 
 def _own(spec: LayerSpec, scores: Float[Array, "B K T"]) -> Float[Array, "B _ T"]:
-    """Those of the heads that a layer has."""
+    """Scores of the layer's heads."""
     return scores if spec.kv_heads is None else scores[:, jnp.asarray(spec.kv_heads)]

@@ -1,4 +1,4 @@
-"""LagKV: the tokens of a prompt that stand out in the range of the tokens that follow them; no attention is needed."""
+"""LagKV: the prompt's tokens that stand out relative to the tokens after them. Attention-free."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -21,22 +21,25 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class LagKV(PromptScorer):
-    """Keep of every segment of a prompt what varies most, measured by the segment after it (Liang et al. 2025, section 3).
+    """Keep the tokens of each segment that vary most relative to the next segment (Liang et al. 2025, section 3).
 
-    After the sinks a prompt is cut into segments of `lag` tokens. Each but the last is scored: of every channel, the next
-    segment's minimum is 0 and its maximum 1, and a token's standard deviation over the channels goes through a softmax over its
-    segment; the softmaxes of rotated keys and of values are added. Beside the sinks, the last whole segment and what comes after
-    it, which are kept, the budget is shared out evenly among the scored segments. What cannot be shared out is left unused.
-    Only the prompt is compressed: tokens decoded later are kept in addition.
+    After the sinks, a prompt is cut into segments of `lag` tokens. Each segment but the last is scored. Keys and values
+    are scaled so that the next segment's minimum and maximum of each channel are 0 and 1. A token's standard deviation
+    over the channels goes through a softmax over its segment. The softmaxes of rotated keys and of values are added.
 
-    As in the published code, the deviation has one degree of freedom less than there are channels, and of a budget too small for
-    what is kept in any case, the sinks and the latest tokens get all. A channel without a range, which the paper does not
-    mention, counts 0.
+    The sinks, the last whole segment and the tokens after it are kept. The rest of the budget is divided evenly among
+    the scored segments. A remainder stays unused. Only the prompt is compressed. Tokens decoded later are kept in
+    addition.
+
+    As in the published code, the standard deviation has one degree of freedom less than channels. If the budget is too
+    small for the tokens that are always kept, the sinks and the latest tokens get all of it. A channel without a range,
+    which the paper does not mention, counts 0.
 
     Attributes:
-        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is kept whole.
-        sinks: S, first tokens, which are kept.
-        lag: L, tokens in a segment. Of a prompt longer than the budget, L to 2 L - 1 tokens at its end are kept.
+        budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
+            kept whole.
+        sinks: S, first tokens, always kept.
+        lag: L, tokens in a segment. A prompt longer than the budget keeps its last L to 2 L - 1 tokens.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -58,7 +61,7 @@ class LagKV(PromptScorer):
         check_fields(self, sinks=0, lag=2)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        return PromptScorerLayer(self, spec)  # segments are of whole prompts
+        return PromptScorerLayer(self, spec)
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + 1
@@ -79,8 +82,8 @@ class LagKV(PromptScorer):
         budget: Int[Array, " B"],
         pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        """Which tokens of a whole prompt are kept: as many of each segment that has a whole one after it, and all before and after these."""
-        scored = jnp.maximum((lengths - self.sinks) // self.lag - 1, 0)  # segments
+        """Which tokens of a whole prompt are kept: equally many of each scored segment, and all outside of them."""
+        scored = jnp.maximum((lengths - self.sinks) // self.lag - 1, 0)  # number of scored segments
         share = (budget - (lengths - scored * self.lag)) // jnp.maximum(scored, 1)
         best = self._tokens(top_k(self._segments(scores), share[:, None, None]), scores.shape[-1])
         place, end = jnp.arange(scores.shape[-1], dtype=jnp.int32), self.sinks + scored * self.lag
@@ -89,12 +92,12 @@ class LagKV(PromptScorer):
         return best & (place < end[:, None])[:, None] | kept[:, None]
 
     def _segments(self, x: Float[Array, "*B T"]) -> Float[Array, "*B M L"]:
-        """What comes after the sinks, in segments, of which the last is filled up."""
+        """Divide the tokens after the sinks into segments, the last one padded."""
         x = x[..., self.sinks :]
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.lag)])
         return x.reshape(*x.shape[:-1], -1, self.lag)
 
     def _tokens(self, x: Array, size: int) -> Array:
-        """The inverse of `_segments`; for the sinks it has zeros."""
+        """The inverse of `_segments`, with zeros for the sinks."""
         x = x.reshape(*x.shape[:-2], -1)
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(self.sinks, 0)])[..., :size]

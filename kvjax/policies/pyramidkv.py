@@ -20,20 +20,22 @@ from .snapkv import SnapKV
 @register
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV with budgets that fall from layer to layer, the same in sum (Cai et al. 2024, section 4).
+    """SnapKV with budgets that fall from layer to layer and have the same total (Cai et al. 2024, section 4).
 
-    Beside the window of w tokens, layers keep numbers of tokens in arithmetic progression, from twice the average down to
-    1 / `beta` of it in the last layer. As in the published code, the prompt's length n bears on them: one within the budget b is
-    kept whole, one below 2 (b - w) gets the same budget in all layers, and the first layer never keeps more than there is.
+    Besides the window of w tokens, the numbers of kept tokens form an arithmetic progression over layers. It ends at 1
+    / `beta` of the average, and begins accordingly near twice the average. As in the published code, the budgets depend
+    on the prompt's length n. A prompt within the budget b is kept whole. A prompt below 2 (b - w) has the same budget
+    in all layers. The first layer never keeps more tokens than there are.
 
-    A layer's slots are what its budget asks for, whatever length below its padded length a prompt has: rows of a batch may be
-    short, and a short prompt needs up to b slots in every layer. For a batch of rows that are all long, and for budgets of
-    this shape under other policies, see `pyramid`.
+    A layer allocates slots for its largest budget over all prompt lengths up to the padded length: rows of a batch may
+    be short, and a short prompt needs up to b slots in every layer. For batches of long rows only, and for such budgets
+    under other policies, see `pyramid`.
 
     Attributes:
-        budget: slots for the prompt in the average layer, window included: tokens, or a fraction of prompt + new tokens.
+        budget: slots for the prompt in the average layer, window included: tokens, or a fraction of prompt + new
+            tokens.
         window, pool, kernel: see `SnapKV`.
-        beta: β, how many times less than the average the last layer keeps beside the window.
+        beta: β, the last layer keeps 1 / β of the average besides the window.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -55,12 +57,12 @@ class PyramidKV(SnapKV):
         return self._budgets(spec, lengths, budget_rows(self.budget, total, self.least_slots), jnp)
 
     def _budgets(self, spec: LayerSpec, lengths: Any, average: Any, numpy: Any) -> Any:
-        """`row_budgets` by the average of each row, in arrays of NumPy or JAX."""
+        """`row_budgets` from the average budget of each row, in NumPy or JAX arrays."""
         plain = (lengths <= average) | (lengths < 2 * (average - self.window))
         return numpy.where(plain, average, self._pyramid(spec, lengths, average, numpy))
 
     def _pyramid(self, spec: LayerSpec, lengths: Any, average: Any, numpy: Any) -> Any:
-        """The budget of a layer between the first one's and the last one's, whose average is given."""
+        """The layer's budget in the progression from the first to the last layer with this average."""
         beside, before = average - self.window, lengths - self.window
         last = beside // self.beta
         first = 2 * beside - last
@@ -72,14 +74,14 @@ class PyramidKV(SnapKV):
         if spec.prompt_len == 0:
             return 0
         # A batch of one is padded to the next bucket; one of several may hold rows of any length.
-        known = spec.batch == 1 and not spec.block  # in blocks, a text has been shorter before
+        known = spec.batch == 1 and not spec.block  # in chunked prefill, a text was shorter before
         shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if known else 1
         lengths = np.arange(shortest, spec.prompt_len + 1)
         total = np.full_like(lengths, spec.max_tokens) if spec.block else lengths + spec.new_tokens
         average = budget_counts(self.budget, total, self.least_slots)
         most = self._budgets(spec, lengths, average, np)
         if isinstance(self.budget, float):
-            # A row with fewer new tokens has a lower average, and may be of the pyramid where one with more is not. A layer's
-            # share grows with the average, but for what its steps, one per layer before it, are rounded down.
+            # A row with fewer new tokens has a lower average, and may use the pyramid where a row with more does not. A
+            # layer's share grows with the average, up to the rounding of its steps, one per previous layer.
             most = np.maximum(most, self._pyramid(spec, lengths, average, np) + spec.layer)
         return int(np.max(np.minimum(most, lengths)))

@@ -1,4 +1,4 @@
-"""Quest: every query reads the pages of the cache that could hold the keys it likes best."""
+"""Quest: every query reads the pages of the cache that may contain the keys with the largest products."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -24,11 +24,11 @@ from .registry import register
 
 @flax.struct.dataclass
 class PagedCache:
-    """All tokens of a layer, token p in slot p, and the range of keys in every page. B rows, K KV heads, P pages, H head dim.
+    """All tokens of a layer, token p in slot p, and bounds of each page. B rows, K KV heads, P pages, H head dim.
 
     Attributes:
         cache: rotated keys, and values.
-        bounds: least value of each channel among a page's keys, and then the greatest; zeros where a page has none.
+        bounds: minimum of each channel over a page's keys, followed by the maximum. Zeros for empty pages.
         budget: tokens that a query reads.
     """
 
@@ -40,25 +40,27 @@ class PagedCache:
 @register
 @dataclasses.dataclass(frozen=True)
 class Quest(Policy):
-    """Keep everything, and read the pages whose keys a query could like best (Tang et al. 2024, section 3.3, Algorithm 1).
+    """Keep everything, and read the pages with the highest bounds (Tang et al. 2024, section 3.3, Algorithm 1).
 
-    Of each page the least and greatest value of every key channel are known. No key in it can have a larger product with a query
-    than Σ_d max(q_d · low_d, q_d · high_d): by that bound every query head ranks the pages and reads the best, as many as the
-    budget holds. The page that is being filled competes like the others, with the keys that it has.
+    Each page stores the minimum and maximum of every key channel. The product of a query with a key of the page is at
+    most Σ_d max(q_d · low_d, q_d · high_d). Every query head ranks the pages by this bound and reads the best within
+    the budget. The page that is being filled competes with the keys that it has.
 
-    Nothing is forgotten, so memory is that of the full cache and 2 / `page` of its keys; what is saved is reading it. A layer
-    whose budget covers the whole sequence reads everything. In layers with a sliding window, selected tokens outside of it are
-    not attended to.
+    Nothing is dropped, so memory is that of the full cache and 2 / `page` of its keys. Decoding reads less of it. A
+    layer whose budget covers the whole sequence reads everything. In layers with a sliding window, selected tokens
+    outside of it are not attended to.
 
-    The published kernels always read the last page and take one other less: `recent=1`. (The published evaluation code does not,
-    and never reads fewer than 3 pages.) CateKV's variant for adaptive heads is `page=8, recent=32, gqa="sum"`, or "max".
+    The published kernels always read the last page, and one other page less: `recent=1`. (The published evaluation code
+    does not, and reads at least 3 pages.) CateKV's variant for adaptive heads is `page=8, recent=32, gqa="sum"`, or
+    "max".
 
     Attributes:
         budget: tokens that a query reads, in whole pages: a number, or a fraction of prompt + new tokens.
         page: tokens in a page.
         dense_layers: first layers, which read everything (section 3.4).
-        recent: how many latest tokens every query reads, with the rest of their pages, inside the budget.
-        gqa: "query_head" selects for each query head; "sum" and "max" for each KV head, by what its queries' bounds come to.
+        recent: latest tokens that every query reads, with the rest of their pages, within the budget.
+        gqa: "query_head" selects for each query head. "sum" and "max" select for each KV head, by the sum or maximum of
+            its queries' bounds.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -80,14 +82,14 @@ class Quest(Policy):
 
     def validate(self, tokens: int) -> None:
         needs = (
-            f"but pages of {self.page}, of which {self.recent_pages} are always read and at least one is chosen, need {self.least_tokens}; "
-            "raise budget, or lower page or recent"
+            f"but pages of {self.page} tokens, {self.recent_pages} always read and at least one selected, need {self.least_tokens}. "
+            "Raise budget, or lower page or recent."
         )
         check_least(self.info.name, self.budget, tokens, self.least_tokens, needs, "tokens to read")
 
     @property
     def least_tokens(self) -> int:
-        """Tokens that a query reads at least."""
+        """Minimum number of tokens that a query reads."""
         return (self.recent_pages + 1) * self.page
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -96,21 +98,21 @@ class Quest(Policy):
 
     @property
     def recent_pages(self) -> int:
-        """The most pages that `recent` tokens lie in."""
+        """Maximum number of pages that `recent` tokens span."""
         return -(-(self.recent + self.page - 1) // self.page) if self.recent else 0
 
     def chosen_pages(self, budget: Any) -> Any:
-        """Pages that a query chooses within a budget of tokens, one or an array of them."""
+        """Number of pages that a query selects within a budget of tokens, or an array of budgets."""
         return budget // self.page - self.recent_pages
 
 
 @dataclasses.dataclass(frozen=True)
 class QuestLayer(SparseLayer[Quest]):
-    """One layer that reads pages; see `Quest`."""
+    """A layer that reads pages, see `Quest`."""
 
     @property
     def pages(self) -> int:
-        """Pages that the cache is divided into."""
+        """Number of pages of the cache."""
         return -(-self.capacity // self.policy.page)
 
     @property
@@ -122,7 +124,7 @@ class QuestLayer(SparseLayer[Quest]):
     def selection_shape(self) -> tuple[int, int]:
         policy, spec = self.policy, self.spec
         heads = spec.num_heads if policy.gqa == "query_head" else spec.num_kv_heads
-        # Up to a whole page, which a row whose tokens are no more than the budget reads, too.
+        # Rounded up to a whole page, because a row within the budget reads its last page, too.
         chosen = policy.chosen_pages(
             budget_tokens(policy.budget, spec.max_tokens, policy.least_tokens) + policy.page - 1
         )
@@ -140,7 +142,7 @@ class QuestLayer(SparseLayer[Quest]):
     def bytes_read(self) -> int:
         """Bytes of keys, values and page bounds that one decoding step reads.
 
-        Read more than once, a byte counts as often: each query head gathers its own selection.
+        Bytes read several times count several times: each query head gathers its own selection.
         """
         rows = self.selection_shape[0] * self.slots_read + self.spec.num_kv_heads * self.pages
         return self.spec.batch * rows * 2 * self.spec.head_dim * self.spec.dtype.itemsize
@@ -170,9 +172,9 @@ class QuestLayer(SparseLayer[Quest]):
         return out, dataclasses.replace(state, cache=kept, bounds=self._widened(state, block)), carry
 
     def _widened(self, state: PagedCache, block: TokenBlock) -> Float[Array, "B K P E"]:
-        """Bounds of the pages that a block's tokens come into, and of all others."""
+        """Bounds of all pages after a block's tokens were added."""
         page, dtype = self.policy.page, self.spec.dtype
-        pages = (block.size + page - 2) // page + 1  # the most that it touches
+        pages = (block.size + page - 2) // page + 1  # maximum number of pages that the block touches
         begin, offset = block.position // page, block.position % page
         place = jnp.arange(pages * page, dtype=jnp.int32) - offset[:, None]
         keys = jnp.take_along_axis(block.k_rotated, jnp.maximum(place, 0)[..., None, None], axis=1, mode="clip")
@@ -183,9 +185,9 @@ class QuestLayer(SparseLayer[Quest]):
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in state.bounds.shape[:2])
         some = jnp.any(inside, axis=(3, 4))[:, 0]
         which = begin[:, None] + jnp.arange(pages, dtype=jnp.int32)
-        at = rows[:, None, None], heads[:, None], jnp.where(some, which, self.pages)[:, None]  # dropped where none is
+        at = rows[:, None, None], heads[:, None], jnp.where(some, which, self.pages)[:, None]  # out of bounds: dropped
         old = state.bounds.at[at].get(mode="clip")
-        begun = ((which * page < block.position[:, None]) & some)[:, None, :, None]  # these have tokens already
+        begun = ((which * page < block.position[:, None]) & some)[:, None, :, None]  # pages that already have tokens
         low, high = jnp.split(old, 2, axis=-1)
         low = jnp.minimum(jnp.min(keys, axis=3, where=inside, initial=jnp.inf), jnp.where(begun, low, jnp.inf))
         high = jnp.maximum(jnp.max(keys, axis=3, where=inside, initial=-jnp.inf), jnp.where(begun, high, -jnp.inf))
@@ -197,25 +199,25 @@ class QuestLayer(SparseLayer[Quest]):
         return dataclasses.replace(state, bounds=bounds)
 
     def select(self, state: PagedCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The tokens of the pages with the highest bounds, in the order of these."""
+        """Return the tokens of the pages with the highest bounds, in the order of the pages."""
         index, valid = slots_of(*self._best(state, query), self.policy.page)
         return index, valid & (index < state.cache.seen[:, None, None])
 
     def pages_to_read(
         self, state: PagedCache, query: Rotated, position: Int[Array, " B"]
     ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
-        """Pages as they were chosen, where nothing else is read."""
+        """Return the selected pages directly, if nothing else is read."""
         if self.policy.recent or self.spec.window is not None or self.page != self.policy.page:
             return super().pages_to_read(state, query, position)
         return self._best(state, query)
 
     def _best(self, state: PagedCache, query: Rotated) -> tuple[Int[Array, "B R P"], Bool[Array, "B R P"]]:
-        """The pages with the highest bounds, and which of them are valid."""
+        """Return the pages with the highest bounds, and which of them are valid."""
         size = self.selection_shape[1] // self.policy.page
         return top_k_indices(self.scores(state, query), self.policy.chosen_pages(state.budget)[:, None], size)
 
     def scores(self, state: PagedCache, query: Rotated) -> Float[Array, "B R P"]:
-        """Of each page before the tail, the most that rotated queries can have as product with a key in it; of others -inf."""
+        """Upper bound of rotated queries' products with the keys of each page before the tail, -inf for other pages."""
         scores = page_scores(query, state.bounds, self.tail_start(state), page=self.policy.page)
         if self.policy.gqa == "query_head":
             return scores

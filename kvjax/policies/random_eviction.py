@@ -1,4 +1,4 @@
-"""Tokens kept at random: what any method has to be better than."""
+"""Random tokens: the baseline that any method should beat."""
 
 import dataclasses
 from typing import ClassVar
@@ -17,14 +17,14 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class Random(ScoreEviction):
-    """Keep tokens at random, each head its own: a control.
+    """Keep random tokens, each head its own: a control.
 
-    Every token draws a number by its position, and those with the highest stay; so what is kept is at all times a uniform
-    random choice of the tokens so far. Rows draw the same numbers.
+    Every token draws a number by its position, and the highest numbers stay. At any time, the kept tokens are a uniform
+    random subset of the tokens so far. All rows draw the same numbers.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        seed: of the numbers drawn.
+        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        seed: of the random numbers.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

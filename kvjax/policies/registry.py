@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""The registry: policies by name."""
 
 import dataclasses
 import difflib
@@ -18,30 +18,36 @@ _POLICIES: dict[str, type[Policy]] = {}
 
 
 def register(cls: P) -> P:
-    """Make a policy class available by its `about.name`, as a decorator."""
+    """Make a policy class available by its `about.name`. Use it as a decorator.
+
+    Raises:
+        PolicyError: the name is empty, or another class has it.
+    """
     name = cls.about.name
     if not name or _POLICIES.get(name, cls).__qualname__ != cls.__qualname__:
         raise PolicyError(
-            f"{cls.__qualname__}.about.name = {name!r} is empty or taken; give every policy a name of its own"
+            f"{cls.__qualname__}.about.name = {name!r} is empty or already registered. Give every policy a unique name."
         )
     _POLICIES[name] = cls
     return cls
 
 
 def policies(*, trained: bool = True) -> dict[str, type[Policy]]:
-    """All registered policies, by name.
+    """Return all registered policies by name.
 
     Args:
-        trained: whether those are among them that need weights which were trained for a model.
+        trained: whether to include policies that need weights trained for a model.
     """
     return {name: cls for name, cls in sorted(_POLICIES.items()) if trained or not cls.about.trained}
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy of a name; of this only letters and digits matter, and not their case: "StreamingLLM" is "streaming_llm".
+    """Return the policy class of a name.
+
+    Only letters and digits of the name matter, and not their case: "StreamingLLM" is "streaming_llm".
 
     Raises:
-        PolicyError: there is no such policy. The message names all, and the nearest.
+        PolicyError: there is no such policy. The message lists all names, and suggests the nearest.
     """
     found = same(name, policies())
     if found is None:
@@ -49,12 +55,16 @@ def policy_class(name: str) -> type[Policy]:
         near = [other for other in known if asked and (asked in other or other in asked)]
         near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.5)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
-        raise PolicyError(f"unknown policy {short(name)}; known: {', '.join(policies())}.{hint}")
+        raise PolicyError(f"unknown policy {short(name)}. Known policies: {', '.join(policies())}.{hint}")
     return _POLICIES[found]
 
 
 def make_policy(name: str, hyperparameters: dict[str, Any]) -> Policy:
-    """A registered policy with hyperparameters, as `policy_class` reads its name. One that has no budget takes any.
+    """Return a registered policy with hyperparameters. A policy that takes no budget accepts any.
+
+    Args:
+        name: name of the policy, as for `policy_class`.
+        hyperparameters: values by field.
 
     Raises:
         PolicyError: the name is unknown, the policy has no such hyperparameter, or does not take that value.
@@ -64,7 +74,7 @@ def make_policy(name: str, hyperparameters: dict[str, Any]) -> Policy:
 
 
 def replaced(policy: Policy, hyperparameters: dict[str, Any]) -> Policy:
-    """A policy with other hyperparameters. For its budget see `Policy.with_budget`.
+    """Return a policy with other hyperparameters. For its budget see `Policy.with_budget`.
 
     Raises:
         PolicyError: the policy has no such hyperparameter, or does not take that value.
@@ -88,13 +98,16 @@ def _made(cls: type[Policy], info: PolicyInfo, values: dict[str, Any], given: di
 
 
 def unknown_hyperparameter(policy: str, name: str, allowed: list[str]) -> str:
-    """What to say of a hyperparameter that a policy does not have."""
-    takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
-    return f"policy {policy!r} has no hyperparameter {short(name)}; {takes}.{hint(name, allowed)}"
+    """Return the error message for a hyperparameter that a policy does not have."""
+    takes = f"It takes {', '.join(allowed)}" if allowed else "It takes no hyperparameters"
+    return f"policy {policy!r} has no hyperparameter {short(name)}. {takes}.{hint(name, allowed)}"
 
 
 def load_policies(source: str) -> None:
-    """Load a module for the policies that it registers, which can then be used by name.
+    """Load a module and register its policies, which can then be used by name.
+
+    Args:
+        source: name or path of the module, as for `load_module`.
 
     Raises:
         FileNotFoundError, ImportError: as `load_module`.
@@ -104,4 +117,4 @@ def load_policies(source: str) -> None:
     own = f"{load_module(source).__name__}."
     # In a process that has loaded the module before, its policies are registered already.
     if not any(before.get(name) is not cls or f"{cls.__module__}.".startswith(own) for name, cls in policies().items()):
-        raise ValueError(f"{source}: it registers no policy; put @kvjax.register above a policy class")
+        raise ValueError(f"{source}: it registers no policy. Put @kvjax.register above a policy class.")

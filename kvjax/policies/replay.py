@@ -1,8 +1,9 @@
-"""Reading a prompt once more: what a method declares that learns from it what to keep.
+"""Replays: reading parts of a prompt again, to learn which tokens to keep.
 
-The model first reads a prompt as ever, and keeps it whole. Then it reads parts of it again, each behind words that ask for it, which see the
-whole prompt and themselves; of that no layer keeps anything, but a method's `Replay` observes it. What was observed in all layers
-is in the carry when their `prefill` chooses from the prompt. `kvjax.runtime.replay` has the model do so.
+The model first prefills the prompt and keeps it whole. It then reads parts of the prompt again, each behind words that
+ask for it. These tokens attend to the whole prompt and, causally, to themselves. No layer caches them, but a method's
+`Replay` observes them. When `prefill` chooses from the prompt, the carry has the observations of all layers.
+`kvjax.runtime.replay` runs the passes.
 """
 
 import dataclasses
@@ -23,16 +24,16 @@ Found = TypeVar("Found")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one layer sees of a part of a prompt that is read again. B rows, T places of the prompt, R tokens that are read now.
+    """What one layer sees while a part is read again. B rows, T tokens of the prompt, R tokens that are read now.
 
     Attributes:
-        held: the whole prompt in its first T slots with rotated keys, in as many as it has tokens, and R slots more.
-        block: the tokens that are read: words, and then the part.
-        start: position of the part's first token in the prompt, the same in all rows.
-        count: the part's tokens in each row; none in rows that end before it, which read nothing now.
-        words: tokens of the block before the part's.
-        around: what the model has around attention, for a `Replay` that says so.
-        prepared: what `Replay.prepare` has made of the prompt.
+        held: cache with the whole prompt in its first T slots, with rotated keys, followed by R free slots.
+        block: the tokens that are read: words, then the part.
+        start: position of the part's first token in the prompt, equal in all rows.
+        count: the part's tokens in each row: 0 in rows that end before it.
+        words: tokens of the block before the part.
+        around: attention inputs and output projection, for a `Replay` that declares `needs_context`.
+        prepared: result of `Replay.prepare`.
     """
 
     held: LayerCache
@@ -46,14 +47,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """How a prompt is read again, and what is learnt from it: `CacheLayer.replays` has it. Layers that declare equal ones share a reading.
+    """How a prompt is read again, and what is observed (`CacheLayer.replays`). Layers with equal replays share a pass.
 
     Attributes:
-        chunk: tokens of the prompt that are read again at a time.
-        overlap: tokens of the part before, with which the words end that ask for a part.
+        chunk: tokens of the prompt in each part.
+        overlap: last tokens of the previous part that the words repeat at their end.
         skipped: first tokens, which are in no part.
-        first, then: the words that ask for the first part, and for another one. A model without a tokenizer reads none.
-        surroundings: whether `prepare` and `observe` look at what is around attention.
+        first, then: words that ask for the first part, and for each later part. A model without a tokenizer reads none.
+        needs_context: whether `prepare` and `observe` need the attention inputs and output projection.
     """
 
     chunk: int
@@ -64,40 +65,45 @@ class Replay:
     needs_context: bool = False
 
     def prepare(self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None) -> Any:
-        """What one layer makes of a prompt once, before parts are read: `Part.prepared` of all of them.
+        """Return what one layer computes from a prompt once, before parts are read. It becomes `Part.prepared`.
 
         Args:
+            spec: the layer's static shapes and model facts.
             held: as in `Part`.
-            around: as in `Part`, when the prompt was first read.
+            around: as in `Part`, from the first pass over the prompt.
         """
         return None
 
     def observe(self, spec: LayerSpec, part: Part) -> Any:
-        """What one layer learns from one part: any arrays, zeros from rows that read nothing."""
+        """Return what one layer learns from one part: any arrays, with zeros in rows that read nothing."""
         raise NotImplementedError
 
     def parts(self, size: int) -> int:
-        """How many parts there are of prompts padded to so many tokens: one at least."""
+        """Number of parts of prompts padded to `size` tokens, at least 1."""
         return max(-(-(size - self.skipped) // self.chunk), 1)
 
     def part_size(self, size: int) -> int:
-        """The most tokens of a part of such prompts."""
+        """Maximum number of tokens of a part of prompts padded to `size` tokens."""
         return max(min(self.chunk, size - self.skipped), 1)
 
     def with_observed(self, layer: int, found: Any, carry: dict[str, Any], key: str = "") -> dict[str, Any]:
-        """The carry with what a layer has learnt: from all parts, one after the other along a new first axis.
+        """Return the carry with the observations of one layer.
 
         Args:
-            key: the layer's (`CacheLayer.key`), the same of layers of one policy.
+            layer: index of the layer.
+            found: observations of all parts, stacked along a new first axis.
+            carry: values of earlier layers.
+            key: `CacheLayer.key` of the layer, equal for layers of one policy.
         """
         every = carry.get(repr(self), {})
         return {**carry, repr(self): {**every, key: {**every.get(key, {}), layer: found}}}
 
     def found(self, carry: dict[str, Any], key: str | None = None) -> dict[int, Any] | None:
-        """What the layers that read again have learnt, by layer; None if there was no reading.
+        """Return the observations by layer, or None if there was no replay.
 
         Args:
-            key: of the layers that are wanted; None for all.
+            carry: values of earlier layers.
+            key: key of the layers to return. None for all.
         """
         every = carry.get(repr(self), {})
         keys = [key] if key in every else [] if key is not None else list(every)
@@ -105,12 +111,13 @@ class Replay:
 
 
 def over_parts(replay: Replay, size: int, lengths: Int[Array, " B"], read: Callable[[Int[Array, ""]], Found]) -> Found:
-    """What `read` finds in each part, one after the other along a new first axis; zeros of parts that no row has.
+    """Stack what `read` returns for each part along a new first axis. Parts that no row has are zeros.
 
     Args:
-        size: what prompts are padded to.
+        replay: declares the parts.
+        size: length that prompts are padded to.
         lengths: tokens in each row.
-        read: called with the number of a part.
+        read: called with the index of a part.
     """
     shapes = jax.eval_shape(read, jnp.zeros((), jnp.int32))
     start = jax.tree.map(lambda x: jnp.zeros((replay.parts(size), *x.shape), x.dtype), shapes)
@@ -123,21 +130,21 @@ def over_parts(replay: Replay, size: int, lengths: Int[Array, " B"], read: Calla
 
 
 def held_whole(spec: LayerSpec, prompt: PromptKV, more: int) -> LayerCache:
-    """All tokens of a whole prompt, and so many free slots more."""
+    """Return a cache with all tokens of a prompt, followed by `more` free slots."""
     return cache.extended(cache.from_prompt(spec, prompt.size, prompt), more)
 
 
 def as_prompt(spec: LayerSpec, held: LayerCache, size: int, total: Int[Array, " B"]) -> PromptKV:
-    """The prompt whose keys and values are in the first `size` slots; its queries, and keys before rotation, are gone."""
+    """Return the prompt whose keys and values are in the first `size` slots, without queries or unrotated keys."""
     k, v = (jnp.swapaxes(x[:, :, :size], 1, 2) for x in (held.k, held.v))
     none = jnp.zeros((spec.batch, 0, spec.num_heads, spec.head_dim), k.dtype)
     return PromptKV(none, k, v, none, k, held.pos[:, :, :size], held.seen, held.seen, total)
 
 
 def without_model(replay: Replay, spec: LayerSpec, prompt: PromptKV) -> Any:
-    """What one layer would learn if the model had for a part what it had when it read it first, and words were none.
+    """Return what one layer would observe without words and with the first pass's queries, keys and values.
 
-    For a layer alone, as in benchmarks of layers, where no model is there to read.
+    For a layer without a model, as in benchmarks of layers.
     """
     size = replay.part_size(prompt.size)
     held = held_whole(spec, prompt, size)

@@ -1,4 +1,4 @@
-"""R-KV: while a model reasons, the tokens that are attended to and do not repeat others."""
+"""R-KV: attended and non-redundant tokens, selected repeatedly while a model reasons."""
 
 import dataclasses
 import math
@@ -22,35 +22,37 @@ from .info import PolicyError, PolicyInfo
 from .registry import register
 
 AT_A_TIME = 2**23
-"""Numbers that tell which tokens are spared by which, of all rows and heads, for each of the two factors of a product."""
+"""Maximum size of each one-hot factor in `_added_up`, over all rows and heads."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class RKV(PromptScorer):
-    """Keep what the latest tokens attend to and what does not repeat other tokens, anew every so many tokens (Cai et al. 2025, section 3).
+    """Keep what the latest tokens attend to and what repeats no other token (Cai et al. 2025, section 3).
 
-    The last `window` tokens are kept and observe. A token j before them scores λ I_j - (1 - λ) R_j: I is the attention that it gets from
-    them, of which each takes the largest logit of the query group before the softmax, averaged over them and then the maximum over
-    neighbours; R is a softmax over the mean cosines of j's rotated key with all keys. Of the tokens that a key is nearly a duplicate
-    of, with a cosine above `threshold`, the newest is not charged, so that the older ones go first.
+    The last `window` tokens are kept and observe. A token j before them scores λ I_j - (1 - λ) R_j:
 
-    A prompt of `every` tokens or more is compressed to the budget; then, and before a shorter one is, a row is compressed whenever
-    `every` tokens have come since it was last. So between two rounds a head holds up to `every` tokens more. Read in blocks, a row is
-    compressed after the block that completes so many.
+    - I, importance: each observer takes the largest logit of the query group, then the softmax. I is the mean over
+      observers, followed by the maximum over neighbours.
+    - R, redundancy: a softmax over the mean cosines of j's rotated key with all keys. Among the tokens that a key
+      nearly duplicates, with a cosine above `threshold`, the newest is not charged, so older ones are dropped first.
 
-    The published code counts rounds by all tokens of a sequence modulo 128 with a flag that outlives a sample; has λ = 0.07 and a
-    budget of 128 by default; reads duplicates of the first row alone; and in rows of keys without a duplicate leaves the first slot
-    uncharged, which `spare_first` does too.
+    A prompt of `every` tokens or more is compressed to the budget. Otherwise, and from then on, a row is compressed
+    whenever `every` tokens have come since its last round. Between rounds, a head has up to `every` tokens more. In
+    chunked prefill, a row is compressed after the block that completes a round.
+
+    Differences of the published code: it counts rounds by all tokens of a sequence modulo 128, with a flag that
+    outlives a sample. Its defaults are λ = 0.07 and a budget of 128. It reads duplicates of the first row only. For
+    keys without a duplicate, it leaves the first slot uncharged, as `spare_first` does.
 
     Attributes:
         budget: slots that a round leaves: a number of tokens, or a fraction of prompt + new tokens.
         every: tokens from round to round.
         window: α, last tokens, which observe and are kept.
-        kernel: tokens over which attention is pooled; odd.
-        weight: λ, of attention against redundancy, 0 to 1.
-        threshold: cosine above which two keys are nearly duplicates.
-        spare_first: whether a key without a near duplicate does not charge the first token that is held, as in the published code.
+        kernel: tokens over which attention is pooled, odd.
+        weight: λ, weight of attention against redundancy, 0 to 1.
+        threshold: cosine above which two keys are near-duplicates.
+        spare_first: whether a key without a near-duplicate spares the first cached token, as in the published code.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -71,9 +73,9 @@ class RKV(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, every=1, window=1, kernel=1, weight=0, threshold=-1)
         if self.kernel % 2 == 0:
-            raise PolicyError(f"{self.info.name}: kernel={self.kernel}; give an odd width, such as 7")
+            raise PolicyError(f"{self.info.name}: kernel={self.kernel} is even. Give an odd width, such as 7.")
         if self.weight > 1:
-            raise PolicyError(f"{self.info.name}: weight={self.weight}; give 0 to 1")
+            raise PolicyError(f"{self.info.name}: weight={self.weight} is out of range. Give 0 to 1.")
 
     @property
     def query_window(self) -> int:
@@ -97,7 +99,7 @@ class RKV(PromptScorer):
     def attention(
         self, spec: LayerSpec, prompt: PromptKV, k: Float[Array, "B K T H"], scored: Bool[Array, "B K T"]
     ) -> Float[Array, "B K T"]:
-        """What the last queries give to the tokens that are `scored`: the largest logits of each group, softmax, mean over queries."""
+        """Attention from the last queries to `scored` tokens: group maximum of logits, softmax, mean over queries."""
         q = jax.lax.stop_gradient(prompt.q_rotated)
         observers = Observers.of(q, prompt.lengths, self.window, spec.num_kv_heads, prompt.places)
         logits = jnp.einsum("bkwgh,bkth->bkwgt", observers.q.astype(k.dtype), k, preferred_element_type=jnp.float32)
@@ -114,9 +116,9 @@ class RKV(PromptScorer):
 def redundancy(
     k: Float[Array, "B K T H"], live: Bool[Array, "B K T"], *, threshold: float = 0.5, spare_first: bool = False
 ) -> Float[Array, "B K T"]:
-    """How much each key repeats the others: a softmax over the mean cosines with all; what is not live has none.
+    """How much each key repeats the others: a softmax over its mean cosine with all keys. 0 where there is no key.
 
-    Each key compares itself with all others, and does not charge the latest of those that are nearly its duplicates.
+    Each key compares itself with all others, and does not charge the latest of its near-duplicates.
 
     Args:
         k: keys, in order, 0 where there is none.
@@ -135,7 +137,7 @@ def redundancy(
     spared *= inverse * jnp.take_along_axis(inverse, at, axis=2)
     place = jnp.arange(k.shape[2], dtype=jnp.int32)
     spared = jnp.where((newest >= 0) & (newest != place), spared, 0.0)
-    # The sum of a key's cosines is its cosine with the sum of all, less that with itself.
+    # The sum of a key's cosines is its product with the sum of all unit keys, minus the product with itself.
     total = jnp.sum(unit * (jnp.sum(unit, axis=2, keepdims=True) - unit), axis=-1)
     total -= _added_up(newest, spared)
     count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
@@ -144,10 +146,11 @@ def redundancy(
 
 
 def _added_up(target: Int[Array, "B K T"], share: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-    """For each token the sum of the shares whose target it is; a target below 0 is none.
+    """Sum the shares by target. A target below 0 means none.
 
-    Targets are told by row and column of a square, and a product of both adds up: a scatter adds in any order, and comparing all pairs
-    writes T² numbers where this writes 2 T √T, so many tokens at a time that they are no more than `AT_A_TIME`.
+    Targets become one-hot rows and columns of a square, and a matmul of both sums the shares. A scatter would add in
+    arbitrary order. Comparing all pairs would write T² numbers instead of 2 T √T. Tokens are processed in parts, so
+    that the one-hot arrays have at most `AT_A_TIME` numbers.
     """
     count = target.shape[-1]
     side = math.isqrt(count - 1) + 1

@@ -1,4 +1,4 @@
-"""ShadowKV: a prompt's keys as a product of small matrices, its values wherever there is room, and what stands out exact."""
+"""ShadowKV: low-rank keys of the prompt, values that can be offloaded, and exact outliers."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -25,15 +25,16 @@ from .registry import register
 
 @flax.struct.dataclass
 class ShadowCache:
-    """A layer's cache. B rows, K KV heads, T prompt tokens, M chunks, r rank, C exact slots, H head dim.
+    """A ShadowKV cache. B rows, K KV heads, T prompt tokens, M chunks, r rank, C exact slots, H head dim.
 
     Attributes:
-        cache: rotated keys, and values, of tokens that every query reads: outlier chunks, the prompt's end, and new tokens.
+        cache: rotated keys, and values, of tokens that every query reads: outlier chunks, the prompt's end, and new
+            tokens.
         v: values of all prompt tokens.
-        coefficients, basis: the prompt's unrotated keys, as a product.
+        coefficients, basis: factors of the prompt's unrotated keys.
         landmarks: mean rotated key of every chunk.
-        selectable: chunks that a query may select: those that are not exact.
-        budget: chunks that a query selects.
+        selectable: chunks that a query may select, those that are not exact.
+        budget: number of chunks that a query selects.
     """
 
     cache: LayerCache
@@ -48,24 +49,24 @@ class ShadowCache:
 @register
 @dataclasses.dataclass(frozen=True)
 class ShadowKV(Policy):
-    """Keep a prompt's keys at low rank, and rebuild those of the chunks that a query likes (Sun et al. 2024, section 4, Algorithms 1, 2).
+    """Keep low-rank keys, and rebuild those of selected chunks (Sun et al. 2024, section 4, Algorithms 1 and 2).
 
-    Before they are rotated, a prompt's keys of all heads together have low rank: of their singular value decomposition `rank`
-    components are kept. The prompt is cut into chunks, with the mean of its rotated keys as landmark. A KV head reads the chunks
-    whose landmarks one of its queries attends to most (softmax over landmarks, the largest of the group); their keys are
-    rebuilt and rotated, their values fetched. Exact are the chunks with the most unlike keys (by the least cosine of a key with
-    the landmark), the prompt's last chunks, and all new tokens.
+    Unrotated keys of all heads together have low rank. `rank` components of their singular value decomposition are
+    kept. The prompt is cut into chunks, and the mean rotated key of a chunk is its landmark. A KV head reads the chunks
+    whose landmarks receive the most attention from one of its queries (softmax over landmarks, maximum over the group).
+    Their keys are rebuilt and rotated, and their values fetched. Exact are the chunks with the most dissimilar keys (by
+    the minimum cosine of a key with the landmark), the prompt's last chunks, and all new tokens.
 
-    Values are what is left of the full cache: `offloaded(ShadowKV())` keeps them in the host's memory, and moves those that are
-    selected. Keys take rank / (K · H) of their memory. A layer whose prompt has no room for this keeps everything.
+    Values remain in full: `offloaded(ShadowKV())` keeps them in host memory, and fetches selected ones. Keys need rank
+    / (K · H) of their memory. A layer keeps everything if the selection and the exact chunks would cover the prompt.
 
     Attributes:
-        budget: prompt tokens that a query selects, in whole chunks, besides the exact ones: a number, or a fraction of prompt + new
-            tokens.
-        rank: r of the keys; all components where there are fewer.
+        budget: prompt tokens that a query selects, in whole chunks, besides the exact ones: a number, or a fraction of
+            prompt + new tokens.
+        rank: r, rank of the keys, at most the number of components.
         chunk: tokens in a chunk.
         outlier_chunks: chunks of each head that stay exact.
-        local_chunks: last chunks of the prompt that stay exact, with what is left over after them.
+        local_chunks: last chunks of the prompt that stay exact, with the remainder after them.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -87,7 +88,7 @@ class ShadowKV(Policy):
         check_fields(self, rank=1, chunk=1, outlier_chunks=0, local_chunks=0)
 
     def validate(self, tokens: int) -> None:
-        needs = f"fewer than a chunk of {self.chunk}; raise budget or lower chunk"
+        needs = f"fewer than a chunk of {self.chunk}. Raise budget or lower chunk."
         check_least(self.info.name, self.budget, tokens, self.chunk, needs, "tokens to select")
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -97,21 +98,21 @@ class ShadowKV(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class ShadowKVLayer(SparseLayer[ShadowKV]):
-    """One layer that rebuilds keys; see `ShadowKV`."""
+    """A layer that rebuilds keys, see `ShadowKV`."""
 
     @property
     def exact(self) -> int:
-        """The most prompt tokens that stay exact."""
+        """Maximum number of prompt tokens that stay exact."""
         return (self.policy.outlier_chunks + self.policy.local_chunks + 1) * self.policy.chunk
 
     @property
     def chunks(self) -> int:
-        """Chunks that the longest prompt has."""
+        """Number of chunks of the longest prompt."""
         return -(-self.spec.prompt_len // self.policy.chunk)
 
     @property
     def rank(self) -> int:
-        """Components of the keys: `ShadowKV.rank`, or all."""
+        """Rank of the keys: `ShadowKV.rank`, or the number of components."""
         return min(self.policy.rank, self.spec.num_kv_heads * self.spec.head_dim)
 
     @property
@@ -126,7 +127,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
 
     @property
     def always_kept(self) -> tuple[int, int]:
-        return 0, 0  # what every query reads is in a cache of its own
+        return 0, 0  # tokens that every query reads are in a separate cache
 
     @property
     def slots_read(self) -> int:
@@ -140,7 +141,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that one decoding step reads: exact slots, landmarks, and of what is selected coefficients and values."""
+        """Bytes that a decoding step reads: exact slots, landmarks, and coefficients and values of selected tokens."""
         spec, dim = self.spec, self.spec.head_dim
         numbers = self.capacity * 2 * dim + self.slots_read * (dim + self.rank) + (self.chunks + self.rank) * dim
         return spec.batch * spec.num_kv_heads * numbers * spec.dtype.itemsize
@@ -179,10 +180,10 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         return state, carry
 
     def query(self, token: Token, carry: Carry) -> Rotated:
-        return token.q_rotated  # computed once: they attend twice besides
+        return token.q_rotated  # materialised, because attention reads it twice as well
 
     def select(self, state: ShadowCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """The tokens of the chunks whose landmarks get most attention, in the order of these."""
+        """Return the tokens of the chunks whose landmarks get the most attention, in the order of the chunks."""
         spec, chunk = self.spec, self.policy.chunk
         grouped = einops.rearrange(heads_of(query), "b (k g) h -> b k g h", k=spec.num_kv_heads)
         logits = jnp.einsum("bkgh,bkmh->bkgm", grouped, state.landmarks, preferred_element_type=jnp.float32)
@@ -213,7 +214,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         return (share * out + (1 - share) * exact).astype(token.q.dtype)
 
     def view(self, state: ShadowCache) -> LayerCache:
-        """Everything: the prompt's keys rebuilt where they are not exact."""
+        """All tokens, with the prompt's keys rebuilt where they are not exact."""
         size, kept = state.v.shape[2], state.cache
         index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), state.v.shape[:3])
         valid = jnp.repeat(state.selectable, self.policy.chunk, axis=-1)[..., :size]
@@ -232,7 +233,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         return decode_attention(token.q_rotated, kept.k, kept.v, weight, scale=self.spec.scale)
 
     def _keys(self, state: ShadowCache, index: Int[Array, "B K S"]) -> Float[Array, "B K S H"]:
-        """Rotated keys of prompt tokens, rebuilt."""
+        """Rebuild rotated keys of prompt tokens."""
         rows = jnp.arange(self.spec.batch, dtype=jnp.int32)[:, None, None]
         keys = jnp.einsum(
             "bksr,bkrh->bksh",
@@ -246,7 +247,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
     def _landmarks(
         self, keys: Float[Array, "B T K H"], chunks: Int[Array, " B"]
     ) -> tuple[Float[Array, "B K M H"], Bool[Array, "B K M"]]:
-        """The mean key of every one of the first `chunks` chunks, and whether it is no outlier."""
+        """Return the mean key of each of the first `chunks` chunks, and whether the chunk is selectable."""
         chunk = self.policy.chunk
         parts, inside = paged(keys.astype(jnp.float32), chunks * chunk, chunk, self.chunks)
         parts = jnp.where(inside, parts, 0.0)
@@ -258,18 +259,19 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         return means, exists & ~top_k(unlike, jnp.full_like(chunks, self.policy.outlier_chunks)[:, None])
 
     def _budget(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Chunks that a query selects in each row, of so many tokens."""
+        """Number of chunks that a query selects in each row, for sequences of `tokens` tokens."""
         return budget_rows(self.policy.budget, tokens, self.policy.chunk) // self.policy.chunk
 
 
 def low_rank(k: Float[Array, "B T K H"], rank: int) -> tuple[Float[Array, "B T r"], Float[Array, "B K r H"]]:
-    """The best approximation of keys, as a matrix of T rows for all heads together, by a product of rank `rank`, in float32.
+    """Approximate keys by a product of rank `rank`, in float32: the optimum for all heads as one matrix of T rows.
 
     Args:
-        k: zeros where there is no token.
+        k: keys, zeros where there is no token.
+        rank: rank of the product.
 
     Returns:
-        U Σ and Vᵀ of the singular value decomposition. They come from the eigenvectors of KᵀK, which has the size of a token.
+        U Σ and Vᵀ of the singular value decomposition, computed from the eigenvectors of KᵀK, which is [K · H, K · H].
     """
     flat = einops.rearrange(k.astype(jnp.float32), "b t k h -> b t (k h)")
     gram = jnp.einsum("btx,bty->bxy", flat, flat, precision="highest")

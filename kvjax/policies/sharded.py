@@ -1,7 +1,7 @@
-"""Layers whose keys and values are sharded by slots among the devices that have the same KV heads: what is done around a policy's own functions.
+"""Layers whose slots are sharded over devices: wrappers around a policy's own layer.
 
-A policy chooses from a prompt as it does on one device, with all of it there; then each device keeps its part of the slots
-(`kvjax.cache.sharded`). New tokens are written, and attended to, by functions of `kvjax.cache`, which look across.
+A policy chooses from a prompt as on one device, with the whole prompt present. Each device then keeps its shard of the
+slots (`kvjax.cache.sharded`). Functions of `kvjax.cache` append new tokens and attend to all shards.
 """
 
 import dataclasses
@@ -19,7 +19,10 @@ from .families.sparse import SparseLayer
 
 
 def sharded(layer: CacheLayer[Any]) -> CacheLayer[Any]:
-    """The layer with its slots sharded as `spec.shard` says, where they can be (`CacheLayer.shards_slots`) and are enough for all devices."""
+    """Return the layer with its slots sharded by `spec.shard`.
+
+    A layer stays as it is if its slots cannot be sharded (`CacheLayer.shards_slots`) or are too few for all devices.
+    """
     return layer if layer.spec.shard.slots == 1 else layer.map_parts(_sharded)
 
 
@@ -30,7 +33,7 @@ def _sharded(layer: CacheLayer[Any]) -> CacheLayer[Any]:
     if layer.attention == "sparse" and layer.has_own_store:
         of_store = ShardedStoreLayer(layer.policy, layer.spec, inner=cast(SparseLayer[Any], layer))
         enough = all(cache.local_slots(n, devices) < n for n in of_store.sizes)
-        # A block would be read by the policy itself, into a store that is whole.
+        # In chunked prefill the policy's own `read_block` writes to an unsharded store.
         return of_store if enough and not layer.spec.block else layer
     if cache.local_slots(layer.capacity, devices) >= layer.capacity:
         return layer
@@ -39,11 +42,14 @@ def _sharded(layer: CacheLayer[Any]) -> CacheLayer[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedLayer(WrappedLayer[Any]):
-    """One layer, of whose keys and values each device has some slots."""
+    """A layer whose slots are sharded over devices."""
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that a device reads in a decoding step; with sparse attention as on one device, where all that is selected may be."""
+        """Bytes that one device reads in a decoding step.
+
+        With sparse attention as many as on one device, because all selected slots may be in one shard.
+        """
         return self.inner.bytes_read if self.attention == "sparse" else sum(held_bytes(self))
 
     def init(self, total: Int[Array, " B"] | None = None) -> State:
@@ -54,7 +60,10 @@ class ShardedLayer(WrappedLayer[Any]):
         return cache.shard_slots(state, self._devices), carry
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
-        """As the policy reads it; one that chooses from what is kept and the block as from a prompt is given all of what is kept."""
+        """The policy's own `read_block`.
+
+        A policy that chooses from kept tokens and the block gets all shards gathered.
+        """
         chooses = self.attention == "kept"
         whole = cache.gathered(state) if chooses else state
         out, new, carry = self.inner.read_block(whole, block, carry)
@@ -67,13 +76,13 @@ class ShardedLayer(WrappedLayer[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedStoreLayer(ShardedLayer):
-    """One sparse layer with a store of its own, of which each device has some slots, and all are sent what is selected."""
+    """A sparse layer whose own store is sharded by slots. The selected entries are sent to all devices."""
 
     inner: SparseLayer[Any] = dataclasses.field(kw_only=True)
 
     @property
     def sizes(self) -> list[int]:
-        """Slots of the store's arrays."""
+        """Number of slots of each array of the store."""
         return [x.shape[2] for x in jax.eval_shape(lambda: self.inner.store(self.inner.init()))]
 
     def init(self, total: Int[Array, " B"] | None = None) -> State:
@@ -91,7 +100,7 @@ class ShardedStoreLayer(ShardedLayer):
         heads = self.spec.num_kv_heads
 
         def fetched(x: Array) -> Array:
-            slots = index.reshape(index.shape[0], heads, -1)  # of all that read from a KV head
+            slots = index.reshape(index.shape[0], heads, -1)  # selections of one KV head's query heads together
             return cache.rows_at(x, slots, self._devices).reshape(*index.shape, x.shape[-1])
 
         store = tuple(map(fetched, self.inner.store(state)))

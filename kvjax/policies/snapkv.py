@@ -1,4 +1,4 @@
-"""SnapKV: the tokens of a prompt that its last ones look at, with their neighbours."""
+"""SnapKV: the prompt's tokens that its last tokens attend to, with their neighbours."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -17,20 +17,21 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class SnapKV(PromptScorer):
-    """Keep what the last tokens of a prompt attend to, smoothed so that neighbours stay together (Li et al. 2024, section 4).
+    """Keep what a prompt's last tokens attend to, pooled over neighbours (Li et al. 2024, section 4).
 
-    The last `window` tokens are kept and observe. A token before them scores the attention that it gets from them, averaged
-    over the query group and pooled over neighbours; the best are kept beside the window. Only the prompt is compressed; read in
-    blocks, the last `window` tokens of each observe, and neighbours are those that are left.
+    The last `window` tokens are kept and serve as observers. A token before them scores the attention that it receives
+    from them, averaged over the query group and pooled over neighbours. The highest scores are kept besides the window.
+    Only the prompt is compressed. In chunked prefill, the last `window` tokens of each block observe, and neighbours
+    are among the tokens left.
 
-    The paper and its LongBench configurations pool by `pool="max", kernel=7`; the published class has `pool="avg", kernel=5` by
-    default, in which zeros beyond the ends of what is scored count.
+    The paper and its LongBench configurations use `pool="max", kernel=7`. The published class defaults to `pool="avg",
+    kernel=5`, where zeros beyond the ends of the scored tokens count.
 
     Attributes:
         budget: slots for the prompt, window included: a number of tokens, or a fraction of prompt + new tokens.
         window: L_obs, last tokens of the prompt, which observe and are kept.
-        pool: how a token's score takes in its neighbours': their "max" or "avg", or None for no pooling.
-        kernel: tokens pooled over; odd.
+        pool: pooling of scores over neighbours: "max", "avg", or None.
+        kernel: tokens pooled over, odd.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -49,7 +50,7 @@ class SnapKV(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, window=1, kernel=1)
         if self.kernel % 2 == 0:
-            raise PolicyError(f"{self.info.name}: kernel={self.kernel}; give an odd width, such as 7")
+            raise PolicyError(f"{self.info.name}: kernel={self.kernel} is even. Give an odd width, such as 7.")
 
     @property
     def query_window(self) -> int | None:

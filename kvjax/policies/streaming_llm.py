@@ -24,12 +24,12 @@ S = TypeVar("S", bound="StreamingLLM")
 class StreamingLLM(Policy):
     """Keep the first `sinks` tokens and the most recent ones (Xiao et al. 2023, section 3.2).
 
-    Keys are kept unrotated; a token's position is its place in the cache, so that a sequence of any length never leaves the
+    Keys are stored unrotated. A token's position is its rank in the cache, so sequences of any length stay inside the
     trained window.
 
     Attributes:
-        budget: slots in all, sinks included: a number of tokens, or a fraction of prompt + new tokens.
-        sinks: first tokens that are never evicted.
+        budget: slots in total, sinks included: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: first tokens, never evicted.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -49,7 +49,7 @@ class StreamingLLM(Policy):
 
     def validate(self, tokens: int) -> None:
         needs = (
-            f"but {self.sinks} sinks and at least one recent token need {self.sinks + 1}; raise budget or lower sinks"
+            f"but {self.sinks} sinks and at least one recent token need {self.sinks + 1}. Raise budget or lower sinks."
         )
         check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs)
 
@@ -59,7 +59,7 @@ class StreamingLLM(Policy):
 
 @flax.struct.dataclass
 class StreamingCache:
-    """A cache of sinks and a window, and each row's budget."""
+    """A cache of sinks and a window, and the budget of each row."""
 
     cache: LayerCache
     budget: Int[Array, " B"]
@@ -70,7 +70,7 @@ class StreamingLayer(CacheLayer[S]):
     """One layer of `StreamingLLM`, and of methods that keep the same tokens.
 
     Attributes:
-        rotated: whether tokens stand at their original positions, instead of at their places in the cache.
+        rotated: whether tokens have their original positions, instead of their ranks in the cache.
     """
 
     rotated: bool = False
@@ -106,13 +106,13 @@ class StreamingLayer(CacheLayer[S]):
     def read(
         self, kept: LayerCache, token: Token, *, probs: bool = False
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
-        """Attention of the newest token, and each slot's probability if it is asked for; see `cache.attend`."""
+        """Attention of the newest token, and with `probs` the probability of each slot, see `cache.attend`."""
         ranks = None if self.rotated else self._ranks(kept, token)
         return cache.attend(self.spec, kept, token, ranks=ranks, probs=probs)
 
     def _ranks(self, kept: LayerCache, token: Token) -> tuple[Int[Array, "B K C"], Int[Array, "B K"]]:
-        """Where each slot's token, and the newest one, stand in the cache."""
-        evicted = kept.seen[:, None] - kept.count  # of the tokens between sinks and window
+        """Rank in the cache of each slot's token, and of the newest token."""
+        evicted = kept.seen[:, None] - kept.count  # tokens missing between sinks and window
         rank = jnp.where(kept.pos < self.policy.sinks, kept.pos, kept.pos - evicted[..., None])
         return jnp.maximum(rank, 0), token.position[:, None] - evicted
 
@@ -120,7 +120,7 @@ class StreamingLayer(CacheLayer[S]):
         return dataclasses.replace(state, cache=cache.evict(state.cache, *self.evicted(state)))
 
     def evicted(self, state: StreamingCache) -> tuple[Int[Array, "B K"], Bool[Array, "B K"]]:
-        """The slot of the oldest token after the sinks, and whether it has to go."""
+        """Slot of the oldest token after the sinks, and whether it must be evicted."""
         kept = state.cache
         window = kept.live & (kept.pos >= self.policy.sinks)
         oldest = jnp.argmin(jnp.where(window, kept.pos, jnp.iinfo(jnp.int32).max), axis=-1)

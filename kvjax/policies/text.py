@@ -1,9 +1,9 @@
-"""Policies written as text: what `policy=` takes, in Python and on the command line, and how a policy is printed.
+"""Policies as text: what `policy=` accepts in Python and on the command line, and how a policy is printed.
 
     treekv                                         a policy as published
     treekv:0.2                                     with a budget
     chunkkv:budget=0.2,chunk=20                    with hyperparameters
-    offloaded(clusterkv:1024; steps=2)             a transform of a policy, and its own settings
+    offloaded(clusterkv:1024; steps=2)             a transform of a policy, with settings of the transform
     recompress(snapkv:512; every=128)
     thresholded(knorm:512; threshold=-12)
     prompt_only(tova:512)
@@ -11,10 +11,9 @@
     by_layer(full; treekv:0.2)                     a policy for each layer
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
-Commas separate hyperparameters, semicolons what stands in parentheses. A value that is a policy itself stands in parentheses:
-`catekv:adaptive=(quest:1024)`. A number without a name is the budget of a policy that has
-one. `budget=` among the settings of a transform is that of the policy within. Nothing is skipped: text that
-does not follow this grammar is refused.
+Commas separate hyperparameters, and semicolons separate the parts within parentheses. A policy as a value is in
+parentheses: `catekv:adaptive=(quest:1024)`. A number without a name is the policy's budget. `budget=` among the
+settings of a transform sets the budget of the policy within. Text that does not follow this grammar is an error.
 """
 
 import ast
@@ -51,18 +50,18 @@ _WRAPPERS: dict[str, type[Any]] = {
 
 
 MOST_DEEP = 32
-"""Brackets within brackets; Python's own stack ends at some hundreds."""
+"""Maximum depth of nested brackets, far below Python's recursion limit."""
 
 MOST_SHOWN = 200
-"""Characters of a text that an error repeats."""
+"""Maximum number of characters of a text that an error repeats."""
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy that a text names.
+    """Parse a policy.
 
     Raises:
-        PolicyError: a name is unknown, brackets do not match, a part is empty or given twice, or a value is none that its hyperparameter
-            takes. The message repeats the text.
+        PolicyError: a name is unknown, brackets do not match, a part is empty or given twice, or a hyperparameter does
+            not take a value. The message repeats the text.
     """
     text = text.strip()
     with naming(text):
@@ -71,7 +70,7 @@ def parse_policy(text: str) -> Policy:
 
 @contextlib.contextmanager
 def naming(text: str) -> Iterator[None]:
-    """Have the errors raised within repeat a text, as far as they do not."""
+    """Context manager that adds a text to policy errors that do not contain it."""
     try:
         yield
     except PolicyError as error:
@@ -80,12 +79,12 @@ def naming(text: str) -> Iterator[None]:
 
 
 def _parsed(text: str) -> Policy:
-    parts = split(text, ";")  # brackets match, from here on
+    parts = split(text, ";")  # also checks that brackets match
     text = text.strip()
     name, bracket, inside = text.partition("(")
     if bracket and ":" not in name:
         if len(parts) > 1 or not inside.endswith(")"):
-            raise PolicyError(f"{_short(text)}: nothing may follow the bracket that ends a transform")
+            raise PolicyError(f"{_short(text)}: there is text after the closing bracket of a transform. Remove it.")
         return _combined(text, name.strip(), split(inside[:-1], ";"))
     name, colon, settings = text.partition(":")
     cls = policy_class(name)
@@ -100,13 +99,15 @@ def _hints(cls: type[Any], without: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
-    """A policy from its text or name, and hyperparameters (those left out, or None, take the method's defaults).
+    """Return a policy from its text or name, with the given hyperparameters. None keeps a hyperparameter's default.
 
-    A `Policy` is returned as it is, with the given hyperparameters replaced. A policy that has no budget, such as `full` and `kivi`,
-    takes any `budget`, which then has no effect: a sweep needs no exception for it.
+    A `Policy` is returned with the given hyperparameters replaced. A policy without a budget, such as `full` and
+    `kivi`, accepts any `budget`, which has no effect. A sweep over policies therefore needs no exception.
 
     Args:
-        policy: such as "treekv", "chunkkv:budget=0.2,chunk=20" or "offloaded(clusterkv:1024)"; see this module.
+        policy: a `Policy`, or text such as "treekv", "chunkkv:budget=0.2,chunk=20" or "offloaded(clusterkv:1024)" (see
+            `kvjax.policies.text`).
+        hyperparameters: values by name.
 
     Raises:
         PolicyError: the name is unknown, the policy has no such hyperparameter, or does not take that value.
@@ -114,15 +115,15 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
     if isinstance(policy, str):
         policy = parse_policy(policy)
     if not callable(getattr(policy, "layer", None)):
-        raise PolicyError(f"policy={policy!r}; give a name ({', '.join(policies())}) or a Policy")
+        raise PolicyError(f"policy={policy!r} is not a policy. Give a name ({', '.join(policies())}) or a Policy.")
     return replaced(policy, {name: value for name, value in hyperparameters.items() if value is not None})
 
 
 def split(text: str, at: str) -> list[str]:
-    """The parts of a text between separators that are outside of brackets and quotes.
+    """Split a text at separators outside of brackets and quotes.
 
     Raises:
-        PolicyError: brackets or quotes do not match, or are nested too deep.
+        PolicyError: brackets or quotes do not match, or are nested too deeply.
     """
     parts = [""]
     for letter, depth in _depths(text):
@@ -134,7 +135,7 @@ def split(text: str, at: str) -> list[str]:
 
 
 def _depths(text: str) -> Iterator[tuple[str, int]]:
-    """Each letter, and how many brackets and quotes are open after it. An apostrophe within a word is a letter."""
+    """Yield each letter with the number of open brackets and quotes after it. Apostrophes within words are letters."""
     closing, before = "", ""
     for letter in text:
         if closing[-1:] in ("'", '"'):
@@ -145,31 +146,31 @@ def _depths(text: str) -> Iterator[tuple[str, int]]:
             closing += letter
         elif letter in ")]}":
             if not closing.endswith(letter):
-                raise PolicyError(f"{_short(text)}: {letter!r} closes no bracket; take it out, or open one before it")
+                raise PolicyError(f"{_short(text)}: {letter!r} closes no bracket. Remove it, or open one before it.")
             closing = closing[:-1]
         if len(closing) > MOST_DEEP:
-            raise PolicyError(f"{_short(text)}: more than {MOST_DEEP} brackets are open at a time; nest fewer policies")
+            raise PolicyError(f"{_short(text)}: brackets are nested more than {MOST_DEEP} deep. Nest fewer policies.")
         yield letter, len(closing)
         before = letter
     if closing:
         what = "quote" if closing[-1] in "\"'" else "bracket"
         raise PolicyError(
-            f"{_short(text)}: close the {what} with {closing[-1]}, as in offloaded(clusterkv:1024; steps=2)"
+            f"{_short(text)}: a {what} is open. Close it with {closing[-1]}, as in offloaded(clusterkv:1024; steps=2)."
         )
 
 
 def split_policies(text: str) -> list[str]:
-    """Texts of policies from a list separated by commas: `full,chunkkv:budget=0.2,chunk=20,treekv` are three.
+    """Split a comma-separated list of policies: `full,chunkkv:budget=0.2,chunk=20,treekv` are three.
 
     A part that begins with a setting belongs to the policy before it.
 
     Raises:
-        PolicyError: there is nothing between two commas, or nothing at all; or brackets do not match.
+        PolicyError: a part or the whole text is empty, or brackets do not match.
     """
     found: list[str] = []
     for part in split(text, ","):
         if not part:
-            raise PolicyError(f"{_short(text)}: give policies separated by commas, none of them empty")
+            raise PolicyError(f"{_short(text)}: a policy is empty. Give policies separated by commas.")
         setting = part.partition("=")[0]
         if found and "=" in part and setting.replace("_", "").replace("-", "").isalnum():
             found[-1] += f",{part}"
@@ -179,24 +180,25 @@ def split_policies(text: str) -> list[str]:
 
 
 def parse_settings(text: str, name: str, hints: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """Hyperparameters from `name=value`, and a budget from a value alone that comes first.
+    """Parse hyperparameters from `name=value`, and a budget from a value without a name that comes first.
 
     Args:
-        text: what they are written in, for messages.
-        name: whose they are.
-        hints: the types that they are declared with.
+        text: the whole text, for messages.
+        name: name of the policy or transform.
+        hints: types of its hyperparameters.
+        settings: the settings.
 
     Raises:
-        PolicyError: a setting is empty or not written so, is given twice, does not exist, or does not take that value.
+        PolicyError: a setting is empty, malformed, given twice or unknown, or does not take that value.
     """
     values: dict[str, Any] = {}
     for i, setting in enumerate(settings):
         if not setting:
-            raise PolicyError(f"{_short(text)}: a setting is empty; write NAME=VALUE, or take the separator out")
+            raise PolicyError(f"{_short(text)}: a setting is empty. Write NAME=VALUE, or remove the separator.")
         if not i and "=" not in setting:
             if "budget" not in hints:
-                takes = f"write NAME=VALUE, with {', '.join(hints)}" if hints else "it takes no hyperparameters"
-                raise PolicyError(f"{_short(text)}: {name} has no budget that {setting!r} could set; {takes}")
+                takes = f"Write NAME=VALUE, with {', '.join(hints)}." if hints else "It takes no hyperparameters."
+                raise PolicyError(f"{_short(text)}: {name} has no budget that {setting!r} could set. {takes}")
             setting = f"budget={setting}"
         try:
             key, value = split_setting(setting)
@@ -205,7 +207,7 @@ def parse_settings(text: str, name: str, hints: Mapping[str, Any], settings: Seq
         if key not in hints:
             raise PolicyError(f"{_short(text)}: {unknown_hyperparameter(name, key, list(hints))}")
         if key in values:
-            raise PolicyError(f"{_short(text)}: {key} is given twice; give it once")
+            raise PolicyError(f"{_short(text)}: {key} is given twice. Give it once.")
         if value.startswith("(") and value.endswith(")") and _is_policy(hints[key]):
             values[key] = _parsed(value[1:-1])
             continue
@@ -223,12 +225,12 @@ def _short(text: str) -> str:
 def _combined(text: str, name: str, parts: list[str]) -> Policy:
     if name not in (*_WRAPPERS, "by_layer", "by_head"):
         raise PolicyError(
-            f"unknown transform {name!r} in {_short(text)}; known: {', '.join([*_WRAPPERS, 'by_layer', 'by_head'])}"
+            f"unknown transform {name!r} in {_short(text)}. Known transforms: {', '.join([*_WRAPPERS, 'by_layer', 'by_head'])}."
         )
     if parts == [""]:
-        raise PolicyError(f"{_short(text)} has no policy; write one, as in {name}(full)")
+        raise PolicyError(f"{_short(text)} has no policy. Write one, as in {name}(full).")
     if "" in parts:
-        raise PolicyError(f"{_short(text)}: there is nothing on one side of a semicolon; take the semicolon out")
+        raise PolicyError(f"{_short(text)}: there is nothing on one side of a semicolon. Remove the semicolon.")
     if name == "by_layer":
         return by_layer([_parsed(part) for part in parts])
     if name == "by_head":
@@ -238,14 +240,14 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
     hints = _hints(cls, without=("policy",)) | {"budget": int | float}
     if parts[1:] and "=" not in parts[1]:
         raise PolicyError(
-            f"{_short(text)}: {name} has no budget that {parts[1]!r} could set; write NAME=VALUE, with {', '.join(hints)}"
+            f"{_short(text)}: {name} has no budget that {parts[1]!r} could set. Write NAME=VALUE, with {', '.join(hints)}."
         )
     settings = parse_settings(text, name, hints, parts[1:])
     if "budget" in settings:
         policy = policy.with_budget(settings.pop("budget"))
     for field in dataclasses.fields(cls)[1:]:
         if field.default is dataclasses.MISSING and field.name not in settings:
-            raise PolicyError(f"{_short(text)}: give {field.name}=, for which {name} has no default")
+            raise PolicyError(f"{_short(text)}: {field.name}= is missing, and {name} has no default for it. Give it.")
     return cls(policy, **settings)
 
 
@@ -254,21 +256,25 @@ def _by_head(text: str, parts: list[str]) -> Policy:
     for part in parts:
         label, equals, value = (each.strip() for each in part.partition("="))
         if not equals or not label or label in given:
-            raise PolicyError(f"{_short(text)}: {part!r}; write LABEL=POLICY once for each label, and profile=")
+            raise PolicyError(
+                f"{_short(text)}: {part!r} is not valid. Write LABEL=POLICY once for each label, and profile=."
+            )
         given[label] = value
     if "profile" not in given:
-        raise PolicyError(f"{_short(text)}: by_head needs profile=, the label of every KV head as ((...), (...))")
+        raise PolicyError(
+            f"{_short(text)}: profile is missing. Give profile=, the label of every KV head as ((...), (...))."
+        )
     profile = _labels(given.pop("profile"))
     if not profile or not given:
         raise PolicyError(
-            f"{_short(text)}: write by_head as by_head(a=full; b=treekv:256; profile=(('a', 'b'), ('b', 'b'))): a policy for each "
-            "label, and the label of every KV head, layer by layer"
+            f"{_short(text)}: by_head is malformed. Write a policy for each label, and the label of every KV head, layer by layer: "
+            "by_head(a=full; b=treekv:256; profile=(('a', 'b'), ('b', 'b')))"
         )
     return by_head({label: _parsed(part) for label, part in given.items()}, profile)
 
 
 def _labels(text: str) -> tuple[tuple[str, ...], ...] | None:
-    """Labels [layer][head] as Python writes tuples or lists of texts; None if it is anything else."""
+    """Parse labels [layer][head] from Python tuples or lists of strings. None for anything else."""
     try:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

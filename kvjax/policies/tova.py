@@ -19,12 +19,12 @@ from .registry import register
 class TOVA(ScoreEviction):
     """Evict the token that the latest query attends to least (Oren et al. 2024, section 3).
 
-    A token's score is its softmax probability under the latest query, averaged over all heads of the layer, which therefore
-    keep the same tokens. The prompt is compressed once, by its last token; then each new token evicts one.
+    A token's score is its softmax probability under the latest query, averaged over all heads of the layer. All heads
+    therefore keep the same tokens. The prompt is compressed once, by its last token. Then each new token evicts one.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        keep_newest: whether the newest token is safe. In the method as published it can be the one that goes.
+        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        keep_newest: whether the newest token is protected. In the published method it can be evicted.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

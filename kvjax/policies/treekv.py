@@ -1,4 +1,4 @@
-"""TreeKV: evictions that cycle through the cache from old to new, leaving it sparse on the left and dense on the right."""
+"""TreeKV: evictions that cycle from old to new, which leaves the cache sparse on the left and dense on the right."""
 
 import dataclasses
 from functools import partial
@@ -27,12 +27,12 @@ class Tree:
 
     Attributes:
         cache: unrotated keys, and values.
-        rank: place of a slot's token among those kept, 0 for the oldest; C where free.
-        score: S, attention mass that a token has received since it was first attended to.
+        rank: index of a slot's token among the kept tokens, 0 for the oldest, C if free.
+        score: S, attention that a token has received from all queries that counted so far.
         steps: C in the paper, the number of queries that S sums over.
-        count: tokens that are kept.
+        count: number of kept tokens.
         scope: left end of the eviction scope, counted from the first token of the tree.
-        tree, budget: tokens in the tree region and in all, of each row.
+        tree, budget: tokens of each row in the tree region and in total.
     """
 
     cache: LayerCache
@@ -48,28 +48,28 @@ class Tree:
 @register
 @dataclasses.dataclass(frozen=True)
 class TreeKV(Policy):
-    """Evict one of two neighbours, the less attended, and move on to the next pair (He et al. 2025, Algorithm 1).
+    """Evict the less attended of two neighbours, then move on to the next pair (He et al. 2025, Algorithm 1).
 
-    The cache has three regions: sinks and recent tokens that stay, and between them the tree, into which a token passes when it
-    leaves the recent window. Whenever the tree holds one token too many, the one with the lower average attention of the pair
-    {scope, scope + 1} goes, and the scope moves one to the right, around the tree. Positions are reassigned by place in the
-    cache (section 4.1, Position Encoding), so sequences far beyond the trained window work.
+    The cache has three regions: sinks and recent tokens, which stay, and between them the tree. A token enters the tree
+    when it leaves the recent window. When the tree has one token too many, the token of the pair {scope, scope + 1}
+    with the lower average attention is evicted, and the scope moves one to the right, cyclically. Positions are the
+    ranks in the cache (section 4.1, Position Encoding), so sequences far beyond the trained window work.
 
-    A prompt is compressed the same way in blocks of tokens (section 4.2), scored by the queries of its last block; those
-    scores are where the averages of decoding start from, and its scope where that of decoding starts. A text that is read in parts
-    goes on like that: tree and arrivals are cut into blocks, which pass through the tree from where the scope was, and attention of
-    the last queries of each part enters the averages.
+    A prompt is compressed the same way in blocks of tokens (section 4.2), scored by the queries of its last block.
+    Decoding continues from these scores and this scope. Chunked prefill does the same: tree and new tokens are cut into
+    blocks, which pass through the tree from the current scope. The attention of the last queries of each block is added
+    to the averages.
 
     Attributes:
-        budget: c, slots in all: a number of tokens, or a fraction of prompt + new tokens.
-        sinks: first tokens that are never evicted.
-        recent: latest tokens that are never evicted; by default half of the budget less the sinks, which is the paper's
-            1024 = 4 sinks + 512 tree + 508 recent. `sinks=0, recent=0` is the bare Algorithm 1.
-        block: b, tokens in a prompt block, and queries in the observation window. Blocks are smaller where four of this size
-            would not fit in the tree (the paper's tree holds 16 and more).
-        keep: "score", or "left" for the ablation of section 5.4 that ignores attention and keeps the older of the two.
-        cycle: "text" moves the scope 1, 2, 3, … as the paper's text and Figure 3 do; "printed" follows the formula printed in
-            Algorithm 1, line 16, which for an even tree skips every second place.
+        budget: c, slots in total: a number of tokens, or a fraction of prompt + new tokens.
+        sinks: first tokens, never evicted.
+        recent: latest tokens, never evicted. Defaults to half of the budget minus the sinks, the paper's 1024 = 4 sinks
+            + 512 tree + 508 recent. `sinks=0, recent=0` is the plain Algorithm 1.
+        block: b, tokens in a prompt block, and queries in the observation window. Blocks are smaller if fewer than four
+            would fit in the tree (the paper's tree has at least 16).
+        keep: "score", or "left" for the ablation of section 5.4, which ignores attention and keeps the older token.
+        cycle: "text" moves the scope 1, 2, 3, … as in the paper's text and Figure 3. "printed" uses the formula printed
+            in Algorithm 1, line 16, which skips every second place of an even tree.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -93,14 +93,14 @@ class TreeKV(Policy):
 
     def validate(self, tokens: int) -> None:
         needs = (
-            f"but {self.sinks} sinks, {self.recent or 0} recent tokens and a tree of at least one need {self.least_slots}; raise budget, "
-            "or lower sinks or recent"
+            f"but {self.sinks} sinks, {self.recent or 0} recent tokens and a tree of at least one need {self.least_slots}. Raise budget, "
+            "or lower sinks or recent."
         )
         check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
     @property
     def least_slots(self) -> int:
-        """Slots that it needs whatever a sequence's length."""
+        """Slots that the policy needs at any sequence length."""
         return self.sinks + (self.recent or 0) + 1
 
     def layer(self, spec: LayerSpec) -> "TreeKVLayer":
@@ -112,7 +112,7 @@ class TreeKV(Policy):
         recent = jnp.maximum(budget // 2 - self.sinks, 0) if self.recent is None else jnp.full_like(budget, self.recent)
         return recent, budget - self.sinks - recent, budget
 
-    @partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers: 1 s less for a model of 30
+    @partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers, which saves 1 s for a model of 30 layers
     def keep_mask(
         self,
         observers: int,
@@ -122,19 +122,19 @@ class TreeKV(Policy):
         scope: Int[Array, "B K"],
         total: Int[Array, " B"],
     ) -> tuple[Bool[Array, "B K T"], Int[Array, "B K"]]:
-        """Which tokens of a prompt survive: sinks, recent ones (the observation block at least), and the blocks the tree keeps.
+        """Which tokens of a prompt survive: sinks, recent tokens (including the observation block), and tree blocks.
 
-        Blocks are counted from the right end of what lies between, so the first one may be partial.
+        Blocks are counted from the right end of the middle region, so the first one may be partial.
 
         Args:
-            observers: queries of the observation block.
+            observers: number of queries of the observation block.
             scores: average attention of each token.
-            live, lengths: places that hold a token, and the end of each row, see `PromptKV`.
+            live, lengths: places with a token, and the end of each row, see `PromptKV`.
             scope: left end of the eviction scope, in tokens.
             total: tokens that each row will reach.
 
         Returns:
-            Also where the scope is then.
+            The mask, and the scope afterwards.
         """
         recent, tree, budget = self.regions(total)
         recent = jnp.maximum(recent, jnp.minimum(observers if observers > 1 else 0, tree + recent))[:, None]
@@ -143,7 +143,7 @@ class TreeKV(Policy):
         count = jnp.sum(live, axis=-1, dtype=jnp.int32)  # [B, #K]
         blocks = -(-jnp.maximum(count - self.sinks - recent, 0) // size)
         place = jnp.arange(live.shape[-1], dtype=jnp.int32)
-        start = lengths[:, None] - recent - blocks * size  # of the first block, were it whole
+        start = lengths[:, None] - recent - blocks * size  # start of the first block, as if it were whole
         is_sink = place < (lengths[:, None] - count + self.sinks)[..., None]
         block = jnp.where(is_sink, -1, (place - start[..., None]) // size[..., None])  # < 0 sinks, >= blocks recent
         inside = live & (block >= 0) & (block < blocks[..., None])
@@ -160,7 +160,7 @@ class TreeKV(Policy):
         return jnp.where(inside, survives, True) | whole[..., None], jnp.where(whole, scope, moved * size)
 
     def _block_scores(self, scores: Float[Array, "B K T"], block: Int[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Mean score of the tokens of each block; what is numbered T belongs to none."""
+        """Mean score of the tokens of each block. Tokens with block number T belong to none."""
         count = scores.shape[-1]
 
         def mean(scores: Float[Array, " T"], block: Int[Array, " T"]) -> Float[Array, " T"]:
@@ -177,7 +177,7 @@ class TreeKV(Policy):
         blocks: Int[Array, " K"],
         scope: Int[Array, " K"],
     ) -> tuple[Bool[Array, "K M"], Int[Array, " K"]]:
-        """Which of the first `blocks` blocks are left when all have passed through a tree of `capacity` blocks, and the scope."""
+        """Pass the first `blocks` blocks through a tree of `capacity` blocks. Return the survivors and the scope."""
         step = self._round if self.cycle == "text" else self._single
         size = scores.shape[-1]
         order = jnp.arange(size, dtype=jnp.int32)
@@ -197,10 +197,11 @@ class TreeKV(Policy):
     def _round(
         self, scores: Array, capacity: Array, blocks: Array, kept: Int[Array, " M"], arrived: Array, scope: Array
     ) -> tuple[Array, Array, Array]:
-        """What is left of a turn of the scope. With fixed scores, `capacity` single evictions are one round of a pairwise tournament.
+        """Run the evictions of one cycle of the scope at once, as a round of a pairwise tournament.
 
-        The list of `capacity` kept blocks and as many arrivals is paired off from the scope on, (0, 1), (2, 3), …; each pair keeps
-        its better block. If only j arrivals are left, the first j pairs play and the rest of the list stays as it is.
+        With fixed scores, `capacity` single evictions equal one such round. The list of `capacity` kept blocks and as
+        many new ones is paired from the scope on, (0, 1), (2, 3), …, and each pair keeps its better block. If only j
+        new blocks are left, the first j pairs play, and the rest of the list stays.
         """
         places = jnp.arange(kept.shape[0], dtype=jnp.int32)
         arrivals = jnp.minimum(capacity - scope, blocks - arrived)
@@ -217,7 +218,7 @@ class TreeKV(Policy):
     def _single(
         self, scores: Array, capacity: Array, blocks: Array, kept: Int[Array, " M"], arrived: Array, scope: Array
     ) -> tuple[Array, Array, Array]:
-        """One eviction, for a scope that does not simply go round."""
+        """One eviction, for a scope with a stride other than 1."""
         places = jnp.arange(kept.shape[0], dtype=jnp.int32)
 
         def listed(i: Array) -> Array:
@@ -228,7 +229,7 @@ class TreeKV(Policy):
         return listed(places + (places >= victim).astype(jnp.int32)), arrived + 1, self._next(scope, capacity)
 
     def _keep_left(self, left: Array, right: Array) -> Bool[Array, "..."]:
-        """Whether the older of two neighbours stays (Algorithm 1, line 11: on a tie it goes)."""
+        """Whether the older of two neighbours stays (Algorithm 1, line 11: it is evicted on a tie)."""
         return exceeds(left, right) if self.keep == "score" else jnp.ones_like(left, bool)
 
     def _next(self, scope: Int[Array, "..."], tree: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -267,7 +268,7 @@ class TreeKVLayer(CacheLayer[TreeKV]):
     def _chosen(
         self, prompt: PromptKV, score: Float[Array, "B K T"], steps: Float[Array, "B K T"], scope: Int[Array, "B K"]
     ) -> Tree:
-        """What is kept of a prompt, whose tokens come with sums of attention over so many queries."""
+        """Return the state after a prompt. `score` has sums of earlier attention to its tokens over `steps` queries."""
         observers = min(self.policy.block, prompt.q.shape[1])
         observed = last_queries(prompt, observers, self.spec)
         more = jnp.minimum(prompt.lengths - prompt.before, observers).astype(jnp.float32)[:, None, None]
@@ -307,7 +308,7 @@ class TreeKVLayer(CacheLayer[TreeKV]):
     def _tree(
         self, filled: LayerCache, score: Array, steps: Array, scope: Int[Array, "B K"], tokens: Int[Array, " B"]
     ) -> Tree:
-        """A state whose slots are filled in order of position."""
+        """Return the state of a cache whose slots are filled in order of position."""
         _, tree, budget = self.policy.regions(tokens)
         places = jnp.arange(filled.pos.shape[-1], dtype=jnp.int32)
         rank = jnp.where(filled.live, places, filled.pos.shape[-1])

@@ -1,4 +1,4 @@
-"""TriAttention: while a model reasons, the tokens that its average queries will attend to, by their distance."""
+"""TriAttention: tokens that a model's mean queries will attend to at a distance, selected in rounds."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -28,27 +28,34 @@ ABOVE = 4.0
 @register
 @dataclasses.dataclass(frozen=True)
 class TriAttention(PromptScorer):
-    """Keep what the model's average queries would attend to at positions to come, anew every so many tokens (Mao et al. 2026).
+    """Keep what the model's mean queries attend to at future positions, in rounds (Mao et al. 2026).
 
-    Queries before rotation lie around fixed centres. With the mean μ of a query head's and their mean size ρ for each pair f of channels,
-    as `kvjax calibrate triattention` finds them, a key k scores at T tokens seen, for an offset δ of 1, 2, 4, … tokens,
-    Σ Re(μ · conj(k) · exp(iω(T + δ))) by its rotated self, averaged over offsets, and Σ (ρ - |μ|) |k| whatever its distance. Each query
-    head's scores are divided by their standard deviation, less their mean; a KV head takes the largest of its group. The last
-    `window` tokens are kept. Neither attention nor queries are needed.
+    Unrotated queries lie around fixed centres. `kvjax calibrate triattention` computes the mean μ of each query head's
+    queries, and their mean magnitude ρ, for each channel pair f. At T tokens seen, the score of a key k is a sum of two
+    terms:
 
-    Rounds are as in `RKV`, where the published code has one whenever a head holds `every` tokens more than the budget: a head holds up to
-    `every` tokens more than its budget between two. Each layer and KV head chooses for
-    itself, which the published code calls per_layer_perhead; its results are of sets that the layers share, which are not here, nor
-    are prompts that are spared ("pinned"). The authors' standalone code has no window, and the one for vLLM 128 as here.
+    - Σ_f Re(μ · conj(k) · exp(iω(T + δ))), averaged over offsets δ of 1, 2, 4, … tokens.
+    - Σ_f (ρ - |μ|) |k|, independent of distance.
+
+    Each query head's scores are standardised: minus their mean, divided by their standard deviation. A KV head takes
+    the maximum of its group. The last `window` tokens are kept. Neither attention nor queries are needed.
+
+    Rounds are as in `RKV`. The published code has a round whenever a head has `every` tokens more than the budget. In
+    both cases a head has up to `every` tokens more than its budget between rounds. Each layer and KV head selects for
+    itself, which the published code calls per_layer_perhead. Its results use sets that layers share, which are not
+    implemented, nor are prompts exempt from compression ("pinned"). The authors' standalone code has no window. Their
+    code for vLLM has 128, as here.
 
     Attributes:
         budget: slots that a round leaves: a number of tokens, or a fraction of prompt + new tokens.
         every: tokens from round to round.
-        window: last tokens, which are kept.
-        offsets: how many powers of two, from 1 on, the distances to come are.
-        agg: of the scores at these distances their "mean" or "max".
-        gqa: "max" or "mean" over the query heads that share keys, or one score by the mean of their statistics, "mean_stats".
-        profile: statistics of the model's queries: a `MeanQueries`, a file of one, or None for that which comes with kvjax.
+        window: last tokens, always kept.
+        offsets: number of offsets, which are powers of two from 1 on.
+        agg: "mean" or "max" of the scores over offsets.
+        gqa: "max" or "mean" over the query heads that share keys, or one score by the mean of their statistics,
+            "mean_stats".
+        profile: statistics of the model's queries: a `MeanQueries`, the path of one, or None for the one that comes
+            with kvjax.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -70,10 +77,12 @@ class TriAttention(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, every=1, window=0, offsets=1)
         if not isinstance(self.profile, MeanQueries | str | None):
-            raise PolicyError(f"{self.info.name}: profile={self.profile!r}; give a MeanQueries or the file of one")
+            raise PolicyError(
+                f"{self.info.name}: profile={self.profile!r} is not valid. Give a MeanQueries or its path."
+            )
 
     def bind(self, config: ModelConfig) -> Policy:
-        """The policy with the profile itself."""
+        """Return the policy with its profile loaded."""
         found = find(self.info.name, config, self.profile, MeanQueries)
         if found is None:
             raise missing(self.info.name, config)
@@ -102,19 +111,19 @@ class TriAttention(PromptScorer):
         return (jnp.mean(apart, axis=2) if self.gqa == "mean" else jnp.max(apart, axis=2)) + ABOVE
 
     def expected(self, spec: LayerSpec, k: Float[Array, "B T K H"], seen: Int[Array, " B"]) -> Float[Array, "B K G T"]:
-        """What each query head's average query will make of rotated keys, after so many tokens; of "mean_stats" one for each group."""
+        """Scores of rotated keys after `seen` tokens, for each query head's mean query. For "mean_stats", G is 1."""
         omega, factor = frequencies(spec.rope, spec.head_dim)
         real, imaginary, size = self._statistics(spec)
-        ahead = omega.astype(np.float64) * 2.0 ** np.arange(self.offsets)[:, None]  # in float64 for distant ones
+        ahead = omega.astype(np.float64) * 2.0 ** np.arange(self.offsets)[:, None]  # float64 for large offsets
         a, b = np.cos(ahead), np.sin(ahead)
-        if self.agg == "mean":  # of scores is the score by the mean
+        if self.agg == "mean":  # scores are linear in a and b
             a, b = a.mean(axis=0, keepdims=True), b.mean(axis=0, keepdims=True)
         now = seen.astype(jnp.float32)[:, None, None] * omega
         c, s = jnp.cos(now), jnp.sin(now)
         a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
         c, s = (x[:, :, None, None] for x in (c * a - s * b, s * a + c * b))  # [B, D, 1, 1, F]
 
-        k_real, k_imaginary = pairs(spec.rope, k)  # a factor of rotation is in them once, and once in a query
+        k_real, k_imaginary = pairs(spec.rope, k)  # keys include the rotation's amplitude; `factor` is that of queries
         by_distance = jnp.einsum("bdkgf,btkf->bkgdt", factor * (real * c - imaginary * s), k_real, precision="highest")
         by_distance += jnp.einsum(
             "bdkgf,btkf->bkgdt", factor * (real * s + imaginary * c), k_imaginary, precision="highest"
@@ -127,7 +136,7 @@ class TriAttention(PromptScorer):
     def _statistics(self, spec: LayerSpec) -> list[Float[Array, "K G F"]]:
         """Re μ, Im μ and ρ of the layer's query heads, by KV head."""
         if not isinstance(self.profile, MeanQueries):
-            raise PolicyError(f"{self.info.name}: statistics of queries are a model's; bind(config) gives its policy")
+            raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
         found, group = self.profile.layer(spec.layer, spec.head_dim), spec.num_heads // spec.num_kv_heads
         if spec.kv_heads is not None:
             found = found[query_heads(np.asarray(spec.kv_heads), group)]

@@ -1,4 +1,4 @@
-"""TurboQuant: everything in a few bits, of vectors rotated so that no number is far larger than others."""
+"""TurboQuant: every token in low-bit codes of rotated vectors, whose coordinates have similar magnitudes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -18,25 +18,28 @@ from .transforms.rotated import Values
 @register
 @dataclasses.dataclass(frozen=True)
 class TurboQuant(Policy):
-    """Keep everything, in codes of rotated numbers (Zandieh et al. 2025, as it is in vLLM).
+    """Keep everything, in codes of rotated vectors (Zandieh et al. 2025, as implemented in vLLM).
 
-    A key is divided by its length and rotated by a Hadamard matrix, after which its coordinates are like a Gaussian's; each is rounded to
-    the nearest of 2^bits levels that are best for one. A factor gives the key its own length back. Keys are never rotated back: the
-    query is rotated instead. Values are rounded to evenly spaced levels between the least and the greatest of each token, as in vLLM, or
-    coded as keys are. Nothing is calibrated, and no group waits for its tokens: each is coded when it comes, and its own step alone reads
-    it exactly. The prompt is read exactly.
+    A key is divided by its norm and rotated by a Hadamard matrix, after which its coordinates are nearly Gaussian. Each
+    coordinate is rounded to the nearest of 2^bits codebook entries that are optimal for a Gaussian. A factor restores
+    the norm. Keys are never rotated back: the query is rotated instead. Values are rounded to evenly spaced entries
+    between the minimum and maximum of each token, as in vLLM, or coded as keys are. There is no calibration, and no
+    group waits for its tokens. Each token is coded when it comes, and only its own step reads it exactly. Prefill is
+    exact.
 
-    As in vLLM the first and last layers are exact, and the paper's second stage, a sketch of what the codes miss (QJL), is left
-    out, since it makes logits as noisy as what it mends. It has 3 bits, too, which are not here.
+    As in vLLM, the first and last layers are exact. The paper's second stage, a sketch of the quantisation error (QJL),
+    is not implemented, because its noise in the logits is as large as the error that it corrects. The paper also has 3
+    bits, which are not implemented.
 
-    For another policy's cache see `quantized(policy, scheme="turboquant")`.
+    To quantise another policy's cache, see `quantized(policy, scheme="turboquant")`.
 
     Attributes:
-        bits: of a number, besides its share of factors: 2 or 4.
-        group: channels of a value that share a scale and a zero: the largest divisor of both this and the head dim, a power of two.
-        values: "levels" between the least and the greatest of a group, or "rotated" as keys are.
-        signs: a seed, by which coordinates change signs at random before they are rotated, in each layer otherwise; None for none.
-        exact_layers: layers at the beginning, and as many at the end, that are not quantised: all, of a model that has no more.
+        bits: bits per number, without its share of factors: 2 or 4.
+        group: channels of a value that share a scale and a zero: the greatest common divisor of this and the head dim,
+            which is a power of two.
+        values: "levels" between the minimum and maximum of a group, or "rotated", as keys are.
+        signs: seed of random sign changes of coordinates before the rotation, different in each layer. None for none.
+        exact_layers: number of first layers, and of last layers, that are not quantised.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -1,4 +1,4 @@
-"""What is wrong with a policy whatever the model is: found before one is loaded."""
+"""Errors of a policy that hold for every model. They are found before a model is loaded."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,19 +14,20 @@ from .families.surrogates import missing_weights
 from .info import PolicyError
 
 HEAD_DIMS = 64, 128, 256, 1024
-"""Sizes of heads that a policy is tried with: what it refuses of all of them, it refuses of any model's."""
+"""Head sizes to try a policy with. A policy that refuses all of them is refused."""
 
 
 def check_unbound(policy: Policy, block: int | None = None, *, over_mesh: bool = False) -> None:
-    """Raise what a run would raise of a policy that is not bound to a model yet, as far as no model can change it.
+    """Raise the errors of an unbound policy that hold for every model.
 
     Args:
-        block: tokens of the blocks in which prompts are to be read; None for whole prompts.
-        over_mesh: whether it is to run over a mesh.
+        policy: a policy that is not bound to a model.
+        block: block size of chunked prefill in tokens. None for whole prompts.
+        over_mesh: whether the policy will run over a mesh.
 
     Raises:
-        PolicyError: weights are missing that do not come with kvjax; what the policy is made of does not go together; it cannot read in
-            blocks, or not run over a mesh, and is to.
+        PolicyError: weights are missing that do not come with kvjax, or parts of the policy do not go together. Also if
+            the policy does not support chunked prefill or a mesh, and it is requested.
     """
     for part in _parts(policy):
         if getattr(part, "source", "") and getattr(part, "weights", "") is None:
@@ -44,10 +45,10 @@ def check_unbound(policy: Policy, block: int | None = None, *, over_mesh: bool =
 
 
 def check_no_host_cache(policy: Policy) -> None:
-    """Raise `PolicyError` if a policy that is to run over a mesh keeps a cache in the host's memory."""
+    """Raise `PolicyError` if a policy that will run over a mesh keeps a cache in host memory."""
     if "offloaded" in policy.info.name:
         raise PolicyError(
-            f"{policy.info.name} keeps a cache in the host's memory, which programs over a mesh do not; leave one of the two out"
+            f"{policy.info.name}: caches in host memory are not supported over a mesh. Leave out offloaded or the mesh."
         )
 
 
@@ -61,7 +62,7 @@ def _check_layers(policy: Policy, config: ModelConfig, block: int | None) -> Non
 
 
 def _parts(policy: Policy) -> Iterator[Policy]:
-    """A policy, and all that are in it."""
+    """Yield a policy and all policies within it."""
     yield policy
     for value in _values(policy):
         for each in value if isinstance(value, tuple) else (value,):
@@ -78,7 +79,7 @@ def _values(policy: Policy) -> list[Any]:
 
 
 def _stand_in(policy: Policy, head_dim: int) -> ModelConfig:
-    """A model that has as many layers and KV heads as the policy is given for."""
+    """Return a model with as many layers and KV heads as the policy is defined for."""
     layers, heads = 8, 2
     for part in _parts(policy):
         layers = len(getattr(part, "layers", ())) or layers
@@ -89,7 +90,7 @@ def _stand_in(policy: Policy, head_dim: int) -> ModelConfig:
 
 
 def _prepared(policy: Policy, config: ModelConfig) -> Policy:
-    """The policy, bound as far as neither a profile nor weights of a model are needed: its layers can be made."""
+    """Return the policy, bound as far as possible without a profile or weights, so that its layers can be made."""
     changed = {}
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
@@ -99,7 +100,7 @@ def _prepared(policy: Policy, config: ModelConfig) -> Policy:
             changed[field.name] = tuple(_prepared(each, config) for each in value)
     if transform := getattr(policy, "transform", ""):
         inner: Policy = changed["policy"]
-        if transform == "pyramid":  # whose budgets depend on how many layers there are
+        if transform == "pyramid":  # its budgets depend on the number of layers
             return inner
 
         def around(each: Policy) -> Policy:

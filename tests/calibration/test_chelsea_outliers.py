@@ -181,5 +181,5 @@ def test_without_a_profile_all_heads_are_clustered(tiny):
 
 def test_a_budget_that_the_outlier_heads_use_up(tiny):
     heads = profile_of(tiny, [["outlier", "outlier"], ["clustered", "clustered"]])
-    with pytest.raises(PolicyError, match=r"outlier heads alone take, which are 0\.500 of all"):
+    with pytest.raises(PolicyError, match=r"outlier heads, which keep everything, are 0\.500 of all"):
         Chelsea(budget=0.4, profile=heads).bind(tiny.config)

@@ -14,8 +14,8 @@ import kvjax
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--policy", "treekvv"], "unknown policy 'treekvv'; known: .*treekv.* Did you mean 'treekv'"),
-        (["--policy", "treekv", "--set", "blok=3"], "no hyperparameter 'blok'; it takes budget, sinks"),
+        (["--policy", "treekvv"], "unknown policy 'treekvv'. Known policies: .*treekv.* Did you mean 'treekv'"),
+        (["--policy", "treekv", "--set", "blok=3"], "no hyperparameter 'blok'. It takes budget, sinks"),
         (["--policy", "treekv", "--set", "block=x"], "treekv: block='x'; give a whole number$"),
         (["--policy", "treekv", "--set", "recent=x"], "recent='x'; give a whole number or none$"),
         (["--policy", "treekv", "--set", "keep=right"], "keep='right'; give score or left$"),

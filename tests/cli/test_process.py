@@ -128,7 +128,7 @@ def test_a_locale_that_knows_ascii_alone(environment: dict[str, str], tmp_path: 
     code, text = run("policies")
     assert code == 0
     assert "Jégou" in text
-    assert run("generate", "x", "--policy", "trée")[1].startswith("error: unknown policy 'trée'; known: ")
+    assert run("generate", "x", "--policy", "trée")[1].startswith("error: unknown policy 'trée'. Known policies: ")
     (tmp_path / "ä.txt").write_bytes(b"\xff")
     assert run("generate", "-f", "ä.txt") == (1, "error: ä.txt: not UTF-8 text (invalid start byte at byte 0)\n")
 

@@ -153,7 +153,7 @@ def test_reading_in_blocks_of_every_policy(name, uneven, prompts):
     try:
         one = generated(uneven, policy, prompts, None, block=16)
     except PolicyError as error:
-        if "cannot be read in blocks" not in str(error):
+        if "chunked prefill is not supported" not in str(error):
             raise
         pytest.skip("reads prompts whole")
     agree(one, generated(uneven, policy, prompts, "data=2,sequence=4", block=16))
@@ -207,7 +207,7 @@ def test_random_combinations(number, mesh, prompts):
     params = model(6, 3, 8)
     policy = drawn(number, params)
     if "offloaded(" in policy.info.name:
-        with pytest.raises(PolicyError, match="host's memory"):
+        with pytest.raises(PolicyError, match="host memory"):
             Engine(params, policy, batch=4, prompt_len=50, max_new_tokens=NEW, mesh="model=3")
     else:
         agree(generated(params, policy, prompts, None), generated(params, policy, prompts, mesh))

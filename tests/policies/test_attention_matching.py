@@ -253,19 +253,19 @@ def test_layers_that_do_not_read_again_are_as_without_it(tiny):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: AttentionMatching(chunk=0), "chunk=0; give 1"),
-        (lambda: AttentionMatching(queries=0), "queries=0; give 1"),
-        (lambda: AttentionMatching(bound=-1.0), "bound=-1.0; give 0"),
+        (lambda: AttentionMatching(chunk=0), "chunk=0 is too small. Give 1"),
+        (lambda: AttentionMatching(queries=0), "queries=0 is too small. Give 1"),
+        (lambda: AttentionMatching(bound=-1.0), "bound=-1.0 is too small. Give 0"),
         (lambda: AttentionMatching(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
         (
             lambda: quantized(AttentionMatching(budget=8)).bind(TINY),
-            "fitted weights, for which packed slots have no place",
+            "fitted weights, which quantised caches do not store",
         ),
         (
             lambda: by_head({"a": AttentionMatching(budget=8), "b": Full()}, [["a", "b"]] * 2).layer(
                 make_case(0, [9], 1).spec
             ),
-            "read a prompt again for all heads",
+            "reads a prompt again for all heads",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_what_does_not_go(make, says):
 def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = AttentionMatching(budget=8).layer(case.spec)
-    with pytest.raises(PolicyError, match="second reading"):
+    with pytest.raises(PolicyError, match="read a second time"):
         layer.prefill(
             PromptKV.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {}
         )

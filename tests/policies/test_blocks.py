@@ -703,5 +703,5 @@ def test_what_needs_the_whole_prompt_says_so(policy):
     block = TokenBlock(*(to_jax(x[:, :8]) for x in (case.q, case.k, case.v)), count, count, count, spec.rope)
     layer = policy.bind(TINY).layer(spec)
     state = layer.init()
-    with pytest.raises(PolicyError, match=r"chooses from the prompt as a whole.*leave prefill_block out"):
+    with pytest.raises(PolicyError, match=r"chooses from the whole prompt.*Leave prefill_block out"):
         layer.read_block(state, block, {})

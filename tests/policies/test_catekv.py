@@ -257,7 +257,7 @@ def test_damaged_profiles(tmp_path, text, says):
         ({"sinks": -1}, "sinks=-1"),
         ({"order": "sum"}, "'max_then_sum', 'sum_then_max'"),
         ({"budget": 64, "sinks": 64}, "need 80"),
-        ({"eta": 0.5, "adaptive": Full()}, "give one of them"),
+        ({"eta": 0.5, "adaptive": Full()}, "Give one of them"),
         ({"profile": [["consistent"]]}, "tuple of tuples"),
     ],
 )

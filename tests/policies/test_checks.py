@@ -83,22 +83,22 @@ def pair(self, state):
     [
         (
             Transposed(budget=8),
-            r"transposed: scores returned shape \(2, 64, 2\); return an array \[B K T\] of shape \(2, 2, 64\)",
+            r"transposed: scores returned shape \(2, 64, 2\). Return an array \[B K T\] of shape \(2, 2, 64\)",
         ),
-        (OneBudget(budget=8), r"one_budget: row_budgets returned shape \(\); return an array \[B\] of shape \(2,\)"),
+        (OneBudget(budget=8), r"one_budget: row_budgets returned shape \(\). Return an array \[B\] of shape \(2,\)"),
         (
             PerQueryHead(budget=8),
-            r"per_query_head: update_score returned shape \(2, 4, 32\); return an array \[B K C\] of shape \(2, 2",
+            r"per_query_head: update_score returned shape \(2, 4, 32\). Return an array \[B K C\] of shape \(2, 2",
         ),
         (
             with_functions(attend=flat),
-            r"own_layer: attend returned shape \(2, 64\); return an array \[B N H\] of shape \(2, 4, 16\)",
+            r"own_layer: attend returned shape \(2, 64\). Return an array \[B N H\] of shape \(2, 4, 16\)",
         ),
         (
             with_functions(compress=longer),
-            r"own_layer: compress returned int32\[3\] for state\.seen; return int32\[2\]",
+            r"own_layer: compress returned int32\[3\] for state\.seen\. Return int32\[2\]",
         ),
-        (with_functions(append=half), r"own_layer: append returned float16\[.*\] for state\.k; return float32"),
+        (with_functions(append=half), r"own_layer: append returned float16\[.*\] for state\.k\. Return float32"),
         (with_functions(compress=pair), r"own_layer: compress returned a state of structure PyTreeDef\(\("),
     ],
     ids=lambda x: str(x)[:12],
@@ -133,9 +133,9 @@ def test_a_layer_without_a_model_needs_five_numbers():
 
 def test_a_prompt_must_fit_its_spec():
     spec = LayerSpec(num_heads=4, num_kv_heads=2, head_dim=8, prompt_len=16, new_tokens=8, batch=2)
-    with pytest.raises(ValueError, match=r"1 rows and 2 KV heads, but the LayerSpec says batch=2"):
+    with pytest.raises(ValueError, match=r"1 rows and 2 KV heads, but the LayerSpec has batch=2"):
         Policy().layer(spec).prefill(prompt_of(1), {})
-    with pytest.raises(ValueError, match=r"padded to 16 tokens does not fit 8 slots; override prefill"):
+    with pytest.raises(ValueError, match=r"padded to 16 tokens does not fit 8 slots. Override prefill"):
         from_prompt(spec, 8, prompt_of(2))
     with pytest.raises(ValueError, match=r"keep has shape \(2, 2, 12\) for a prompt of 16 places"):
         keep(spec, 8, prompt_of(2), jnp.ones((2, 2, 12), bool))

@@ -125,7 +125,7 @@ def test_steps_of_the_papers_schedules(schedule, steps):
 
 def test_without_a_floor_qwens_schedule_stalls():
     assert steps_to_budget(32768, 1000, 0.2, "qwen", 0.0)[1] == 23616
-    with pytest.raises(PolicyError, match="raise r_min"):
+    with pytest.raises(PolicyError, match="Raise r_min"):
         Chelsea(schedule="qwen", r_min=0.0)
 
 
@@ -393,7 +393,10 @@ def test_a_fraction_of_nothing_is_one_slot():
         ({"chunk": 1}, "chunk=1"),
         ({"every": 0}, "every=0"),
         ({"schedule": "llama"}, "'llama-2', 'llama-3', 'qwen', 'constant'"),
-        ({"r_init": 0.6}, r"ratios from 0\.6 to 0\.\d+; a step removes more than 0 and at most 0\.5"),
+        (
+            {"r_init": 0.6},
+            r"ratios from 0\.6 to 0\.\d+ are not valid, because a step removes more than 0 and at most 0\.5",
+        ),
         ({"r_min": 0.0, "r_init": 0.2, "alpha": 0.1, "steps": 2}, "more than 0"),
     ],
 )

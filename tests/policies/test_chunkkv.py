@@ -334,7 +334,7 @@ def test_hybrid_of_chunks_and_tokens(deep, own):
     assert chunk_token_hybrid(4, SMALL, lower=4) == ByLayer((SMALL,) * 4)
     assert chunk_token_hybrid(2) == by_layer([ChunkKV(), ChunkKV(chunk=1)])
     assert chunk_token_hybrid(2, SMALL, StreamingLLM()) == by_layer([SMALL, StreamingLLM()])
-    with pytest.raises(PolicyError, match="lower=5; give 0 to 4"):
+    with pytest.raises(PolicyError, match=r"lower=5 is out of range\. Give 0 to 4"):
         chunk_token_hybrid(4, SMALL, lower=5)
 
 
@@ -364,7 +364,7 @@ def test_papers_defaults():
         ({"agg": "max"}, "'sum', 'mean'"),
         ({"pool": 4}, "odd width"),
         ({"rule": "all"}, "'paper', 'kvpress'"),
-        ({"strict": True, "rule": "kvpress"}, "give rule='paper'"),
+        ({"strict": True, "rule": "kvpress"}, "needs rule='paper'"),
     ],
 )
 def test_bad_hyperparameters(options, says):

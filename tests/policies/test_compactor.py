@@ -121,9 +121,9 @@ def test_equals_the_literal_algorithm(name):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"chunk": 0}, "chunk=0; give 1"),
-        ({"sketch": 0}, "sketch=0; give 1"),
-        ({"ridge": -0.1}, "ridge=-0.1; give 0"),
+        ({"chunk": 0}, "chunk=0 is too small. Give 1"),
+        ({"sketch": 0}, "sketch=0 is too small. Give 1"),
+        ({"ridge": -0.1}, "ridge=-0.1 is too small. Give 0"),
         ({"budget": 11}, "11 slots, but 8 first and 4 last"),
     ],
 )

@@ -19,10 +19,10 @@ def test_by_layer_from_a_mapping(tiny):
     ("make", "says"),
     [
         (lambda: by_layer({0: TREE}), "default policy and num_layers"),
-        (lambda: by_layer({2: TREE}, default=STREAM, num_layers=2), "layer 2 is not among the model's 2"),
-        (lambda: by_layer([TREE]), "given 1 layers, but the model has 2"),
+        (lambda: by_layer({2: TREE}, default=STREAM, num_layers=2), "there is no layer 2. Give 0 to less than 2"),
+        (lambda: by_layer([TREE]), "1 layers are given, but the model has 2"),
         (lambda: by_head({"a": TREE}, [["a", "b"], ["a", "a"]]), "labels heads \\['b'\\]"),
-        (lambda: by_head({"a": TREE}, [["a", "a"]]), "heads of 1 layers, but the model has 2"),
+        (lambda: by_head({"a": TREE}, [["a", "a"]]), "the profile has 1 layers, but the model has 2"),
         (lambda: by_head({"a": TREE}, [["a"], ["a"]]), "this model's 2 KV heads"),
     ],
 )

@@ -177,12 +177,12 @@ def test_compositions_are_weighed_part_by_part():
 
 @pytest.mark.parametrize("policy", [Full(), TreeKV(budget=64), AdaKV(), ChunkKV(), KVzip(scope="head")], ids=str)
 def test_policies_that_keep_others_than_the_highest_are_refused(policy):
-    with pytest.raises(PolicyError, match=r"critical\(.*does not keep simply what scores highest"):
+    with pytest.raises(PolicyError, match=r"critical\(.*does not keep each head's highest scores"):
         critical(policy).bind(TINY)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"share": 1.5}, "share=1.5; give 0 to 1"), ({"epsilon": -1.0}, "give 0")]
+    ("options", "says"), [({"share": 1.5}, "share=1.5 is out of range. Give 0 to 1"), ({"epsilon": -1.0}, "Give 0")]
 )
 def test_bad_hyperparameters(options, says):
     with pytest.raises(PolicyError, match=says):

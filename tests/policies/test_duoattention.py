@@ -147,7 +147,7 @@ def test_retrieval_heads_may_be_sparse():
         ({"budget": 64}, "need 65"),
         ({"sinks": -1}, "sinks=-1"),
         ({"sparsity": 1.5}, "sparsity=1.5"),
-        ({"sparsity": 0.5, "profile": LABELS}, "give one of them"),
+        ({"sparsity": 0.5, "profile": LABELS}, "Give one of them"),
         ({"profile": [["streaming"]]}, "tuple of tuples"),
     ],
 )
@@ -157,7 +157,7 @@ def test_bad_hyperparameters(options, says):
 
 
 def test_what_does_not_fit_the_model():
-    with pytest.raises(PolicyError, match=r"labels heads \['lazy'\]; give retrieval or streaming"):
+    with pytest.raises(PolicyError, match=r"labels heads \['lazy'\]. Give retrieval or streaming"):
         DuoAttention(profile=(("lazy", "streaming"),) * 2).bind(TINY)
     with pytest.raises(PolicyError, match="kvjax calibrate duoattention"):
         DuoAttention().bind(TINY)

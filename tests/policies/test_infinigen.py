@@ -134,16 +134,16 @@ def test_parts_have_the_directions_of_their_heads():
 def test_profiles_that_do_not_fit(tmp_path):
     other = dataclasses.replace(TINY, hidden_size=50)
     with pytest.raises(
-        PolicyError, match=f"{fingerprint(TINY)}, but .* {fingerprint(other)}; .*kvjax calibrate infinigen"
+        PolicyError, match=rf"{fingerprint(TINY)}, but .* {fingerprint(other)}\. .*kvjax calibrate infinigen"
     ):
         InfiniGen(profile=PROFILE).bind(other)
-    with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes, but should have 2 of matrices \[2, 16, 16\]"):
+    with pytest.raises(PolicyError, match=r"2 layers of \[176\] bytes. This model needs 2 of matrices \[2, 16, 16\]"):
         InfiniGen(profile=skew_profile(2, 4, 8, fingerprint(TINY))).bind(TINY)
     file = tmp_path / "skew.json"
     for damage, says in (
         ((PROFILE.matrices[0], "not base85"), "one text of packed numbers per layer"),
         ((PROFILE.matrices[0], PROFILE.matrices[0][:-10]), "one text of packed numbers per layer"),
-        (('"version": 3', '"version": 2'), "skew profile of version 2, but this kvjax reads 3; make one with"),
+        (('"version": 3', '"version": 2'), "skew profile of version 2, but this kvjax reads 3. Make one with"),
         (('"matrices"', '"scores"'), "is not a skew profile: it has"),
     ):
         PROFILE.save(file)
@@ -272,7 +272,7 @@ def test_partial_keys_are_two_fifths_at_most():
         ({"alpha": -1.0}, "alpha=-1.0"),
         ({"share": 0.0}, "share=0.0"),
         ({"dense_layers": -1}, "dense_layers=-1"),
-        ({"profile": 3}, "profile=3; give a SkewProfile"),
+        ({"profile": 3}, "profile=3 is not valid. Give a SkewProfile"),
     ],
 )
 def test_bad_hyperparameters(options, says):

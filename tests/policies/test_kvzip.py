@@ -387,20 +387,20 @@ def test_layers_with_a_sliding_window_keep_everything():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: KVzip(chunk=0), "chunk=0; give 1"),
-        (lambda: KVzip(slack=0.5), "slack=0.5; give 1"),
+        (lambda: KVzip(chunk=0), "chunk=0 is too small. Give 1"),
+        (lambda: KVzip(slack=0.5), "slack=0.5 is too small. Give 1"),
         (lambda: KVzip(scope="head_level"), "scope='head_level'"),
         (lambda: KVzip(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
-        (lambda: quantized(KVzip()).bind(TINY), "has its own way of keeping tokens"),
+        (lambda: quantized(KVzip()).bind(TINY), "changes its cache while decoding"),
         (
             lambda: by_head({"a": KVzip(scope="model"), "b": Full()}, [["a", "b"]] * 2).layer(
                 make_case(0, [9], 1).spec
             ),
-            "here it has some",
+            "this layer has a subset",
         ),
         (
             lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),
-            "read a prompt again for all heads",
+            "reads a prompt again for all heads",
         ),
     ],
 )
@@ -412,7 +412,7 @@ def test_what_does_not_go(make, says):
 def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = KVzip(budget=8).layer(case.spec)
-    with pytest.raises(PolicyError, match="second reading"):
+    with pytest.raises(PolicyError, match="read a second time"):
         layer.prefill(
             PromptKV.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {}
         )

@@ -128,8 +128,8 @@ def test_every_scored_segment_keeps_as_many(sinks, lag, budget):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"lag": 1}, "lag=1; give 2 or more"),
-        ({"sinks": -1}, "sinks=-1; give 0 or more"),
+        ({"lag": 1}, "lag=1 is too small. Give 2 or more"),
+        ({"sinks": -1}, "sinks=-1 is too small. Give 0 or more"),
         ({"budget": 16}, "gives 16 slots, but 16 first and 1 last"),
         ({"budget": 0}, "budget=0"),
     ],

@@ -235,7 +235,7 @@ def test_chunkkv_in_4_bits(tiny):
     ids=lambda policy: policy.info.name,
 )
 def test_policies_that_change_their_slots_are_refused(policy):
-    with pytest.raises(PolicyError, match=rf"quantized\({policy.info.name}\): .* neither moved, merged nor evicted"):
+    with pytest.raises(PolicyError, match=rf"quantized\({policy.info.name}\): .* cannot be moved, merged or evicted"):
         quantized(policy).bind(dataclasses.replace(TINY, num_layers=3, windows=()))  # of sparse ones two are dense
 
 
@@ -285,7 +285,7 @@ def test_nothing_free_is_read():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"bits": 3}, "bits=3; give one of 2, 4, 8"),
+        ({"bits": 3}, "bits=3 is unknown. Give one of 2, 4, 8"),
         ({"group": 0}, "group=0"),
         ({"group": 32, "residual": 48}, "multiple of group"),
     ],

@@ -214,7 +214,7 @@ def test_bytes_read_are_fewer_than_held():
     ("options", "says"),
     [
         ({"budget": 15}, "need 16"),
-        ({"budget": 47, "recent": 2}, "2 are always read"),
+        ({"budget": 47, "recent": 2}, "2 always read"),
         ({"gqa": "mean"}, "'query_head', 'sum', 'max'"),
         ({"page": 0}, "page=0"),
         ({"recent": -1}, "recent=-1"),

@@ -158,7 +158,7 @@ def test_all_that_score_so_decode(text, tiny):
     assert stats.cache_bytes == get_policy(text).nbytes(tiny.config, 3, 54, 40, tiny.dtype)
 
 
-SAYS = "does not score what is held by the latest queries alone"
+SAYS = "need more than keys, values and the latest queries"
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ SAYS = "does not score what is held by the latest queries alone"
         (lambda: recompress(ChunkKV(rule="kvpress")), SAYS),
         (lambda: recompress(quantized(SnapKV())), SAYS),
         (lambda: recompress(pyramid(SnapKV())), SAYS),
-        (lambda: recompress(recompress(SnapKV())), "rounds of its own; give it every=512"),
-        (lambda: recompress(get_policy("rkv"), every=9), "'rkv' has rounds of its own; give it every=9"),
-        (lambda: recompress(SnapKV(), every=0), "every=0; give 1"),
+        (lambda: recompress(recompress(SnapKV())), "its own rounds. Give it every=512"),
+        (lambda: recompress(get_policy("rkv"), every=9), "'rkv' has its own rounds. Give it every=9"),
+        (lambda: recompress(SnapKV(), every=0), "every=0 is too small. Give 1"),
         (lambda: recompress(SnapKV(), budget=0), "budget=0"),
         (lambda: get_policy("recompress(snapkv; prompt=half)"), "prompt='half'; give compress or keep"),
-        (lambda: recompress(H2O(observers="last", window=9, recent=0), every=8), "last 9 queries.*raise every to 9"),
-        (lambda: quantized(recompress(SnapKV())).bind(TINY), "its own way of keeping tokens"),
+        (lambda: recompress(H2O(observers="last", window=9, recent=0), every=8), "last 9 queries.*Raise every to 9"),
+        (lambda: quantized(recompress(SnapKV())).bind(TINY), "changes its cache while decoding"),
     ],
 )
 def test_what_it_does_not_take(make, says):

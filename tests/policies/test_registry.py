@@ -62,7 +62,9 @@ def test_case_and_hyphens_do_not_matter(name):
     ],
 )
 def test_near_misses_are_told(written, meant):
-    with pytest.raises(PolicyError, match=rf"unknown policy '{written}'; known: adakv, .*Did you mean '{meant}'\?"):
+    with pytest.raises(
+        PolicyError, match=rf"unknown policy '{written}'. Known policies: adakv, .*Did you mean '{meant}'\?"
+    ):
         get_policy(written)
 
 
@@ -75,7 +77,7 @@ def test_what_is_like_nothing_is_told_without_a_guess(written):
 @pytest.mark.parametrize("name", ["AAA", "zzz"])
 def test_a_name_is_of_one_class(name):
     other = type(name, (Full,), {})
-    with pytest.raises(PolicyError, match=rf"{name}.about.name = 'full' is empty or taken"):
+    with pytest.raises(PolicyError, match=rf"{name}.about.name = 'full' is empty or already registered"):
         register(other)
     assert register(Full) is policies()["full"] is Full
 
@@ -90,7 +92,7 @@ def test_what_is_said_of_a_policy_does_not_change():
 def test_a_budget_is_taken_by_policies_that_have_none(policy):
     plain = get_policy(policy)
     assert get_policy(policy, budget=64) == get_policy(policy, budget=0.2) == plain
-    with pytest.raises(PolicyError, match="budget=-3; give a positive"):
+    with pytest.raises(PolicyError, match=r"budget=-3 is not valid\. Give a positive"):
         get_policy(policy, budget=-3)
 
 
@@ -188,15 +190,15 @@ class CarelessLayer(CacheLayer[Careless]):
 def test_ones_own_policy_is_checked_as_it_is_declared():
     assert Whole(budget=np.int64(64)) == Whole(budget=64)
     assert isinstance(Whole(budget=np.int64(64)).budget, int)
-    with pytest.raises(PolicyError, match=r"whole: budget=0\.5; give a whole number"):
+    with pytest.raises(PolicyError, match=r"whole: budget=0\.5 is not valid\. Give a whole number"):
         get_policy(Whole(), budget=0.5)
-    with pytest.raises(PolicyError, match="whole: budget=-1; give a positive whole number"):
+    with pytest.raises(PolicyError, match=r"whole: budget=-1 is not valid\. Give a positive whole number"):
         Whole(budget=-1)
 
 
 def test_a_fraction_of_slots_is_refused_with_what_to_do(tiny):
     spec = layer_specs(tiny.config, 1, 64, 8, tiny.dtype)[0]
-    with pytest.raises(PolicyError, match=r"careless: max_kept=0\.5; give a whole number.*budget_tokens"):
+    with pytest.raises(PolicyError, match=r"careless: max_kept=0\.5 is not a whole number.*budget_tokens"):
         jax.eval_shape(Careless(budget=0.5).layer(spec).init)
 
 

@@ -163,10 +163,10 @@ def test_equals_the_literal_algorithm(name):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"window": 0}, "window=0; give 1"),
-        ({"kernel": 4}, "kernel=4; give an odd width"),
-        ({"weight": 1.5}, "weight=1.5; give 0 to 1"),
-        ({"every": 0}, "every=0; give 1"),
+        ({"window": 0}, "window=0 is too small. Give 1"),
+        ({"kernel": 4}, "kernel=4 is even. Give an odd width"),
+        ({"weight": 1.5}, "weight=1.5 is out of range. Give 0 to 1"),
+        ({"every": 0}, "every=0 is too small. Give 1"),
         ({"budget": 7}, "7 slots, but 0 first and 8 last"),
     ],
 )

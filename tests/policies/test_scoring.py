@@ -211,9 +211,9 @@ def test_published_defaults_of_expected_attention():
     ("make", "says"),
     [
         (lambda: SnapKV(budget=31), "31 slots, but 0 first and 32 last"),
-        (lambda: SnapKV(kernel=4), "kernel=4; give an odd width"),
-        (lambda: SnapKV(window=0), "window=0; give 1"),
-        (lambda: SnapKV(pool="sum"), "pool='sum'; give one of 'max', 'avg'"),
+        (lambda: SnapKV(kernel=4), "kernel=4 is even. Give an odd width"),
+        (lambda: SnapKV(window=0), "window=0 is too small. Give 1"),
+        (lambda: SnapKV(pool="sum"), "pool='sum' is unknown. Give one of 'max', 'avg'"),
         (lambda: H2O(budget=4, recent=4), "need 5"),
         (lambda: H2O(observers="some"), "'all', 'last'"),
         (lambda: H2O(recent=-1), "recent=-1"),

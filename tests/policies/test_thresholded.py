@@ -177,13 +177,13 @@ def test_it_decodes_within_what_was_predicted(text, tiny):
     ("make", "says"),
     [
         *(
-            (partial(thresholded, policy, 0.0), "scores a token by what is around it")
+            (partial(thresholded, policy, 0.0), "depend on other tokens")
             for policy in (Full(), TOVA(), KeyDiff(), SnapKV())
         ),
         (lambda: thresholded(KNorm(budget=64), 0.0), "gives 64 slots, but the latest 128 tokens are always kept"),
-        (lambda: thresholded(KNorm(), 0.0, window=-1), "window=-1; give 0"),
-        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan; give a number"),
-        (lambda: get_policy("thresholded(knorm)"), "give threshold=, for which thresholded has no default"),
+        (lambda: thresholded(KNorm(), 0.0, window=-1), "window=-1 is too small. Give 0"),
+        (lambda: thresholded(KNorm(), float("nan")), "threshold=nan is not valid. Give a number"),
+        (lambda: get_policy("thresholded(knorm)"), "threshold= is missing, and thresholded has no default"),
         (lambda: get_policy("thresholded(knorm; threshold=low)"), "threshold='low'"),
     ],
 )

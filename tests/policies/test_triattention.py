@@ -140,16 +140,16 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         (lambda: TriAttention().bind(TINY), "no profile of the heads"),
         (
             lambda: run(TriAttention(budget=8, window=4, every=4), make_case(0, [20], 1)),
-            "bind.config. gives its policy",
+            "not bound to a model",
         ),
         (lambda: TriAttention(profile=mean_queries(TINY)).bind(dataclasses.replace(TINY, num_heads=2)), "was made for"),
         (
             lambda: TriAttention(profile=dataclasses.replace(mean_queries(TINY), queries=(pack(b"000"),) * 2)).bind(
                 TINY
             ),
-            "was its file cut short",
+            "Check whether the file was truncated",
         ),
-        (lambda: TriAttention(offsets=0), "offsets=0; give 1"),
+        (lambda: TriAttention(offsets=0), "offsets=0 is too small. Give 1"),
         (lambda: TriAttention(budget=127), "127 slots, but 0 first and 128 last"),
         (lambda: TriAttention(gqa="first"), "gqa='first'"),
     ],

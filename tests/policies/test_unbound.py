@@ -77,9 +77,9 @@ def test_what_runs_is_not_refused():
 def test_no_weights_and_no_mesh():
     for text in ("kvzap", "prompt_only(fast_kvzip)", "by_layer(full; kvzap:0.5)"):
         with pytest.raises(
-            PolicyError, match=r"no weights are given, and none come with kvjax; give those of .* as weights=PATH"
+            PolicyError, match=r"no weights are given, and none come with kvjax. Give those of .* as weights=PATH"
         ):
             check_unbound(get_policy(text))
-    with pytest.raises(PolicyError, match="keeps a cache in the host's memory, which programs over a mesh do not"):
+    with pytest.raises(PolicyError, match="caches in host memory are not supported over a mesh"):
         check_unbound(get_policy("by_layer(full; offloaded(full))"), over_mesh=True)
     check_unbound(get_policy("offloaded(full)"))

@@ -1,4 +1,4 @@
-"""Layers that keep every token and read them all."""
+"""Layers that keep and read every token."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from ..base import Attention, CacheLayer, Carry, P
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayer(CacheLayer[P]):
-    """A layer whose cache holds all tokens, one after the other."""
+    """A layer whose cache has all tokens, in order."""
 
     @property
     def attention(self) -> Attention:

@@ -1,4 +1,4 @@
-"""Heads of unequal sizes: one store per layer, in which each head has a segment as long as it needs."""
+"""Heads of unequal sizes: one store per layer, in which each head has a segment of its size."""
 
 import dataclasses
 from typing import Self, TypeVar
@@ -19,17 +19,17 @@ P = TypeVar("P", bound=PromptScorer)
 
 @flax.struct.dataclass
 class Ragged:
-    """One store of all heads of a layer, each with a segment of its own size. B rows, K KV heads, S slots, H head dim.
+    """One store for all heads of a layer, each with a segment of its size. B rows, K KV heads, S slots, H head dim.
 
-    A segment has the head's kept tokens and, after them, room for the new ones. The store is as that of a single head.
+    A segment has the head's kept tokens, followed by room for new ones. The store has the layout of a single head.
 
     Attributes:
         k, v: rotated keys, and values.
-        pos: original position of the token in a slot, -1 where free.
-        start: where each head's segment begins.
-        next: the slot that the head's next token goes to; its tokens are in the slots from `start` up to it.
+        pos: original position of the token in a slot, -1 if free.
+        start: first slot of each head's segment.
+        next: slot of the head's next token. Its tokens are in slots `start` to `next` - 1.
         seen: tokens that have passed through this cache, kept or not.
-        sharded: among how many devices keys and values are sharded by slots, as in `LayerCache`.
+        slot_shards: number of devices that shard keys and values by slots, as in `LayerCache`.
     """
 
     k: Float[Array, "B 1 _ H"]
@@ -42,23 +42,23 @@ class Ragged:
 
     @property
     def live(self) -> Bool[Array, "B 1 S"]:
-        """Which slots hold something."""
+        """Slots that contain a token."""
         return self.pos >= 0
 
     @property
     def cache(self) -> Self:
-        """Itself, as of a `LayerCache`."""
+        """The store itself, for code that reads the `cache` of a state."""
         return self
 
     @property
     def slot_axes(self) -> tuple[int, int]:
-        """Along which axis keys and values have their slots."""
+        """Slot axes of keys and values."""
         return 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedLayer(PromptScorerLayer[P]):
-    """One layer of a `PromptScorer` whose heads keep unequal numbers of a prompt's tokens, `max_kept` on average."""
+    """A layer of a `PromptScorer` whose heads keep unequal numbers of the prompt's tokens, `max_kept` on average."""
 
     @property
     def shards_own_store(self) -> bool:
@@ -66,7 +66,7 @@ class RaggedLayer(PromptScorerLayer[P]):
 
     @property
     def capacity(self) -> int:
-        """Slots of the layer's store: of all its heads together, which hold `max_kept` on average."""
+        """Slots of the layer's store, for all heads together."""
         return cache.round_slots(self.spec.num_kv_heads * self.max_kept)
 
     def init(self, total: Int[Array, " B"] | None = None) -> Ragged:
@@ -126,14 +126,14 @@ class RaggedLayer(PromptScorerLayer[P]):
 
 
 def _stored(spec: LayerSpec, size: int, prompt: PromptKV, keep: Bool[Array, "B K T"]) -> Ragged:
-    """The kept tokens of a prompt in a store of `size` slots, head after head, with room for new tokens after each."""
+    """Return the kept tokens of a prompt in a store of `size` slots: head after head, each with room for new tokens."""
     kept = jnp.sum(keep, axis=-1, dtype=jnp.int32)
-    before = jnp.cumsum(kept, axis=-1) - kept  # tokens of the heads before, of those that are kept
+    before = jnp.cumsum(kept, axis=-1) - kept  # kept tokens of the previous heads
     start = before + jnp.arange(spec.num_kv_heads, dtype=jnp.int32) * spec.new_tokens
     source, _ = cache.compact_indices(keep.reshape(spec.batch, -1), size)  # head · T + position, in order
 
     slots = jnp.arange(size, dtype=jnp.int32)
-    head = jnp.sum(slots >= start[..., None], axis=1, dtype=jnp.int32) - 1  # whose segment a slot is in
+    head = jnp.sum(slots >= start[..., None], axis=1, dtype=jnp.int32) - 1  # head of each slot's segment
     place = slots - jnp.take_along_axis(start, head, axis=1)
     live = place < jnp.take_along_axis(kept, head, axis=1)
     which = jnp.take_along_axis(before, head, axis=1) + place

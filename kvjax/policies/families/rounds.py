@@ -1,7 +1,7 @@
-"""What methods share that compress by a prompt's scores again and again while decoding: rounds, and the queries they observe with.
+"""Compression in rounds: methods that apply a prompt's scores repeatedly while decoding.
 
-A cache grows by `every` tokens, and then a round scores all that it holds as a prompt is scored, and leaves the budget of it. The last
-queries, which scores need and no cache has, are kept in a ring.
+A cache grows by `every` tokens. A round then scores all its tokens as a prompt is scored, and cuts it to the budget.
+Scores need the last queries, which caches do not have. A ring buffer stores them.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ..base import CacheLayer, Carry, Reads, check_reads_blocks
 from .scoring import PromptScorerLayer
 
 REWRITTEN = 2**21
-"""Numbers of a ring that is written as a whole with every token: one kernel, where a scatter is two."""
+"""Maximum size of a ring that is rewritten whole with every token: one kernel, where a scatter needs two."""
 
 
 @flax.struct.dataclass
@@ -28,9 +28,9 @@ class ObservedCache:
 
     Attributes:
         cache: rotated keys, and values, in order of position from the first slot on.
-        queries: rotated queries of the last W tokens; that of the p-th token, counted from 0, in place p mod W.
-        rounded: tokens that each row had seen at its last round; 0 before the first.
-        total: tokens that each row will reach, which a fractional budget is a fraction of.
+        queries: ring of the rotated queries of the last W tokens. The query of token p, counted from 0, is at p mod W.
+        rounded: tokens that each row had seen at its last round, 0 before the first.
+        total: tokens that each row will reach, for fractional budgets.
     """
 
     cache: LayerCache
@@ -41,13 +41,13 @@ class ObservedCache:
 
 @dataclasses.dataclass(frozen=True)
 class RoundsLayer(CacheLayer[Any]):
-    """One layer that leaves what its scorer keeps of it, once so many tokens have come since it did so last.
+    """A layer that its scorer cuts to the budget once `every` tokens have come since the last round.
 
-    The prompt's tokens count, too: one of `every` tokens or more is compressed at once, and then each row has its rounds at the same
-    time as the others. So a head holds at most the budget and `every` tokens.
+    The prompt's tokens count, too. A prompt of `every` tokens or more is compressed at once, and all rows then have
+    their rounds at the same time. A head therefore has at most the budget plus `every` tokens.
 
     Attributes:
-        scorer: chooses what is kept; of its `policy`, `query_window` queries are kept for it.
+        scorer: chooses what to keep. Its policy's `query_window` sets W.
         every: tokens from round to round.
         keeps_prompt: whether the first round waits for `every` new tokens, however long the prompt is.
     """
@@ -58,7 +58,7 @@ class RoundsLayer(CacheLayer[Any]):
 
     @property
     def reads(self) -> Reads:
-        return "whole" if self.keeps_prompt else "blocks"  # else a first block and a new token would be the same
+        return "whole" if self.keeps_prompt else "blocks"  # the state does not tell a first block from new tokens
 
     @property
     def compress_reads_kv(self) -> bool:
@@ -126,7 +126,7 @@ class RoundsLayer(CacheLayer[Any]):
         return state.cache.seen - state.rounded >= self.every
 
     def _round(self, state: ObservedCache) -> ObservedCache:
-        """The state with what is kept in rows whose time it is, in the slots that a state has between two steps."""
+        """Cut the rows that are due, and return the state with as many slots as between two steps."""
         held, due = state.cache, self.is_due(state)
         place = held.seen[:, None] - self._window + jnp.arange(self._window, dtype=jnp.int32)
         queries = jnp.take_along_axis(state.queries, (place % max(self._window, 1))[..., None, None], axis=1)
@@ -138,23 +138,26 @@ class RoundsLayer(CacheLayer[Any]):
     def _latest(
         self, ring: Float[Array, "B W N H"], q: Float[Array, "B S N H"], start: Int[Array, " B"], stop: Int[Array, " B"]
     ) -> Float[Array, "B W N H"]:
-        """The ring with the queries of tokens `start` to `stop`, which are the first of `q`."""
+        """Return the ring with the queries of tokens `start` to `stop`, which are the first of `q`."""
         if not self._window:
             return ring
         last = stop[:, None] - 1
-        token = last - (last - jnp.arange(self._window, dtype=jnp.int32)) % self._window  # the latest of each place
+        token = last - (last - jnp.arange(self._window, dtype=jnp.int32)) % self._window  # latest token of each place
         ahead = (token - start[:, None])[..., None, None]
         given = jnp.take_along_axis(q, jnp.clip(ahead, 0, q.shape[1] - 1), axis=1)
         return jnp.where(ahead >= 0, given.astype(ring.dtype), ring)
 
     @property
     def _window(self) -> int:
-        """W, queries that are kept."""
+        """W, the number of queries in the ring."""
         return self.scorer.policy.query_window
 
     @property
     def _budget(self) -> int:
-        """The most that a round leaves; what a budget depends on a prompt's length for, is then all that has been read."""
+        """Maximum number of tokens that a round leaves.
+
+        Budgets that depend on a prompt's length use the number of tokens read so far.
+        """
         spec = self.spec
         whole = dataclasses.replace(spec, prompt_len=spec.max_tokens, new_tokens=0, block=max(spec.block, 1))
         return self.scorer.policy.max_budget(whole)

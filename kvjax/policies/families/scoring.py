@@ -1,7 +1,7 @@
-"""What methods that score tokens share: a prompt compressed once by a score, and evictions by score while decoding.
+"""Methods that score tokens: compression of the prompt by a score, and evictions by a score while decoding.
 
-A new scorer is a frozen dataclass with one function, `scores`. As a `PromptScorer` it compresses the prompt and keeps all new
-tokens; as a `ScoreEviction` it stays within its budget while decoding, too.
+A new scorer is a frozen dataclass with one function, `scores`. A `PromptScorer` compresses the prompt and keeps all new
+tokens. A `ScoreEviction` also stays within its budget while decoding.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ E = TypeVar("E", bound="ScoreEviction")
 
 @dataclasses.dataclass(frozen=True)
 class PromptScorer(Policy):
-    """Keep the tokens of a prompt that score highest, each head its own, and all new ones.
+    """Keep each head's highest-scoring tokens of the prompt, and all new tokens.
 
-    A prompt within the budget is kept whole. Of equal scores the earlier token wins.
+    A prompt within the budget is kept whole. Ties go to the earlier token.
 
     Class attributes:
-        scores_whole_prompts: whether `scores` needs a whole prompt, which then cannot be prefilled in blocks.
-        keeps_highest: whether that is so, and `keep_mask` may be asked what it keeps of other scores and budgets, see `critical`.
+        scores_whole_prompts: whether `scores` needs a whole prompt. Chunked prefill is then not supported.
+        keeps_highest: whether the policy keeps its highest scores, and `keep_mask` takes others (see `critical`).
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
@@ -49,32 +49,32 @@ class PromptScorer(Policy):
         check_fields(self)
 
     def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
-        """How much each token of a prompt is worth keeping; what is said of the padding does not matter."""
+        """Return the score of each token of a prompt. Scores of padding are ignored."""
         raise NotImplementedError
 
     @property
     def query_window(self) -> int | None:
-        """How many of the last queries `scores` looks at, if with the keys and values that are held it needs no more: 0 if it needs none.
+        """Number of last queries that `scores` needs besides the cached keys and values, 0 if it needs none.
 
-        None, which it is unless a policy says so, is for all other ways; see `recompress`.
+        None if it needs anything else, which is the default. `recompress` then does not support the policy.
         """
         return None
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
-        """How many tokens at the beginning and at the end are kept whatever their score, by a budget or an array of them."""
+        """Number of first and last tokens that are kept whatever their score, for a budget or an array of budgets."""
         return budget * 0, budget * 0
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Budget of each row in this layer, for prompts of these lengths and so many tokens in all."""
+        """Budget of each row in this layer, for prompts of `lengths` tokens in sequences of `total` tokens."""
         return budget_rows(self.budget, total, self.least_slots)
 
     def max_budget(self, spec: LayerSpec) -> int:
-        """The largest budget that a row can have in this layer."""
+        """Maximum budget of a row in this layer."""
         return budget_tokens(self.budget, spec.max_tokens, self.least_slots)
 
     @property
     def least_slots(self) -> int:
-        """Slots that it needs whatever a sequence's length; a fraction of a short one gives as many."""
+        """Slots that the policy needs at any sequence length. A fraction of a short sequence gives this many."""
         return max(sum(self.always_kept(0)), 1)
 
     def keep_mask(
@@ -84,10 +84,13 @@ class PromptScorer(Policy):
         budget: Int[Array, " B"],
         pos: Int[Array, "B #K T"] | None = None,
     ) -> Bool[Array, "B K T"]:
-        """Which tokens are kept: both ends, and what scores highest between them.
+        """Which tokens are kept: both ends, and the highest scores between them.
 
         Args:
-            pos: of what stands in each place, if it is no whole prompt, see `PromptKV`.
+            scores: score of each token.
+            lengths: tokens in each row.
+            budget: slots of each row.
+            pos: position of each token, unless this is a whole prompt (see `PromptKV`).
         """
         live, ends = self.ends(scores.shape[-1], lengths, budget, pos)
         whole = jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.int32) <= budget[:, None, None]
@@ -98,7 +101,7 @@ class PromptScorer(Policy):
     def ends(
         self, size: int, lengths: Int[Array, " B"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"] | None = None
     ) -> tuple[Bool[Array, "B #K T"], Bool[Array, "B #K T"]]:
-        """Which of `size` places hold a token, and which are among the first and the last ones that are always kept."""
+        """Which of `size` places contain a token, and which are among the always kept first and last tokens."""
         first, last = (end[:, None, None] for end in self.always_kept(budget))
         place, stop = jnp.arange(size, dtype=jnp.int32), lengths[:, None, None]
         pos = jnp.where(place < stop, place, -1) if pos is None else pos
@@ -106,7 +109,7 @@ class PromptScorer(Policy):
 
     def validate(self, tokens: int) -> None:
         first, last = self.always_kept(0)
-        needs = f"but {first} first and {last} last tokens are always kept, at least one in all; raise budget, or keep fewer of them"
+        needs = f"but {first} first and {last} last tokens are always kept, at least one in all. Raise budget, or keep fewer of them."
         check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -133,11 +136,11 @@ class PromptScorerLayer(CacheLayer[P]):
         return read_as_prompt(self, state, block, carry)
 
     def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
-        """Which of a prompt's tokens are kept."""
+        """Return which tokens of a prompt are kept, and the carry."""
         return self.best(prompt, self.policy.scores(self.spec, prompt))[0], carry
 
     def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
-        """Which of a prompt's tokens are kept by their scores, and each row's budget."""
+        """Return which tokens of a prompt are kept by these scores, and the budget of each row."""
         shape = (self.spec.batch, self.spec.num_kv_heads, prompt.size)
         expect_shape(self.policy, "scores", scores, "B K T", shape)
         budget = self.policy.row_budgets(self.spec, prompt.seen, prompt.total)
@@ -148,7 +151,7 @@ class PromptScorerLayer(CacheLayer[P]):
 
     @staticmethod
     def _places(prompt: PromptKV) -> list[Any]:
-        """Positions where they are not those of a whole prompt, which a policy's own `keep_mask` may take for granted."""
+        """Positions, if they are not those of a whole prompt. A user's `keep_mask` may have no parameter for them."""
         return [] if prompt.places is None else [prompt.places]
 
 
@@ -158,7 +161,7 @@ class ScoredCache:
 
     Attributes:
         cache: rotated keys, and values.
-        score: what each slot is worth; of free ones it does not matter.
+        score: score of each slot, arbitrary in free slots.
         budget: slots of each row.
     """
 
@@ -169,24 +172,24 @@ class ScoredCache:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreEviction(PromptScorer):
-    """Keep the tokens that score highest: the prompt's, and while decoding, where each new token pushes out the lowest.
+    """Keep the highest-scoring tokens of the prompt. While decoding, each new token evicts the lowest-scoring one.
 
-    Of equal scores the latest token goes, as in the prompt. A policy with a field `every` evicts in rounds: a head grows to budget + `every`
-    tokens less one, and the next token cuts it to the budget.
+    Ties evict the latest token, as in the prompt. A policy with a field `every` evicts in rounds. A head grows to
+    budget + `every` - 1 tokens, and the next token cuts it to the budget.
 
     Class attributes:
-        scores_alone: whether a token's score follows from the token and its position alone, and stays: `scores` of a prompt and
-            `initial_score` agree, and `update_score` changes nothing. Then a threshold means something, see `thresholded`.
+        scores_alone: whether a token's score depends on the token and its position alone and never changes. `scores` of
+            a prompt and `initial_score` then agree, `update_score` changes nothing, and `thresholded` is supported.
 
     Attributes:
-        budget: slots in all: a number of tokens, or a fraction of prompt + new tokens.
+        budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
     """
 
     scores_alone: ClassVar[bool] = False
 
     @property
     def round_size(self) -> int:
-        """Tokens by which a head exceeds its budget before it is cut to the budget: the policy's `every`, 1 without such a field."""
+        """Tokens by which a head exceeds its budget before it is cut: the policy's `every`, or 1 without that field."""
         return getattr(self, "every", 1)
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
@@ -199,6 +202,7 @@ class ScoreEviction(PromptScorer):
         """Scores after the newest token's query.
 
         Args:
+            spec: the layer's static shapes and model facts.
             score: scores before. The newest token has its `initial_score`.
             probs: attention probabilities of the query, averaged over the query heads of each KV head.
             held: keys, values and positions of the slots, and the number of tokens seen.
@@ -206,9 +210,14 @@ class ScoreEviction(PromptScorer):
         return score
 
     def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt.
+        """Scores after a block of chunked prefill: kept tokens keep theirs, and the block is scored as in a prompt.
 
-        A policy that has `update_score` overrides this, too, or blocks are read token by token.
+        A policy with `update_score` overrides this function, too. Without it, blocks are prefilled token by token.
+
+        Args:
+            spec: the layer's static shapes and model facts.
+            prompt: kept tokens, followed by the block.
+            score: scores before, 0 for the block's tokens.
         """
         fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
         return jnp.where(fresh, self.scores(spec, prompt), score)
@@ -227,14 +236,14 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
 
     @property
     def reads(self) -> Reads:
-        """Token by token where the policy's scores follow queries, and it does not say how they follow those of a block."""
+        """By "tokens" if the policy has `update_score` without `block_scores`."""
         cls = type(self.policy)
         follows = cls.update_score is not ScoreEviction.update_score
         return "tokens" if follows and cls.block_scores is ScoreEviction.block_scores else super().reads
 
     @property
     def compress_reads_kv(self) -> bool:
-        """A round moves what it leaves to the first slots."""
+        """Whether evictions come in rounds, which move the kept tokens to the first slots."""
         return self.policy.round_size > 1
 
     @property
@@ -267,7 +276,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         return cache.attend_prompt(self.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
     def _scored(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> ScoredCache:
-        """What is kept of a prompt with these scores."""
+        """Return the state with the tokens of a prompt that are kept by these scores."""
         keep, budget = self.best(prompt, scores)
         kept, index = cache.keep(self.spec, self.capacity, prompt, keep)
         return ScoredCache(kept, jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0), budget)
@@ -301,7 +310,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         return dataclasses.replace(state, cache=cache.evict(kept, lowest(state, candidates), over))
 
     def _cut(self, state: ScoredCache, due: Bool[Array, " B"]) -> ScoredCache:
-        """The state with the budget's best tokens in the rows that are due."""
+        """Return the state, cut to the budget's highest scores in the rows that are due."""
         held = state.cache
         first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
         ends = held.live & ((held.pos < first) | (held.pos >= held.seen[:, None, None] - last))
@@ -313,14 +322,14 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
 
 
 def lowest(state: ScoredCache, candidates: Bool[Array, "B K C"]) -> Int[Array, "B K"]:
-    """The slot among these whose score is lowest; of equal ones the latest token's."""
+    """Return the candidate slot with the lowest score. Ties go to the latest token."""
     least = jnp.min(jnp.where(candidates, state.score, jnp.inf), axis=-1, keepdims=True)
     equal = candidates & ~exceeds(state.score, least)
     return jnp.argmax(jnp.where(equal, state.cache.pos, -1), axis=-1).astype(jnp.int32)
 
 
 def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"]) -> Float[Array, "B K T"]:
-    """Average or maximum over `width` neighbouring tokens; beyond the ends there are zeros, which count in the average."""
+    """Average or maximum over `width` neighbouring tokens. Beyond the ends are zeros, which count in the average."""
     window, zero = ((1, 1, width), (1, 1, 1), "SAME"), np.zeros((), scores.dtype)
     if kind == "avg":
         return jax.lax.reduce_window(scores, zero, jax.lax.add, *window) / width
@@ -328,7 +337,12 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
 
 
 def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
-    """The attention that each token of a prompt gets from all queries, summed over queries and averaged over each query group."""
+    """Attention that each token of a prompt gets from all queries: summed over queries, averaged over each query group.
+
+    Args:
+        prompt: the prompt. With kept tokens and a block, the queries are the block's.
+        spec: the layer's static shapes and model facts.
+    """
     return attention_mass(
         prompt.q_rotated,
         prompt.k_rotated,
@@ -340,10 +354,12 @@ def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
 
 
 def last_queries(prompt: PromptKV, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
-    """The attention that each token of a prompt gets from its last `window` queries on average.
+    """Mean attention that each token of a prompt gets from its last `window` queries.
 
     Args:
+        prompt: the prompt.
         window: number of queries.
+        spec: the layer's static shapes and model facts.
         options: as for `kvjax.pallas_kernels.window_scores`.
     """
     return window_scores(

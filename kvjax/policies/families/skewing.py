@@ -1,4 +1,4 @@
-"""Skewing matrices: directions that turn a head's queries and keys so that few channels tell their products."""
+"""Skewing matrices: rotations that concentrate a head's queries and keys in few channels."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from ..info import PolicyError
 from ..profile import Profile, check_packed, pack, unpack
 
 _SCALE, _STEPS = np.dtype("<f2"), 127
-"""Type of the scales, and how many steps of its scale an entry may be."""
+"""Dtype of the scales, and number of quantisation steps of an entry on each side of 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SkewProfile(Profile):
-    """A model's skewing matrices, as InfiniGen makes them of a sample text (Lee et al. 2024, section 4.2).
+    """A model's skewing matrices, as InfiniGen computes them from a sample text (Lee et al. 2024, section 4.2).
 
-    A matrix is orthogonal, so it is the product of Householder reflections and a sign for each column: half as many numbers, which
-    give an orthogonal matrix however they are rounded. With eight bits each, 98 to 99 % of the tokens that InfiniGen selects of two
-    books for SmolLM2 stay those of exact matrices, about as many as where the matrices are rounded to bfloat16, and they have the
-    same attention to three digits (0.611 and 0.623 of all).
+    An orthogonal matrix is the product of Householder reflections and a sign for each column. This needs half as many
+    numbers, and the result is orthogonal however they are rounded. With eight bits each, 98 to 99 % of the tokens that
+    InfiniGen selects (two books, SmolLM2) equal those of exact matrices. Rounding matrices to bfloat16 gives about as
+    many. The selected tokens receive the same share of attention to three digits (0.611 and 0.623).
 
     Attributes:
-        matrices: [L], the matrices [K, H, H] of each layer as text (`pack`). A matrix has orthogonal unit vectors as its columns,
-            those in which the sample's queries are largest first.
+        matrices: [L], the matrices [K, H, H] of each layer as text (`pack`). Columns are orthogonal unit vectors,
+            sorted by the size of the sample's queries along them, largest first.
     """
 
     noun: ClassVar[str] = "skew profile"
@@ -45,7 +45,7 @@ class SkewProfile(Profile):
         try:
             return {"matrices": check_packed(found["matrices"])}
         except ValueError as error:
-            raise ValueError(f"matrices should be one text of packed numbers per layer ({error})") from None
+            raise ValueError(f"matrices is not one text of packed numbers per layer ({error})") from None
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)
@@ -53,18 +53,18 @@ class SkewProfile(Profile):
         if len(self.matrices) != config.num_layers or sizes != {config.num_kv_heads * _nbytes(config.head_dim)}:
             shape = config.num_kv_heads, config.head_dim, config.head_dim
             raise PolicyError(
-                f"{methods[0]}: the profile has {len(self.matrices)} layers of {sorted(sizes)} bytes, but should have "
-                f"{config.num_layers} of matrices {list(shape)} in {config.num_kv_heads * _nbytes(config.head_dim)} bytes; "
-                "was its file cut short?"
+                f"{methods[0]}: the profile has {len(self.matrices)} layers of {sorted(sizes)} bytes. This model needs "
+                f"{config.num_layers} of matrices {list(shape)} in {config.num_kv_heads * _nbytes(config.head_dim)} bytes. "
+                "Check whether the file was truncated."
             )
 
     def layer(self, layer: int, head_dim: int) -> Float[np.ndarray, "K H H"]:
-        """The matrices of one layer, in float32."""
+        """Return the matrices of one layer, in float32."""
         return _unpacked(unpack(self.matrices[layer]), head_dim)
 
 
 def _nbytes(head_dim: int) -> int:
-    """Bytes of one matrix: a signed scale for each column, and what is below the diagonal."""
+    """Bytes of one matrix: a signed scale for each column, and the entries below the diagonal."""
     return head_dim * _SCALE.itemsize + head_dim * (head_dim - 1) // 2
 
 
@@ -72,7 +72,7 @@ def _packed(matrices: Float[np.ndarray, "K H H"]) -> bytes:
     # [K, column, row]: reflections below, ±1 on the diagonal.
     columns, factors = np.linalg.qr(matrices.astype(np.float64), mode="raw")
     signs = np.where(np.diagonal(columns, axis1=1, axis2=2) < 0, -1, 1)
-    signs[:, :-1] *= np.where(factors[:, :-1] == 0, -1, 1)  # there was nothing to reflect, but unpacking will
+    signs[:, :-1] *= np.where(factors[:, :-1] == 0, -1, 1)  # QR skipped this reflection, but unpacking applies it
     below = np.triu(columns, 1)
     scales = np.abs(below).max(axis=2).clip(np.finfo(_SCALE).tiny).astype(_SCALE)  # never 0, which has no sign
     steps = np.rint(below / scales[..., None].astype(np.float64) * _STEPS).clip(-_STEPS, _STEPS).astype(np.int8)

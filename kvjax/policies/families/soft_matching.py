@@ -1,13 +1,13 @@
-"""Chunked Soft Matching: merge the most similar keys of each chunk, all chunks of a head competing (Hu et al. 2025, section 5.2).
+"""Chunked Soft Matching: merge the most similar keys of each chunk (Hu et al. 2025, section 5.2).
 
-Tokens are divided into chunks of c. Inside a chunk those at even places are the set A, those at odd places the set B; an edge
-leads from each token of A to the token of B whose key is most similar. The strongest edges over all chunks of a head merge
-their ends: every token of B becomes the mean of itself and of the tokens of A that it is joined to, each counted as often as
-the tokens it stands for. All edges lead from A to B, so clusters are stars, and merging them needs no search.
+Tokens are divided into chunks of c. Within a chunk, tokens at even places are the set A, and tokens at odd places the
+set B. An edge leads from each token of A to the most similar key of B. The strongest edges over all chunks of a head
+merge their ends. Every token of B becomes the mean of itself and of the tokens of A that are joined to it. Each counts
+with its number of merged tokens. All edges lead from A to B, so clusters are stars, and merging them needs no search.
 
-Means are computed in float32 and kept in the cache's type, from step to step. With bfloat16 that decides between edges that are nearly equal;
-as an approximation of attention over all tokens it is no worse than keeping float32 until the last step (of 8192 random tokens in 200
-groups, to a fifth: both off by 7.9 % for even queries, and by 40.4 and 40.7 % for sharp ones).
+Means are computed in float32 and stored in the cache's dtype after every step. With bfloat16, rounding decides between
+near-equal edges. The resulting attention is as accurate as with float32 until the last step. For 8192 random tokens in
+200 groups, cut to a fifth, both were off by 7.9 % for even queries. For sharp queries they were off by 40.4 and 40.7 %.
 """
 
 from typing import Literal
@@ -20,11 +20,11 @@ from kvjax.pallas_kernels import Clusters, chunk_similarity, merge_clusters, top
 from kvjax.pallas_kernels.kmeans import Nearest
 
 Partition = Literal["alternating", "halves", "random"]
-"""How a chunk is divided into A and B: by turns, as in the paper, into its first and second half, or at random."""
+"""How a chunk is divided into A and B: alternating as in the paper, first and second half, or at random."""
 
 
 def edges(size: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
-    """How many edges `size` tokens have: one for each token of A, unless it is alone in the last chunk."""
+    """Number of edges of `size` tokens: one for each token of A, except a token of A alone in the last chunk."""
     half = -(-chunk // 2)
     rest = size % chunk
     return size // chunk * half + jnp.where(rest == 1, 0, (rest + 1) // 2)
@@ -40,17 +40,19 @@ def merge(
     into: Clusters | None = None,
     edges: Nearest | None = None,
 ) -> Clusters:
-    """Merge along the `count` strongest edges among the first `size` tokens from each row's place `first` on; others stay as they are.
+    """Merge the `count` strongest edges among `size` tokens from place `first` on. Other tokens stay as they are.
 
-    A cluster stands where its token of B stood, and gaps are closed, so order is kept and neighbours stay near.
+    A cluster takes the place of its token of B, and gaps are closed. Order is therefore kept, and neighbours stay near.
 
     Args:
-        valid: tokens of each row from `first` on. Places after them may hold anything.
-        size: at most `valid`.
-        count: at most `edges(size, chunk)`.
-        chunk: c.
-        into: scratch for the result that is not used otherwise.
-        edges: from each even place of a chunk to an odd one; by default those of `chunk_similarity` of the tokens' keys.
+        tokens: tokens of all rows.
+        first: first place of each row.
+        valid: tokens of each row from `first` on. Later places may contain anything.
+        size: number of tokens to merge among, at most `valid`.
+        count: number of edges to merge, at most `edges(size, chunk)`.
+        chunk: c, tokens in a chunk.
+        into: scratch for the result, not used otherwise.
+        edges: from each even place of a chunk to an odd one. Defaults to `chunk_similarity` of the keys.
     """
     similarity, target = chunk_similarity(tokens.k, first, size, chunk) if edges is None else edges
     strongest = top_k(similarity.reshape(*similarity.shape[:2], -1), count[:, None]).reshape(similarity.shape)
@@ -58,9 +60,9 @@ def merge(
 
 
 def near(pos: Int[Array, "B K S"], first: Int[Array, " B"], size: Int[Array, " B"], chunk: int) -> Nearest:
-    """As `chunk_similarity`, of positions: an edge leads to the token that stands nearest in the text, and is the stronger the nearer.
+    """`chunk_similarity` of positions: edges lead to the token nearest in the text, and nearer ones are stronger.
 
-    What merging along them costs is what a method pays that does not look at keys.
+    A baseline that shows the loss of merging without looking at keys.
     """
     chunks = -(-pos.shape[-1] // chunk)
     place = jnp.arange(chunks * chunk, dtype=jnp.int32)
@@ -75,9 +77,9 @@ def near(pos: Int[Array, "B K S"], first: Int[Array, " B"], size: Int[Array, " B
 def arranged(
     tokens: Clusters, first: Int[Array, " B"], size: Int[Array, " B"], chunk: int, partition: Partition
 ) -> Clusters:
-    """The tokens with those of each chunk so arranged that the partition's set A is at even places; arguments as for `merge`.
+    """Return the tokens with each chunk arranged so that set A is at even places. Arguments as for `merge`.
 
-    "random" depends on nothing but positions, and so is the same in any batch.
+    "random" depends on positions only, and so is the same in any batch.
     """
     if partition == "alternating":
         return tokens
@@ -88,12 +90,12 @@ def arranged(
     at = inner - start
     by_halves = jnp.where(at < half, 2 * at, 2 * (at - half) + 1).astype(jnp.uint32)[:, None]
     key = jnp.broadcast_to(by_halves, tokens.pos.shape) if partition == "halves" else _scrambled(tokens.pos)
-    group = jnp.where(inside, first[:, None] + start, places)[:, None]  # what is in no chunk is alone
+    group = jnp.where(inside, first[:, None] + start, places)[:, None]  # tokens outside of chunks stay in place
     return _taken(tokens, jnp.lexsort((key, jnp.broadcast_to(group, key.shape)), axis=-1))
 
 
 def in_text_order(tokens: Clusters, size: Int[Array, " B"]) -> Clusters:
-    """The first `size` tokens of each row in order of position, a cluster at its newest token's."""
+    """Return the first `size` tokens of each row by position. A cluster has the position of its newest token."""
     live = jnp.arange(tokens.pos.shape[-1], dtype=jnp.int32) < size[:, None, None]
     return _taken(tokens, jnp.argsort(jnp.where(live, tokens.pos, jnp.iinfo(jnp.int32).max), axis=-1))
 
@@ -106,7 +108,7 @@ def _taken(tokens: Clusters, order: Int[Array, "B K S"]) -> Clusters:
 
 
 def _scrambled(pos: Int[Array, "*S"]) -> UInt32[Array, "*S"]:
-    """A number for each position in no order: the last steps of MurmurHash3."""
+    """Return a pseudorandom number for each position: the last steps of MurmurHash3."""
     x = pos.astype(jnp.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

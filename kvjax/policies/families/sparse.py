@@ -1,4 +1,4 @@
-"""What methods with sparse attention share: every token is kept, and a query reads a selection of them."""
+"""Sparse attention: every token is kept, and a query reads a selection of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from ..budget import budget_tokens
 
 
 def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int, least: int) -> bool:
-    """Whether a layer is one of the first `dense_layers`, or its budget covers all that a sequence can come to."""
+    """Whether a layer is one of the first `dense_layers`, or its budget covers the longest possible sequence."""
     return spec.layer < dense_layers or budget_tokens(budget, spec.max_tokens, least) >= spec.max_tokens
 
 
 def reads_all(spec: LayerSpec, prompt: PromptKV, budget: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """`reads_everything` of each row by its own length: in a batch with longer rows it reads what it would alone."""
+    """`reads_everything` for each row by its length, so that a row reads the same tokens in any batch."""
     return budget >= cache.row_buckets(prompt.lengths, spec.prompt_len) + spec.new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayer(CacheLayer[P]):
-    """Base of layers with sparse attention: token p is in slot p, with its key rotated, and a query reads three kinds of slots.
+    """Base of layers with sparse attention: token p is in slot p, with its key rotated.
 
-    These are what it selects, the first `always_kept[0]` tokens, and a tail of latest ones, up to `always_kept[1]` of them. The
-    state has its store in a field `cache`. `offloaded` then moves only what is selected.
+    A query reads the slots that it selects, the first `always_kept[0]` tokens, and a tail of up to `always_kept[1]`
+    latest tokens. The state has its store in a field `cache`. `offloaded` then moves only selected entries.
 
-    A layer that keeps its store in another way says so by `store`, `with_store` and `attend_to`.
+    A layer with another kind of store overrides `store`, `with_store` and `attend_to`.
     """
 
     @property
@@ -44,45 +44,45 @@ class SparseLayer(CacheLayer[P]):
 
     @property
     def always_kept(self) -> tuple[int, int]:
-        """How many first tokens every query reads, and how long the tail can be that it reads too."""
+        """Number of first tokens that every query reads, and maximum length of the tail that it also reads."""
         raise NotImplementedError
 
     def tail_start(self, state: Any) -> Int[Array, " B"]:
-        """The position that each row's tail begins at, no less than the number of first tokens."""
+        """First position of each row's tail, at least the number of first tokens."""
         raise NotImplementedError
 
     @property
     def selection_shape(self) -> tuple[int, int]:
-        """How many heads select for themselves (R: the query heads or the KV heads), and how many slots (S)."""
+        """Number of heads that select (R: query heads or KV heads), and number of slots that each selects (S)."""
         raise NotImplementedError
 
     def select(self, state: Any, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """Slots that rotated queries select for each selecting head, and which of them are valid.
+        """Return the slots that each selecting head's rotated query selects, and which of them are valid.
 
-        Keys and values are not looked at: they may be out of reach.
+        This must not read keys or values, because they may be in host memory.
         """
         raise NotImplementedError
 
     @property
     def slots_read(self) -> int:
-        """Slots that one of the selecting heads gathers in a decoding step."""
+        """Slots that one selecting head gathers in a decoding step."""
         return cache.round_slots(self.selection_shape[1] + sum(self.always_kept))
 
     @property
     def page(self) -> int:
-        """Slots of a page: all that is read comes in runs of so many slots, each of which begins at a multiple of it."""
+        """Slots of a page. Slots are read in runs of this length, each aligned to a multiple of it."""
         return 1
 
     def query(self, token: Token, carry: Carry) -> Rotated:
-        """The rotated queries that it selects by: those that attend, or such as it has looked ahead to."""
+        """Return the rotated queries to select by: the token's own, or those computed by `look_ahead`."""
         return token.query
 
     def store(self, state: Any) -> tuple[Array, ...]:
-        """What is gathered by slot, and may be out of reach: keys and values [B, K, C, H]."""
+        """Return the arrays that are gathered by slot, which may be in host memory: keys and values [B, K, C, H]."""
         return state.cache.k, state.cache.v
 
     def with_store(self, state: Any, store: tuple[Array, ...]) -> State:
-        """The state with its store elsewhere."""
+        """Return the state with another store."""
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, k=store[0], v=store[1]))
 
     def regroup(self, state: State, keys: Callable[[Array], Array]) -> State:
@@ -104,11 +104,13 @@ class SparseLayer(CacheLayer[P]):
         valid: Bool[Array, "B R S"],
         fetched: tuple[Array, ...],
     ) -> Float[Array, "B N H"]:
-        """Attention of the newest token, given all of the store that it reads.
+        """Return the attention of the newest token over gathered entries of the store.
 
         Args:
+            state: the layer's state.
+            token: the newest token.
             index, valid: slots, and which of them are valid.
-            fetched: what the store has there, [B, R, S, H] each.
+            fetched: the store's entries at these slots, [B, R, S, H] each.
         """
         return cache.attend(self.spec, gathered(fetched[0], fetched[1], index, valid, state.cache.seen), token)[0]
 
@@ -118,9 +120,9 @@ class SparseLayer(CacheLayer[P]):
     def pages_to_read(
         self, state: Any, query: Rotated, position: Int[Array, " B"]
     ) -> tuple[Int[Array, "B R P"], Bool[Array, "B R L"]]:
-        """`slots_to_read` within the layer's window, as pages of `page` slots; and which of the pages, or of the slots in them, are valid.
+        """`slots_to_read` within the layer's window, as pages of `page` slots, and which pages or slots are valid.
 
-        Slots that hold no token yet need not be left out.
+        Slots without a token may be included.
         """
         index, valid = self.slots_to_read(state, query)
         if self.spec.window is not None:
@@ -128,7 +130,7 @@ class SparseLayer(CacheLayer[P]):
         return index[..., :: self.page] // self.page, valid
 
     def slots_to_read(self, state: Any, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:
-        """All slots that rotated queries read, as for `select`: the selection, the first tokens, the tail, and padding."""
+        """Return all slots that rotated queries read: the selection, the first tokens, the tail, and padding."""
         index, valid = self.select(state, query)
         kept, exists = (
             jnp.broadcast_to(x[:, None], (*index.shape[:2], x.shape[-1])) for x in self.always_kept_slots(state)
@@ -139,7 +141,7 @@ class SparseLayer(CacheLayer[P]):
         return jnp.pad(index, padding), jnp.pad(valid, padding)
 
     def always_kept_slots(self, state: Any) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
-        """Slots that every query reads: first tokens and tail, and which of them exist."""
+        """Return the slots that every query reads, first tokens and tail, and which of them exist."""
         first, latest = self.always_kept
         pos = jnp.arange(first + latest, dtype=jnp.int32)
         pos = jnp.where(pos < first, pos, self.tail_start(state)[:, None] + pos - first)
@@ -153,7 +155,7 @@ def gathered(
     valid: Bool[Array, "B R S"],
     seen: Int[Array, " B"],
 ) -> LayerCache:
-    """A small cache of R heads, of what they have read."""
+    """Return a small cache of R heads with gathered keys and values."""
     return LayerCache(
         k=k,
         v=v,

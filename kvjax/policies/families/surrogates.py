@@ -1,7 +1,7 @@
-"""Small networks that predict what a prompt's tokens are worth, trained for one model: their weights, and the scorers that use them.
+"""Surrogates: scorers with small networks that predict token scores, trained for one model.
 
-They read what a layer's attention reads, the normed hidden states, and neither queries, keys nor values. Weights are files that the
-methods' authors publish.
+The networks read the normed hidden states that a layer's attention reads. They need no queries, keys or values. The
+methods' authors publish the weights as files.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from .ragged import RaggedLayer
 from .scoring import PromptScorer, PromptScorerLayer
 
 Weights = Mapping[str, np.ndarray]
-"""Arrays of one layer's network by their names in the file."""
+"""Arrays of one layer's network, by their names in the file."""
 
 WITHIN = "model.safetensors"
-"""The file that is read of a folder."""
+"""The file that is read from a folder."""
 
 MOST_BYTES = 1 << 30
-"""Of a file of weights: more than those that are published for models of 70 billion parameters."""
+"""Maximum size of a file of weights, above all published ones (models of up to 70 billion parameters)."""
 
 _PIECE = 1 << 20
 """Numbers that are checked at a time."""
@@ -44,11 +44,11 @@ _PIECE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Surrogate:
-    """Weights of a network per layer. Equal if all numbers are; hashable, so that it can be a policy's hyperparameter.
+    """Weights of one network per layer. Hashable and compared by value, so that it can be a hyperparameter.
 
     Attributes:
-        layers: of each layer the arrays by name.
-        digest: hash of all of them.
+        layers: the arrays of each layer, by name.
+        digest: hash of all arrays.
     """
 
     layers: tuple[Weights, ...] = dataclasses.field(repr=False)
@@ -56,11 +56,11 @@ class Surrogate:
 
     @classmethod
     def of(cls, layers: Sequence[Weights]) -> Self:
-        """That of some arrays.
+        """Make a surrogate from arrays.
 
         Raises:
-            ValueError: there is no layer, a layer's arrays have other names than another's, or one has numbers that are not finite, or a
-                single number.
+            ValueError: there is no layer, layers have arrays of different names, or an array is a scalar or has numbers
+                that are not finite.
         """
         if not layers:
             raise ValueError("no layers")
@@ -68,7 +68,7 @@ class Surrogate:
         for i, layer in enumerate(layers):
             if layer.keys() != layers[0].keys():
                 raise ValueError(
-                    f"layer {i} has {', '.join(sorted(layer))}, but layer 0 {', '.join(sorted(layers[0]))}"
+                    f"layer {i} has {', '.join(sorted(layer))}, but layer 0 has {', '.join(sorted(layers[0]))}"
                 )
             for name, array in sorted(layer.items()):
                 if not array.ndim:
@@ -87,23 +87,29 @@ class Surrogate:
         return hash(self.digest)
 
     def require(self, name: str, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `PolicyError` unless there is a network for each of a model's layers, of these shapes."""
+        """Raise `PolicyError` unless there is a network of these shapes for each layer of the model."""
         if len(self.layers) != config.num_layers:
-            raise PolicyError(f"{name}: weights for {len(self.layers)} layers, but this model has {config.num_layers}")
+            raise PolicyError(
+                f"{name}: the weights have {len(self.layers)} layers, but this model has {config.num_layers}. Give weights trained for it."
+            )
         for i, layer in enumerate(self.layers):
             found = {array: tuple(layer[array].shape) for array in layer}
             if found != dict(shapes):
                 raise PolicyError(
-                    f"{name}: layer {i} has weights {found}, but for this model they are {dict(shapes)}; give those that were trained for it"
+                    f"{name}: layer {i} has weights {found}, but this model needs {dict(shapes)}. Give weights trained for it."
                 )
 
 
 def load(path: str, read: Callable[[Path], Sequence[Weights]]) -> Surrogate:
-    """Weights from a file, or from `WITHIN` of a folder, which `read` knows the layout of. A file that has not changed is read once.
+    """Load weights from a file, or from `WITHIN` of a folder. An unchanged file is read once.
+
+    Args:
+        path: file or folder.
+        read: parses the file's layout.
 
     Raises:
-        PolicyError: they are not in that layout, or have more than `MOST_BYTES`.
-        OSError: there is no such file, it is not a regular one, or it cannot be read.
+        PolicyError: the file has another layout, or more than `MOST_BYTES`.
+        OSError: the file does not exist, is not a regular file, or cannot be read.
     """
     file = user_files.expanded(path)
     if (file / WITHIN).exists():
@@ -129,15 +135,15 @@ class SurrogateScorer(PromptScorer):
     """Base of methods that score a prompt's tokens by a network.
 
     Class attributes:
-        source: where published weights are, for errors.
-        reads: names that the matrix may have that reads what attention reads.
+        source: where weights are published, for errors.
+        reads: possible names of the matrix that multiplies the attention inputs.
 
     Attributes:
-        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
-            kept whole.
+        budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
+            prompt within it is kept whole.
         weights: a `Surrogate`, or the path of published weights.
         scope: whether the heads of a "layer" share their budgets, or each "head" has its own.
-        sinks: first tokens, which are kept.
+        sinks: first tokens, always kept.
     """
 
     keeps_highest: ClassVar[bool] = False
@@ -152,33 +158,33 @@ class SurrogateScorer(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0)
         if not isinstance(self.weights, Surrogate | str | None):
-            raise PolicyError(f"{self.info.name}: weights={self.weights!r}; give a Surrogate, or the path of a file")
+            raise PolicyError(f"{self.info.name}: weights={self.weights!r} is not valid. Give a Surrogate or a path.")
 
     @staticmethod
     def read(path: Path) -> Sequence[Weights]:
-        """A file's arrays, by layer and name.
+        """Read a file's arrays, by layer and name.
 
         Raises:
-            ValueError: it is not in the published layout.
+            ValueError: the file does not have the published layout.
         """
         raise NotImplementedError
 
     def shapes(self, config: ModelConfig, found: Surrogate) -> Mapping[str, tuple[int, ...]]:
-        """What shapes a layer's arrays have in weights for a model; sizes that the model does not settle are those found."""
+        """Shapes that a layer's arrays must have for a model. Sizes that it leaves open are taken from `found`."""
         raise NotImplementedError
 
     def predicted(
         self, weights: Mapping[str, Array], x: Float[Array, "B T D"], heads: Int[Array, " K"]
     ) -> Float[Array, "B K T"]:
-        """What tokens are worth to some of a layer's KV heads, by what attention reads, in float32."""
+        """Predicted scores of tokens for some of a layer's KV heads, from the attention inputs `x`, in float32."""
         raise NotImplementedError
 
     def recent(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many last tokens are kept of prompts of these lengths, as far as the budget goes."""
+        """Number of last tokens that are kept of prompts of these lengths, as far as the budget allows."""
         return jnp.zeros_like(lengths)
 
     def bind(self, config: ModelConfig) -> Policy:
-        """The policy with the weights themselves."""
+        """Return the policy with its weights loaded."""
         found = load(self.weights, self.read) if isinstance(self.weights, str) else self.weights
         if found is None:
             raise missing_weights(self)
@@ -217,31 +223,31 @@ class SurrogateScorer(PromptScorer):
         return best & (rivals > -jnp.inf) | ends | live & whole
 
     def chosen(self, layer: PromptScorerLayer[Any], prompt: PromptKV, carry: Carry) -> Bool[Array, "B K T"]:
-        """Which of a prompt's tokens one of its layers keeps."""
+        """Which tokens of a prompt one of the policy's layers keeps."""
         spec = layer.spec
         assert isinstance(self.weights, Surrogate)
         x = jax.lax.stop_gradient(AttentionContext.of(carry, spec).inputs()).astype(jnp.float32)
         weights = self.weights.layers[spec.layer]
         width = next(weights[name].shape[1] for name in self.reads if name in weights)
-        x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model all inputs are alike
+        x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model, all inputs are equal
         x = jnp.where(prompt.live[:, 0, :, None], x, 0.0)
         heads = spec.head_ids if spec.kv_heads is None else jnp.asarray(spec.kv_heads)
-        # Behind a barrier, or XLA would compute with such constants as it compiles.
+        # The barrier keeps XLA from constant folding with the weights while it compiles.
         own = {name: jax.lax.optimization_barrier(jnp.asarray(array)) for name, array in weights.items()}
         own = {name: array.astype(jnp.float32) for name, array in own.items()}
         return layer.best(prompt, self.predicted(own, x, heads))[0]
 
 
 def missing_weights(policy: Any) -> PolicyError:
-    """The error of a policy that has no weights."""
+    """Return the error of a policy without weights."""
     return PolicyError(
-        f"{policy.info.name}: no weights are given, and none come with kvjax; give those of {policy.source} as weights=PATH"
+        f"{policy.info.name}: no weights are given, and none come with kvjax. Give those of {policy.source} as weights=PATH."
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
-    """One layer of a `SurrogateScorer`, each of whose heads keeps as much."""
+    """One layer of a `SurrogateScorer` whose heads all keep equally many tokens."""
 
     @property
     def needs_context(self) -> bool:
@@ -253,7 +259,7 @@ class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
 
 @dataclasses.dataclass(frozen=True)
 class SharedSurrogateLayer(RaggedLayer[SurrogateScorer]):
-    """One layer of a `SurrogateScorer`, whose heads share a store."""
+    """One layer of a `SurrogateScorer` whose heads share a store."""
 
     @property
     def needs_context(self) -> bool:

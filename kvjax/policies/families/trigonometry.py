@@ -1,4 +1,4 @@
-"""Queries and keys as complex numbers, one for each pair of channels that is rotated together; and a model's mean queries as such."""
+"""Channel pairs of queries and keys as complex numbers, and a profile of a model's mean queries."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,11 +14,14 @@ from ..info import PolicyError
 from ..profile import Profile, check_packed, pack, unpack
 
 _DTYPE = np.dtype("<f2")
-"""In which statistics are kept."""
+"""Dtype of stored statistics."""
 
 
 def pairs(rope: Rope, x: Float[Array, "*S H"]) -> tuple[Float[Array, "*S F"], Float[Array, "*S F"]]:
-    """Real and imaginary parts of F = H / 2 pairs, in float32: those that are rotated, then those that pass through, as halves."""
+    """Return real and imaginary parts of F = H / 2 channel pairs, in float32.
+
+    Rotated pairs come first. Channels that are not rotated follow, paired as two halves.
+    """
     turned = 2 * len(rope.inv_freq)
     x = x.astype(jnp.float32)
     first, rest = x[..., :turned], x[..., turned:]
@@ -31,7 +34,7 @@ def pairs(rope: Rope, x: Float[Array, "*S H"]) -> tuple[Float[Array, "*S F"], Fl
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[Float[np.ndarray, " F"], Float[np.ndarray, " F"]]:
-    """Of each of `pairs`, the angle per position in radians, and the factor that rotation comes with."""
+    """Return the rotation angle per position in radians, and the rotation's amplitude, for each of `pairs`."""
     turned, passed = len(rope.inv_freq), head_dim // 2 - len(rope.inv_freq)
     return (
         np.asarray([*rope.inv_freq, *[0.0] * passed], np.float32),
@@ -41,13 +44,14 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Float[np.ndarray, " F"], Flo
 
 @dataclasses.dataclass(frozen=True)
 class MeanQueries(Profile):
-    """What TriAttention knows of a model's query heads: of unrotated queries as complex numbers the mean, and the mean size.
+    """Query statistics for TriAttention: mean and mean magnitude of unrotated queries as complex numbers.
 
-    In float16: of the tokens that TriAttention keeps by SmolLM2's statistics of one text (a quarter of a thousand), 99.98 % are the same as in
-    float32, and 95 % are by another text's statistics.
+    Statistics are float16. If TriAttention keeps a quarter of a thousand tokens by SmolLM2's statistics of one text,
+    99.98 % of them are the same as with float32 statistics. With another text's statistics, 95 % are the same.
 
     Attributes:
-        queries: [L], of each layer Re μ, Im μ and ρ of every query head and pair [N, 3, F] in float16, as text (`pack`).
+        queries: [L], for each layer Re μ, Im μ and ρ of every query head and pair, [N, 3, F] in float16, as text
+            (`pack`).
     """
 
     noun: ClassVar[str] = "profile of mean queries"
@@ -65,7 +69,7 @@ class MeanQueries(Profile):
         try:
             return {"queries": check_packed(found["queries"])}
         except ValueError as error:
-            raise ValueError(f"queries should be one text of packed numbers per layer ({error})") from None
+            raise ValueError(f"queries is not one text of packed numbers per layer ({error})") from None
 
     def require(self, methods: Sequence[str], config: ModelConfig) -> None:
         super().require(methods, config)
@@ -73,16 +77,14 @@ class MeanQueries(Profile):
         expected = config.num_heads * 3 * (config.head_dim // 2) * _DTYPE.itemsize
         if len(self.queries) != config.num_layers or sizes != {expected}:
             raise PolicyError(
-                f"{methods[0]}: the profile has {len(self.queries)} layers of {sorted(sizes)} bytes, but should have "
-                f"{config.num_layers} of {expected}; was its file cut short?"
+                f"{methods[0]}: the profile has {len(self.queries)} layers of {sorted(sizes)} bytes. This model needs "
+                f"{config.num_layers} of {expected}. Check whether the file was truncated."
             )
         for i in range(config.num_layers):
             found = self.layer(i, config.head_dim)
             if not (np.isfinite(found).all() and (found[:, 2] >= 0).all()):
-                raise PolicyError(
-                    f"{methods[0]}: the profile's layer {i} has statistics that no queries can have; make it anew"
-                )
+                raise PolicyError(f"{methods[0]}: layer {i} of the profile has impossible statistics. Calibrate again.")
 
     def layer(self, layer: int, head_dim: int) -> Float[np.ndarray, "N 3 F"]:
-        """Of one layer: Re μ, Im μ and ρ of every query head."""
+        """Return Re μ, Im μ and ρ of every query head of one layer."""
         return np.frombuffer(unpack(self.queries[layer]), _DTYPE).reshape(-1, 3, head_dim // 2).astype(np.float32)

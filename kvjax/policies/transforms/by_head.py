@@ -1,4 +1,4 @@
-"""Another policy for each group of KV heads. The combination is a policy itself, so it nests."""
+"""`by_head`: a different policy for each group of KV heads. The combination is a policy itself, so it nests."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from ..replay import Replay
 
 @dataclasses.dataclass(frozen=True)
 class ByHead(Policy):
-    """Another policy for each group of KV heads; made by `by_head`.
+    """A different policy for each group of KV heads, made by `by_head`.
 
-    Every group has a cache of its own shape, so a group that keeps less really holds less memory.
+    Each group has a cache of its own shape, so a group that keeps less occupies less memory.
 
     Attributes:
         groups: policies.
-        heads: for each group, the KV heads that it has in each layer: [group][layer][...].
+        heads: KV heads of each group in each layer: [group][layer][...].
     """
 
     groups: tuple[Policy, ...]
@@ -51,12 +51,12 @@ class ByHead(Policy):
         for layers in zip(*self.heads, strict=False):
             if sorted(head for heads in layers for head in heads) != every:
                 raise PolicyError(
-                    f"by_head: the heads given do not divide this model's {len(every)} KV heads among the groups, each head "
-                    "to exactly one; was the profile made for another model?"
+                    f"by_head: the profile does not assign each of this model's {len(every)} KV heads to exactly one group. "
+                    "Use a profile that was made for this model."
                 )
         if any(len(layers) != config.num_layers for layers in self.heads):
             raise PolicyError(
-                f"by_head was given heads of {len(self.heads[0])} layers, but the model has {config.num_layers}"
+                f"by_head: the profile has {len(self.heads[0])} layers, but the model has {config.num_layers}"
             )
         return ByHead(tuple(policy.bind(config) for policy in self.groups), self.heads)
 
@@ -79,8 +79,8 @@ class ByHead(Policy):
         for part in parts:
             if part.layer.replays:
                 raise PolicyError(
-                    f"by_head: {part.layer.policy.info.name!r} has the model read a prompt again for all heads of a layer together; give it "
-                    "to whole layers, by by_layer"
+                    f"by_head: {part.layer.policy.info.name!r} reads a prompt again for all heads of a layer together. Give it whole layers, "
+                    "with by_layer."
                 )
         return ByHeadLayer(self, spec, tuple(parts))
 
@@ -94,7 +94,7 @@ class Part:
 
     Attributes:
         layer: their functions.
-        heads: their places among the layer's KV heads.
+        heads: their indices among the layer's KV heads.
     """
 
     layer: CacheLayer[Any]
@@ -103,7 +103,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class ByHeadLayer(CacheLayer[ByHead]):
-    """One layer, whose groups of heads each have a state of their own; see `ByHead`."""
+    """A layer whose groups of heads have separate states, see `ByHead`."""
 
     parts: tuple[Part, ...]
 
@@ -219,12 +219,12 @@ class ByHeadLayer(CacheLayer[ByHead]):
 
     @property
     def _plain(self) -> bool:
-        """Whether all groups take and read a new token as `CacheLayer` does: then they can do so at once."""
+        """Whether all groups append and attend as `CacheLayer` does, and can therefore do so together."""
         return all(part.layer.is_plain for part in self.parts)
 
     @property
     def _in_order(self) -> np.ndarray:
-        """Where the layer's query heads stand when those of each part follow one another."""
+        """Indices that put the concatenated query heads of the parts into the layer's order."""
         return np.argsort(np.concatenate([self._queries(part) for part in self.parts]))
 
     def _queries(self, part: Part) -> np.ndarray:
@@ -233,7 +233,7 @@ class ByHeadLayer(CacheLayer[ByHead]):
 
 
 def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) -> ByHead:
-    """Give KV heads policies of their own.
+    """Give groups of KV heads different policies.
 
     Args:
         policies: a policy for each label.
@@ -245,7 +245,7 @@ def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) ->
     unknown = {label for layer in profile for label in layer} - set(policies)
     if unknown:
         raise PolicyError(
-            f"by_head: the profile labels heads {sorted(unknown)}, but policies are given for {sorted(policies)}"
+            f"by_head: the profile labels heads {sorted(unknown)}, but policies are given for {sorted(policies)} only"
         )
     heads = tuple(
         tuple(tuple(i for i, other in enumerate(layer) if other == label) for layer in profile) for label in policies

@@ -1,4 +1,4 @@
-"""Another policy in each layer. The combination is a policy itself, so it nests."""
+"""`by_layer`: a different policy in each layer. The combination is a policy itself, so it nests."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from ..info import PolicyError, PolicyInfo, combined
 
 @dataclasses.dataclass(frozen=True)
 class ByLayer(Policy):
-    """Another policy in each layer; made by `by_layer`.
+    """A different policy in each layer, made by `by_layer`.
 
     Attributes:
         layers: one policy per layer.
@@ -30,7 +30,9 @@ class ByLayer(Policy):
 
     def bind(self, config: ModelConfig) -> "ByLayer":
         if config.num_layers != len(self.layers):
-            raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {config.num_layers}")
+            raise PolicyError(
+                f"by_layer: {len(self.layers)} layers are given, but the model has {config.num_layers}. Give one policy per layer."
+            )
         return ByLayer(tuple(policy.bind(config) for policy in self.layers))
 
     def with_budget(self, budget: Any) -> "ByLayer":
@@ -50,19 +52,21 @@ class ByLayer(Policy):
 def by_layer(
     policies: Sequence[Policy] | Mapping[int, Policy], default: Policy | None = None, num_layers: int | None = None
 ) -> ByLayer:
-    """Give layers policies of their own.
+    """Give layers different policies.
 
     Args:
-        policies: one per layer; or a mapping from layer to policy, with `default` for the layers it leaves out of `num_layers`.
+        policies: one policy per layer, or a mapping from layer to policy.
+        default: policy of the layers that a mapping leaves out.
+        num_layers: number of layers, for a mapping.
 
     Raises:
-        PolicyError: a mapping without `default` or `num_layers`, or with a layer that does not exist.
+        PolicyError: a mapping comes without `default` or `num_layers`, or has a layer that does not exist.
     """
     if isinstance(policies, Mapping):
         if default is None or num_layers is None:
-            raise PolicyError("by_layer: a mapping of layers needs a default policy and num_layers")
+            raise PolicyError("by_layer: a mapping of layers needs a default policy and num_layers. Give both.")
         unknown = [layer for layer in policies if not 0 <= layer < num_layers]
         if unknown:
-            raise PolicyError(f"by_layer: layer {unknown[0]} is not among the model's {num_layers} (counted from 0)")
+            raise PolicyError(f"by_layer: there is no layer {unknown[0]}. Give 0 to less than {num_layers}.")
         policies = [policies.get(layer, default) for layer in range(num_layers)]
     return ByLayer(tuple(policies))

@@ -1,4 +1,4 @@
-"""CriticalKV: any scorer of prompts, which chooses a part of its budget by what the model makes of values, too."""
+"""CriticalKV: any prompt scorer, with part of its budget selected by the projected size of values."""
 
 import dataclasses
 from typing import Any, ClassVar, cast
@@ -19,19 +19,20 @@ from ..info import PolicyError
 from .wrapper import Wrapper
 
 TOKENS = 64
-"""Values that are projected at a time: 64 x N x D numbers in float32 exist at once."""
+"""Values that are projected at a time, which materialises 64 x N x D numbers in float32."""
 
 SURE = 1e30
-"""Score of what the first stage keeps."""
+"""Score of tokens that the first stage keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Critical(Wrapper):
-    """A scorer of prompts that weighs values for a part of its budget; made by `critical`.
+    """A prompt scorer that weighs values for a part of its budget, made by `critical`.
 
     Attributes:
-        policy: how a prompt is scored, and its budget.
-        share: of the budget, what is kept by the policy's own scores; both ends that it always keeps are of this part.
+        policy: scores the prompt, and has the budget.
+        share: share of the budget that is selected by the policy's scores alone. It includes the ends that the policy
+            always keeps.
         epsilon: added to scores before they are multiplied.
     """
 
@@ -43,12 +44,12 @@ class Critical(Wrapper):
     def __post_init__(self) -> None:
         check_fields(self, share=0, epsilon=0)
         if self.share > 1:
-            raise PolicyError(f"{self.info.name}: share={self.share}; give 0 to 1")
+            raise PolicyError(f"{self.info.name}: share={self.share} is out of range. Give 0 to 1.")
 
     def bind(self, config: ModelConfig) -> Policy:
         bound = super().bind(config)
         for spec in layer_specs(config, 1, 64, 64, jnp.float32):
-            bound.layer(spec)  # raises where a layer's tokens cannot be weighed so
+            bound.layer(spec)  # raises if the policy is not supported
         return bound
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -58,8 +59,8 @@ class Critical(Wrapper):
             return inner
         if not (scores and inner.is_plain and inner.when == "never"):
             raise PolicyError(
-                f"{self.info.name}: {self.policy.info.name!r} does not keep simply what scores highest of a prompt, each head its own; give "
-                "a policy that does, such as snapkv, pyramidkv or compactor"
+                f"{self.info.name}: {self.policy.info.name!r} does not keep each head's highest scores of the prompt. Use a policy that "
+                "does, such as snapkv, pyramidkv or compactor."
             )
         scorer = cast(PromptScorer, self.policy)
         return CriticalLayer(scorer, spec, share=self.share, epsilon=self.epsilon)
@@ -67,7 +68,7 @@ class Critical(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class CriticalLayer(PromptScorerLayer[PromptScorer]):
-    """One layer of `Critical`, a layer of its scorer that chooses in two stages."""
+    """One layer of `Critical`: a layer of its scorer that selects in two stages."""
 
     share: float = dataclasses.field(kw_only=True)
     epsilon: float = dataclasses.field(kw_only=True)
@@ -92,7 +93,7 @@ class CriticalLayer(PromptScorerLayer[PromptScorer]):
 def projected_sizes(
     spec: LayerSpec, around: AttentionContext, values: Float[Array, "B T K H"]
 ) -> Float[Array, "B K T"]:
-    """How much of the model's output each value makes alone: the sum of its output projection's sizes, mean over the query group."""
+    """L1 norm that each value has after the output projection, mean over the query group."""
     output, size = around.output_of(spec), values.shape[1]
     step = min(TOKENS, size)
     blocks = jnp.pad(values, ((0, 0), (0, -size % step), (0, 0), (0, 0))).astype(jnp.float32)
@@ -109,17 +110,18 @@ def projected_sizes(
 def critical(policy: Policy, share: float = 0.5, epsilon: float = 1e-4) -> Critical:
     """Weigh values for a part of a prompt's budget (Feng et al. 2025, CriticalKV): `critical(SnapKV(budget=512))`.
 
-    The share of the budget goes to what the policy scores highest. The rest goes to what is highest by (score + epsilon) · N, where N is the
-    sum of the sizes of all numbers that a token's value is projected to by the layer's output matrix, mean over the query heads that
-    read it: what a token may change in the output at most. As in the published code for policies with one budget for each head; scores
-    should not be below 0. Memory is the policy's.
+    A share of the budget goes to the policy's highest scores. The rest goes to the highest (score + epsilon) · N. N is
+    the L1 norm of a token's value after the layer's output projection, mean over the query heads that read it. It
+    bounds the token's contribution to the output. This follows the published code for policies with one budget per
+    head. Scores should not be negative. Memory is that of the policy.
 
     Args:
-        policy: keeps simply what scores highest of a prompt: snapkv, pyramidkv, compactor, or one of your own. expected_attention counts the
-            lengths of values by itself, and then counts them twice; in blocks it has a way of its own to choose, and is refused.
+        policy: keeps each head's highest scores of the prompt: snapkv, pyramidkv, compactor, or your own.
+            expected_attention already weighs scores by value norms, which then count twice. Its chunked prefill is not
+            supported.
         share, epsilon: see above.
 
     Raises:
-        PolicyError: a number is out of range, or (once a model is known) the policy is none of these.
+        PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
     """
     return Critical(policy, share, epsilon)

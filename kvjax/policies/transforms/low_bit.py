@@ -1,4 +1,4 @@
-"""What the two layers of `quantized` share, which keep in low-bit codes what another layer keeps of a prompt."""
+"""Base of the two layers of `quantized`, which keep another layer's tokens in low-bit codes."""
 
 import dataclasses
 from typing import Any
@@ -9,10 +9,10 @@ from ..replay import Replay
 
 @dataclasses.dataclass(frozen=True)
 class LowBitLayer(CacheLayer[P]):
-    """Base of layers whose keys and values are quantised. New tokens are appended, and no slot moves after that.
+    """Base of layers with quantised keys and values. New tokens are appended, and no slot moves afterwards.
 
     Attributes:
-        inner: the layer of the policy that is quantised, which chooses from the prompt.
+        inner: the layer of the quantised policy, which chooses from the prompt.
     """
 
     inner: CacheLayer[Any] = dataclasses.field(kw_only=True)

@@ -1,4 +1,4 @@
-"""Offloading: a policy whose keys and values lie in the host's memory, and come to the device when they are read."""
+"""Offloading: a policy's keys and values stay in host memory, and move to the device when they are read."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, cast
@@ -21,19 +21,19 @@ from ..info import PolicyError
 from .wrapper import Wrapper
 
 KV = tuple[Array, ...]
-"""Keys and values, or whatever a policy has in its store."""
+"""Keys and values, or all arrays of a policy's store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded(Wrapper):
-    """A policy with its keys and values in host memory; made by `offloaded`.
+    """A policy with its keys and values in host memory, made by `offloaded`.
 
     Attributes:
-        policy: whose cache it is.
-        steps: R in ClusterKV's section IV-D, how many of the latest queries' selections a sparse layer keeps on the device; with 0
-            all that is selected travels.
-        fetch: "selected" moves only what a query selects and the device does not have; "layer" moves a layer at a time even
-            so, for devices that read a whole layer faster than its host finds the parts.
+        policy: the policy.
+        steps: R in section IV-D of ClusterKV, number of latest queries whose selections a sparse layer caches on the
+            device. With 0, all selected tokens are fetched.
+        fetch: "selected" fetches only selected tokens that the device does not have. "layer" fetches a whole layer, for
+            devices that read it faster than the host gathers its parts.
     """
 
     transform: ClassVar[str] = "offloaded"
@@ -45,11 +45,11 @@ class Offloaded(Wrapper):
         check_fields(self, steps=0)
 
     def bind(self, config: ModelConfig) -> Policy:
-        """Every part of the policy offloaded by itself, so that each layer's functions are those of one method."""
+        """Offload every part of the policy separately, so that each layer has the functions of one method."""
         if not host_memory.available():
             raise PolicyError(
-                f"{self.info.name}: {jax.devices()[0].platform} devices have no memory of kind pinned_host in this JAX; use the "
-                "policy without offloading"
+                f"{self.info.name}: {jax.devices()[0].platform} devices have no memory of kind pinned_host in this JAX. Use the "
+                "policy without offloading."
             )
         return super().bind(config)
 
@@ -59,15 +59,15 @@ class Offloaded(Wrapper):
             return OffloadedSparseLayer(self, spec, inner=cast(SparseLayer[Any], inner))
         if inner.has_own_store:
             raise PolicyError(
-                f"{self.info.name}: {self.policy.info.name!r} has its keys and values in a store of its own, which is not moved; "
-                "use it without offloading"
+                f"{self.info.name}: the store of {self.policy.info.name!r} cannot be offloaded, because it is not a LayerCache. "
+                "Use it without offloading."
             )
         return OffloadedLayer(self, spec, inner=inner)
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedLayer(WrappedLayer[Offloaded]):
-    """One layer, all of whose keys and values come to the device when they are read."""
+    """A layer whose keys and values all move to the device when they are read."""
 
     @property
     def reads(self) -> Reads:
@@ -99,27 +99,29 @@ class OffloadedLayer(WrappedLayer[Offloaded]):
         return self.inner.view(cache.map_kv(host_memory.to_device, state))
 
     def _placed(self, state: State) -> State:
-        """A state that the policy has made, with its keys and values on the host."""
+        """Return a state of the policy with its keys and values on the host."""
         return cache.map_kv(self._on_host, state)
 
     def _on_host(self, kv: KV) -> KV:
-        none = "keys and values are in the host's memory, through which there is no gradient"
-        error = PolicyError(f"{self.policy.info.name}: {none}; take it of the policy without offloading")
+        none = "keys and values in host memory have no gradient"
+        error = PolicyError(f"{self.policy.info.name}: {none}. Use the policy without offloading.")
         return host_memory.to_host(without_gradient(kv, error))
 
 
 @flax.struct.dataclass
 class OffloadedSparseCache:
-    """A sparse layer whose store is on the host. B rows, K KV heads, R heads that select S slots each, E slots read by all.
+    """State of a sparse layer whose store is on the host.
+
+    B rows, K KV heads, R heads that select S slots each, E slots that every query reads.
 
     Attributes:
-        inner: the policy's own state, its keys and values on the host and all else on the device.
-        kept: [B, K, E, H], the first tokens and a ring of the latest ones, on the device; nothing if the policy has none.
-        recent: [B, R, steps · S, H], what the latest queries selected, the last one's first.
-        slot: which slots these are, -1 where none.
-        queries: how many each row has had.
-        chosen, found: tokens that they chose, first tokens included, and those of them that were on the device; the first query
-            of a row, which finds nothing, is not counted.
+        inner: the policy's state, with keys and values on the host and all other arrays on the device.
+        kept: [B, K, E, H], the first tokens and a ring of the latest ones, on the device. Empty if the policy has none.
+        recent: [B, R, steps · S, H], entries that the latest queries selected, the last query's first.
+        slot: slots of these entries, -1 for none.
+        queries: number of queries of each row so far.
+        chosen, found: number of tokens that queries selected, including first tokens, and number of those that were on
+            the device. The first query of a row, which finds nothing, is not counted.
     """
 
     inner: Any
@@ -133,7 +135,7 @@ class OffloadedSparseCache:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedSparseLayer(OffloadedLayer):
-    """One layer, of whose store only what a query selects comes to the device."""
+    """A layer that moves only selected entries of its store to the device."""
 
     inner: SparseLayer[Any] = dataclasses.field(kw_only=True)
 
@@ -187,7 +189,7 @@ class OffloadedSparseLayer(OffloadedLayer):
         first, latest = self.inner.always_kept
         if first + latest > 0:
             place = jnp.arange(first + latest, dtype=jnp.int32)
-            # Of the ring, the last position of the prompt that belongs at each place.
+            # For each place of the ring, the last position of the prompt that belongs there.
             newest = state.cache.seen[:, None] - 1
             pos = jnp.where(place < first, place, newest - (newest - (place - first)) % max(latest, 1))
             pos = jnp.maximum(pos, 0)[:, None, :, None]
@@ -202,14 +204,14 @@ class OffloadedSparseLayer(OffloadedLayer):
         return OffloadedSparseCache(inner, kept, recent, slot, queries, zeros, zeros)
 
     def _place(self, pos: Int[Array, "*B"]) -> Int[Array, "*B"]:
-        """Where in `kept` the token at a position is, if it is there."""
+        """Index in `kept` of the token at a position, if it is there."""
         first, latest = self.inner.always_kept
         return jnp.where(pos < first, pos, first + pos % max(latest, 1))
 
     def _fetch(
         self, state: OffloadedSparseCache, index: Int[Array, "B R S"], valid: Bool[Array, "B R S"]
     ) -> tuple[OffloadedSparseCache, KV]:
-        """Keys and values of what is selected, [B, R, S, H], and the state in which they are the most recent."""
+        """Return the selected keys and values, [B, R, S, H], and the state in which they are the most recent."""
         place, cached = host_memory.find(state.slot, index)
         cached &= valid
         missing = valid & ~cached
@@ -250,45 +252,45 @@ class OffloadedSparseLayer(OffloadedLayer):
 def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"] = "selected") -> Offloaded:
     """Keep a policy's keys and values in host memory (JAX's memory kind `pinned_host`), and all else on the device.
 
-    The policy gives what it gives otherwise. A new token is written into the host's store in place. What attention reads comes to
-    the device one layer at a time:
+    Outputs do not change. A new token is written into the host store in place. Data that attention reads moves to the
+    device one layer at a time:
 
-    - Of a policy that reads all it holds, that is the layer's whole cache: the device holds the keys and values of one layer, and a
-      step moves those of all layers. If `compress` looks at keys or values (`chelsea`), they come once more for it, and what
-      it has changed goes back, after every step.
-    - Of one with sparse attention (a `SparseLayer`, such as `clusterkv` has), it is what a query selects and none of its head's last `steps` queries
-      did: their selections stay on the device (ClusterKV, section IV-D), and so do the first tokens and the tail, which every
-      query reads. This goes by tokens: of a cluster that was cut to fit the budget, those left out are not on the device. What is
-      missing travels in rounds of `host_memory.BLOCK` slots for each head of each row, as many rounds as the head that misses most needs;
-      so a step moves more than its misses, though nothing if there are none. A GPU whose kernels read the host's memory moves the misses
-      alone.
+    - A policy that reads its whole cache: the layer's whole cache moves. The device has the keys and values of one
+      layer, and a step moves those of all layers. If `compress` computes with keys or values (`chelsea`), they move
+      again for it, and changed ones move back, after every step.
+    - A policy with sparse attention (a `SparseLayer`, such as `clusterkv` has): selected tokens move, unless one of the
+      head's last `steps` queries selected them, too. Those selections stay on the device (section IV-D of ClusterKV),
+      as do the first tokens and the tail, which every query reads. This works per token: tokens of a cluster that was
+      cut to fit the budget are not on the device. Missing tokens move in rounds of `host_memory.BLOCK` slots for each
+      head of each row. The head with the most misses determines the number of rounds, so a step moves more than its
+      misses, and nothing if there are none. A GPU whose kernels read host memory moves only the misses.
 
-    `nbytes` and `host_nbytes` tell the bytes in the two memories; `hit_rate`, and the stats of `kvjax.generate`, the share of
-    tokens that were there.
+    `nbytes` and `host_nbytes` return the bytes in both memories. `hit_rate` and the stats of `kvjax.generate` return
+    the share of selected tokens that were on the device.
 
     Args:
-        policy: any, compositions included. Keys and values are those of the `LayerCache`s in its state, and are written by `kvjax.cache`.
+        policy: any policy, compositions included, whose keys and values are in `LayerCache`s that `kvjax.cache` writes.
         steps, fetch: see `Offloaded`.
 
     Raises:
-        PolicyError: `steps` is negative, or (once a model is known) the default device has no such memory, or (with
-            its layers) the policy has keys and values in no `LayerCache`, as `adakv` and quantised ones.
+        PolicyError: `steps` is negative. Once a model is known, also if the default device has no such memory, or if the
+            policy has keys and values outside of a `LayerCache`, as `adakv` and quantised policies do.
     """
     return Offloaded(policy, steps, fetch)
 
 
 def hits(caches: Any) -> tuple[int, int]:
-    """Tokens that queries chose in the offloaded sparse layers of `caches`, and how many of them were on the device."""
+    """Number of tokens that queries selected in the offloaded sparse layers of `caches`, and number of device hits."""
     layers = [x for x in jax.tree.leaves(caches, is_leaf=_counts) if _counts(x)]
     chosen, found = ([np.asarray(getattr(x, name), np.int64).sum() for x in layers] for name in ("chosen", "found"))
     return int(sum(chosen)), int(sum(found))
 
 
 def fetched_bytes(caches: Any, steps: int) -> int:
-    """Bytes of keys and values that `steps` decoding steps have needed from the host's memory.
+    """Bytes of keys and values that `steps` decoding steps needed from host memory.
 
-    Those are, of layers with sparse attention, the selected tokens that were not on the device (the first query's, which finds nothing, are
-    not counted, as in `hits`), and of others all that they hold, once a step.
+    Sparse layers need the selected tokens that were not on the device. (The first query, which finds nothing, is not
+    counted, as in `hits`.) Other layers need their whole cache in each step.
     """
     size = 0
     for part in jax.tree.leaves(caches, is_leaf=_counts):
@@ -302,18 +304,18 @@ def fetched_bytes(caches: Any, steps: int) -> int:
 
 
 def hit_rate(caches: Any) -> float | None:
-    """The share of the tokens chosen that were on the device, all rows, heads and layers together; None where none were chosen."""
+    """Share of selected tokens that were on the device, over all rows, heads and layers. None if none were selected."""
     chosen, found = hits(caches)
     return found / chosen if chosen else None
 
 
 def _counts(part: Any) -> bool:
-    """Whether it is a layer's state that counts what its queries chose."""
+    """Whether this is the state of an offloaded sparse layer."""
     return hasattr(part, "chosen") and hasattr(part, "found")
 
 
 def _returned(after: State, near: State, far: State) -> State:
-    """A state on the device back on the host. Keys and values that are still those of `near` are in `far`, and stay there."""
+    """Move a state back to the host. Keys and values that are unchanged since `near` are reused from `far`."""
 
     def back(after: KV, near: KV, far: KV) -> KV:
         return tuple(f if a is n else host_memory.to_host(a) for a, n, f in zip(after, near, far, strict=True))

@@ -1,4 +1,4 @@
-"""Any method that compresses while decoding, stopped once the prompt is read: the form in which methods for prompts are compared."""
+"""`prompt_only`: any policy without its compression during decoding, to compare what policies keep of a prompt."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -16,10 +16,10 @@ from .wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class PromptOnly(Wrapper):
-    """A policy that compresses a prompt and keeps all that comes after it; made by `prompt_only`.
+    """A policy that compresses a prompt and keeps all new tokens, made by `prompt_only`.
 
     Attributes:
-        policy: what is kept of a prompt. Its budget is for the prompt alone.
+        policy: compresses the prompt. Its budget is for the prompt alone.
     """
 
     transform: ClassVar[str] = "prompt_only"
@@ -35,8 +35,8 @@ class PromptOnly(Wrapper):
             return inner
         if inner.has_own_store or self.policy.info.transform == "offloaded":
             raise PolicyError(
-                f"{self.info.name}: {self.policy.info.name!r} keeps its tokens in a store of its own; put prompt_only around the policy "
-                "within, as in offloaded(prompt_only(tova))"
+                f"{self.info.name}: the store of {self.policy.info.name!r} is not a LayerCache. Put prompt_only around the policy within, "
+                "as in offloaded(prompt_only(tova))."
             )
         if self.policy.info.positions == "cache_rank":
             return RankedPromptOnlyLayer(self, spec, inner=inner)
@@ -45,7 +45,7 @@ class PromptOnly(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class PromptOnlyLayer(CacheLayer[PromptOnly]):
-    """One layer: what another one leaves of a prompt, in slots of which there are enough for all new tokens.
+    """A layer that keeps what another one keeps of a prompt, with slots for all new tokens.
 
     Attributes:
         inner: chooses from the prompt.
@@ -65,7 +65,7 @@ class PromptOnlyLayer(CacheLayer[PromptOnly]):
 
 @dataclasses.dataclass(frozen=True)
 class RankedPromptOnlyLayer(PromptOnlyLayer):
-    """One layer of a policy whose tokens stand at their places among those that are kept; slots are filled in that order."""
+    """One layer of a policy whose tokens have their ranks as positions. Slots are filled in that order."""
 
     def append(self, state: LayerCache, token: Token) -> LayerCache:
         return cache.insert(state, token, rotated=False)[0]
@@ -75,23 +75,23 @@ class RankedPromptOnlyLayer(PromptOnlyLayer):
 
     @staticmethod
     def _ranks(state: LayerCache) -> tuple[Int[Array, "B K C"], Int[Array, "B K"]]:
-        """Where each slot's token, and the newest one, stand."""
+        """Rank of each slot's token, and of the newest token."""
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
         return jnp.broadcast_to(places, state.pos.shape), jnp.maximum(state.next - 1, 0)
 
 
 def prompt_only(policy: Policy, budget: int | float | None = None) -> PromptOnly:
-    """Compress the prompt as a policy does, and keep all that is read and written after it: `prompt_only(TOVA(budget=512))`.
+    """Compress the prompt as a policy does, and keep all later tokens: `prompt_only(TOVA(budget=512))`.
 
-    Methods that evict while they decode, TOVA, H2O, KeyDiff, StreamingLLM and TreeKV among them, then hold their budget of the prompt and
-    every new token, as methods for prompts do (SnapKV, say), and as kvpress' presses do with all methods: so these can be
-    compared with nothing but what is kept of the prompt between them. A question that is read after the prompt counts as new. A policy that
-    does not compress while decoding is as it was.
+    Methods that evict while they decode, such as TOVA, H2O, KeyDiff, StreamingLLM and TreeKV, then keep their budget of
+    the prompt and every new token, as SnapKV does. kvpress' presses do the same for all methods. The methods then
+    differ only in what they keep of the prompt. A question after the prompt counts as new tokens. A policy that does
+    not compress while decoding stays as it is.
 
-    Prompts are read whole, as in parts a policy compresses what came before.
+    Chunked prefill is not supported, because policies compress earlier blocks during it.
 
     Args:
-        policy: what is kept of the prompt.
-        budget: the policy's budget, if it is to be another.
+        policy: compresses the prompt.
+        budget: replaces the policy's budget if given.
     """
     return PromptOnly(policy if budget is None else policy.with_budget(budget))

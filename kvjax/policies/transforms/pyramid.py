@@ -1,4 +1,4 @@
-"""PyramidKV's budgets by layer, for any policy that has a budget."""
+"""`pyramid`: PyramidKV's budgets by layer, for any policy with a budget."""
 
 import dataclasses
 from fractions import Fraction
@@ -16,10 +16,10 @@ from .wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class Pyramid(Wrapper):
-    """Another policy with PyramidKV's budgets; made by `pyramid`.
+    """Another policy with PyramidKV's budgets, made by `pyramid`.
 
     Attributes:
-        policy: what each layer does with its budget.
+        policy: policy of each layer.
         beta: see `PyramidKV`.
     """
 
@@ -31,7 +31,7 @@ class Pyramid(Wrapper):
         check_fields(self, beta=1)
         if getattr(self.policy, "budget", None) is None:
             raise PolicyError(
-                f"pyramid: policy {self.policy.info.name!r} has no budget to divide among layers; give one that has"
+                f"pyramid: policy {self.policy.info.name!r} has no budget to divide among layers. Use a policy with a budget."
             )
 
     def bind(self, config: ModelConfig) -> Policy:
@@ -40,16 +40,18 @@ class Pyramid(Wrapper):
         return by_layer([policy.with_budget(budget) for budget in budgets]).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        raise PolicyError(
-            f"{self.info.name}: layers differ by the model's number of them; bind(config) gives a model's policy"
-        )
+        raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
 
 
 def pyramid(policy: Policy, beta: int = 20) -> Pyramid:
-    """Any policy with a budget, with PyramidKV's budgets by layer: `pyramid(ChunkKV(budget=512))`.
+    """Give any policy PyramidKV's budgets by layer: `pyramid(ChunkKV(budget=512))`.
 
-    They depend on the layer alone: a prompt is kept whole in the layers whose budget it does not exceed, and no layer has more
-    slots than that, in batches, too.
+    Budgets depend on the layer only. A layer keeps a prompt within its budget whole, and never allocates more slots
+    than its budget, in batches as well.
+
+    Args:
+        policy: policy with a budget.
+        beta: see `PyramidKV`.
 
     Raises:
         PolicyError: the policy has no budget.
@@ -58,11 +60,13 @@ def pyramid(policy: Policy, beta: int = 20) -> Pyramid:
 
 
 def layer_budgets(budget: int | float, num_layers: int, beta: int = 20, window: int = 0) -> list[Any]:
-    """PyramidKV's budgets from the first layer to the last: numbers of tokens for one of tokens, else fractions.
+    """PyramidKV's budgets from the first to the last layer, in tokens for a budget in tokens, otherwise fractions.
 
     Args:
-        budget: of the average layer.
-        window: tokens of a budget that every layer has besides; of fractions, where it is not known how many these are, none.
+        budget: budget of the average layer.
+        num_layers: number of layers.
+        beta: see `PyramidKV`.
+        window: tokens that every layer has in addition. Not used for fractions, where their share is unknown.
     """
     steps = max(num_layers - 1, 1)
     if isinstance(budget, int):

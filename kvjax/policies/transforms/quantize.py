@@ -1,4 +1,4 @@
-"""Quantisation: keys and values in a few bits, under any policy that leaves its cache alone once the prompt is read."""
+"""Quantisation: low-bit keys and values, for any policy that only appends tokens after the prompt."""
 
 import dataclasses
 import math
@@ -23,14 +23,14 @@ from .wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class Quantized(Wrapper):
-    """A policy whose keys and values are kept in a few bits; made by `quantized`.
+    """A policy with quantised keys and values, made by `quantized`.
 
     Attributes:
-        policy: what is kept.
+        policy: determines which tokens are kept.
         bits, group: see `KIVI` and `TurboQuant`.
-        residual: of "kivi", see `KIVI`.
+        residual: for "kivi", see `KIVI`.
         scheme: "kivi" or "turboquant".
-        values, signs, exact_layers: of "turboquant", see `TurboQuant`.
+        values, signs, exact_layers: for "turboquant", see `TurboQuant`.
     """
 
     transform: ClassVar[str] = "quantized"
@@ -48,8 +48,8 @@ class Quantized(Wrapper):
         for field in dataclasses.fields(self):
             if field.name in others and getattr(self, field.name) != field.default:
                 raise PolicyError(
-                    f"quantized: {field.name}={getattr(self, field.name)!r} means nothing to scheme={self.scheme!r}; leave it out, or give "
-                    "the other scheme"
+                    f"quantized: {field.name}={getattr(self, field.name)!r} has no effect with scheme={self.scheme!r}. Leave it out, or give "
+                    "the other scheme."
                 )
         if self.scheme == "turboquant":
             check_codes(self, self.bits)
@@ -66,21 +66,20 @@ class Quantized(Wrapper):
     def bind(self, config: ModelConfig) -> Policy:
         bound = super().bind(config)
         for spec in cache.layer_specs(config, 1, 64, 64, jnp.float32):
-            bound.layer(spec)  # raises where a layer cannot be quantised
+            bound.layer(spec)  # raises if a layer cannot be quantised
         return bound
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
         if not inner.is_plain or inner.when != "never":
             raise PolicyError(
-                f"{self.info.name}: {self.policy.info.name!r} has its own way of keeping tokens while decoding, but packed groups of "
-                "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
-                "chunkkv or catekv"
+                f"{self.info.name}: {self.policy.info.name!r} changes its cache while decoding, but packed groups of tokens cannot be "
+                "moved, merged or evicted. Use a policy that compresses only the prompt, such as full, snapkv, chunkkv or catekv."
             )
         if self.policy.info.refits_values:
             raise PolicyError(
-                f"{self.info.name}: {self.policy.info.name!r} gives slots fitted weights, for which packed slots have no place; give a policy "
-                "whose slots are single tokens, such as snapkv"
+                f"{self.info.name}: {self.policy.info.name!r} gives slots fitted weights, which quantised caches do not store. Use a policy "
+                "whose slots are single tokens, such as snapkv."
             )
         if self.scheme == "kivi":
             return QuantizedLayer(self, spec, inner=inner)
@@ -88,8 +87,8 @@ class Quantized(Wrapper):
             return inner
         if spec.head_dim & (spec.head_dim - 1):
             raise PolicyError(
-                f"{self.info.name}: heads of {spec.head_dim} numbers; scheme='turboquant' rotates by a Hadamard matrix, whose size is a "
-                "power of two, so take kivi, or scheme='kivi', for this model"
+                f"{self.info.name}: scheme='turboquant' needs a head dim that is a power of two, but this model has {spec.head_dim}. "
+                "Use kivi, or scheme='kivi'."
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in ("bits", "group", "values", "signs")}
         return RotatedLayer(self, spec, inner=inner, **options)
@@ -97,7 +96,7 @@ class Quantized(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer(LowBitLayer[Quantized]):
-    """One layer, packed when its prompt is read and whenever so many new tokens have come; see `Quantized`."""
+    """A layer that packs tokens after the prompt and at intervals while decoding, see `Quantized`."""
 
     @property
     def shards_own_store(self) -> bool:
@@ -116,7 +115,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         return self._packed(kept), carry
 
     def append(self, state: PackedCache, token: Token) -> PackedCache:
-        """A new token takes the places of residual ones that have been read for the last time, and are packed: R keys together."""
+        """Add a token in place of residual ones that were read for the last time, and pack these: R keys at once."""
         dtype, bits = self.spec.dtype, self.policy.bits
         size, slot = state.pos.shape[-1], state.next
         residual = state.k_recent.shape[2]
@@ -124,20 +123,20 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         at = rows[:, None], heads[None, :]
         k_place, v_place = slot % residual, slot % (residual + 1)
 
-        # Past the last, hence dropped, where there is none.
+        # Where there is no value to pack, the index is out of bounds, and the write is dropped.
         where = jnp.where(slot > residual, slot - residual - 1, size)
         where = where if state.slot_shards == 1 else cache.local_slot(state, where)
         old = state.v_recent[*at, v_place]
         values = packing.put(state.v, old, where, bits, self._channels, dtype)
 
-        # Not inside `cond`, through whose branches the packed keys would be copied.
+        # Not inside `cond`, whose branches would copy the packed keys.
         new = packing.pack(state.k_recent, bits, self.policy.group, "slots", dtype)
         is_complete = ((k_place == 0) & (slot > 0))[..., None]
         k_recent = state.k_recent.at[*at, k_place].set(token.k_rotated.astype(dtype))
         v_recent = state.v_recent.at[*at, v_place].set(token.v.astype(dtype))
 
         def filled(x: Array, new: Array) -> Array:
-            each = residual // new.shape[2]  # slots
+            each = residual // new.shape[2]  # slots per entry of `new`
             where = ((slot // residual - 1) * residual)[..., None] + jnp.arange(0, residual, each, dtype=jnp.int32)
             where = jnp.where(is_complete, where, size)
             where = where if state.slot_shards == 1 else cache.local_slot(state, where)
@@ -162,14 +161,18 @@ class QuantizedLayer(LowBitLayer[Quantized]):
     def read_block(
         self, state: PackedCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], PackedCache, Carry]:
+        """Process one block of a chunked prefill.
+
+        The block attends to the cache as it is when its first token comes, and exactly to itself. Then tokens are packed as if
+        they had come one by one.
+        """
         check_reads_blocks(self)
-        """The block attends to what is packed when its first token comes, exactly to itself; then more is packed, as token by token."""
         begun = self.view(self._with_first(state, block, jnp.minimum(block.count, 1)))
         held = cache.insert_block(dataclasses.replace(begun, next=state.next, seen=state.seen), block)
         return cache.attend_block(self.spec, held, block), self._with_first(state, block, block.count), carry
 
     def _with_first(self, state: PackedCache, block: TokenBlock, number: Int[Array, " B"]) -> PackedCache:
-        """The state with the first `number` tokens of a block appended."""
+        """Return the state with the first `number` tokens of a block appended."""
         bits, dtype, residual, count = self.policy.bits, self.spec.dtype, state.k_recent.shape[2], 8 // self.policy.bits
         k, v = (jnp.swapaxes(x, 1, 2).astype(dtype) for x in (block.k_rotated, block.v))
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
@@ -183,7 +186,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         )
 
         def exact(recent: Array, new: Array, slot: Int[Array, "B K W"]) -> Float[Array, "B K W H"]:
-            """Numbers of slots that are residual or the block's."""
+            """Unquantised entries of slots that are residual or in the block."""
             old = jnp.take_along_axis(recent, (slot % recent.shape[2])[..., None], axis=2)
             ahead = slot - state.next[..., None]
             given = jnp.take_along_axis(new, jnp.maximum(ahead, 0)[..., None], axis=2, mode="clip")
@@ -204,7 +207,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         )
 
     def view(self, state: PackedCache) -> LayerCache:
-        """All slots unpacked."""
+        """All slots, unpacked."""
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
         packed_k, packed_v = (packing.unpack(x, self.policy.bits).astype(self.spec.dtype) for x in (state.k, state.v))
         live = state.live[..., None]
@@ -223,11 +226,11 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         )
 
     def _packed(self, filled: LayerCache) -> PackedCache:
-        """A cache whose slots are filled from the left, packed."""
+        """Pack a cache whose slots are filled from the left."""
         policy, spec, size = self.policy, self.spec, self.capacity
         padding = [(0, 0), (0, 0), (0, size - filled.pos.shape[-1])]
         k, v = (jnp.pad(x, [*padding, (0, 0)]) for x in (filled.k, filled.v))
-        residual = min(policy.residual, -(-(size + 1) // self._unit) * self._unit)  # more is of no use
+        residual = min(policy.residual, -(-(size + 1) // self._unit) * self._unit)  # no more than there are slots
         state = PackedCache(
             k=packing.pack(k, policy.bits, policy.group, "slots", spec.dtype),
             v=packing.pack(v, policy.bits, self._channels, "channels", spec.dtype),
@@ -248,7 +251,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
 
     @property
     def _unit(self) -> int:
-        """Slots that whole groups and whole bytes take."""
+        """Smallest number of slots that fills whole groups and whole bytes."""
         return math.lcm(self.policy.group, 8 // self.policy.bits)
 
     @property
@@ -258,25 +261,25 @@ class QuantizedLayer(LowBitLayer[Quantized]):
 
 
 def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
-    """Raise `PolicyError` unless the hyperparameters of `policy` fit together."""
+    """Raise `PolicyError` unless the hyperparameters of `policy` are consistent."""
     check_fields(policy, group=1, residual=1)
     if residual % group:
         raise PolicyError(
-            f"{policy.info.name}: residual={residual} and group={group}; keys are packed when `residual` tokens have come together, in "
-            "whole groups, so give a multiple of group"
+            f"{policy.info.name}: residual={residual} is not a multiple of group={group}, but keys are packed `residual` tokens at a "
+            "time, in whole groups. Give a multiple of group."
         )
     if residual % (8 // bits):
         raise PolicyError(
-            f"{policy.info.name}: residual={residual} and bits={bits}; the numbers of {8 // bits} tokens share a byte, so give a multiple "
-            f"of {8 // bits} as residual"
+            f"{policy.info.name}: residual={residual} does not fit bits={bits}, with which {8 // bits} tokens share a byte. Give a multiple "
+            f"of {8 // bits} as residual."
         )
 
 
 def check_codes(policy: Policy, bits: int) -> None:
-    """Raise `PolicyError` unless the hyperparameters of `policy` are such as the codes of `TurboQuant` take."""
+    """Raise `PolicyError` unless the hyperparameters of `policy` are valid for the codes of `TurboQuant`."""
     check_fields(policy, group=1, exact_layers=0)
     if bits not in (2, 4):
-        raise PolicyError(f"{policy.info.name}: bits={bits}; codes of rotated numbers have 2 or 4")
+        raise PolicyError(f"{policy.info.name}: bits={bits} is not supported. Give 2 or 4.")
 
 
 def quantized(
@@ -289,19 +292,20 @@ def quantized(
     signs: int | None = None,
     exact_layers: int = 0,
 ) -> Quantized:
-    """Keep what a policy keeps in a few bits, as `KIVI` or `TurboQuant` does: `quantized(ChunkKV(budget=512), bits=4)`.
+    """Quantise a policy's cache, as `KIVI` or `TurboQuant` does: `quantized(ChunkKV(budget=512), bits=4)`.
 
-    The policy must leave its cache alone after the prompt, but for adding new tokens: full, snapkv, pyramidkv, chunkkv,
-    expected_attention, or both kinds of heads of catekv. Packed groups are not changed again, so policies that evict or merge while
-    they decode, sparse ones, and those with a store of their own are refused. `by_head` and `by_layer` take quantised policies beside others.
+    The policy may only append tokens after the prompt: full, snapkv, pyramidkv, chunkkv, expected_attention, or both
+    kinds of heads of catekv. Packed groups are never changed, so policies that evict or merge while they decode, sparse
+    policies, and policies with their own store are not supported. `by_head` and `by_layer` can combine quantised
+    policies with others.
 
     Args:
-        policy: any such, compositions included.
+        policy: such a policy, compositions included.
         bits, group, residual: see `KIVI`.
-        scheme: "kivi"; or "turboquant", every token coded as it comes, by codes of rotated numbers.
-        values, signs, exact_layers: of "turboquant", see `TurboQuant`.
+        scheme: "kivi", or "turboquant", which codes every token when it comes, as a rotated vector.
+        values, signs, exact_layers: for "turboquant", see `TurboQuant`.
 
     Raises:
-        PolicyError: a number is out of range, or (once a model is known) the policy is none of these.
+        PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
     """
     return Quantized(policy, bits, group, residual, scheme, values, signs, exact_layers)

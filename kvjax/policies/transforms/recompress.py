@@ -1,4 +1,4 @@
-"""Any method that cuts a prompt by its scores, applied again and again while decoding."""
+"""`recompress`: any method that cuts a prompt by scores, applied repeatedly while decoding."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, cast
@@ -15,12 +15,12 @@ from .wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class Recompress(Wrapper):
-    """A scorer of prompts that compresses what is held again every so many tokens; made by `recompress`.
+    """A prompt scorer that compresses the cache again in rounds, made by `recompress`.
 
     Attributes:
-        policy: how a prompt is scored, and what is kept of it.
+        policy: scores the tokens, and has the budget.
         every: tokens from round to round.
-        prompt: whether a prompt is cut at once, or kept until so many new tokens have come.
+        prompt: whether to "compress" a prompt at once, or "keep" it until `every` new tokens have come.
     """
 
     transform: ClassVar[str] = "recompress"
@@ -31,21 +31,21 @@ class Recompress(Wrapper):
     def __post_init__(self) -> None:
         if hasattr(self.policy, "every"):
             raise PolicyError(
-                f"recompress: {self.policy.info.name!r} has rounds of its own; give it every={self.every}"
+                f"recompress: {self.policy.info.name!r} has its own rounds. Give it every={self.every} instead."
             )
         if getattr(self.policy, "query_window", None) is None:
             raise PolicyError(
-                f"recompress: {self.policy.info.name!r} does not score what is held by the latest queries alone, without which it cannot "
-                "be scored again while decoding; give a policy that does, such as snapkv, pyramidkv, chunkkv, knorm, keydiff, tova or "
-                "h2o:observers='last'"
+                f"recompress: {self.policy.info.name!r} scores need more than keys, values and the latest queries, so they cannot be "
+                "computed again while decoding. Use a policy such as snapkv, pyramidkv, chunkkv, knorm, keydiff, tova or "
+                "h2o:observers='last'."
             )
         check_fields(self, every=1)
         scorer = cast(PromptScorer, self.policy)
         window, (_, last) = scorer.query_window or 0, scorer.always_kept(0)
         if window > self.every + last:
             raise PolicyError(
-                f"{self.info.name}: the last {window} queries score, but only the last {self.every + last} tokens are held in any case; "
-                f"raise every to {window - last}, or lower the policy's window"
+                f"{self.info.name}: the last {window} queries score, but only the last {self.every + last} tokens are always kept. "
+                f"Raise every to {window - last}, or lower the policy's window."
             )
 
     @property
@@ -54,7 +54,7 @@ class Recompress(Wrapper):
 
     @property
     def window(self) -> int:
-        """Tokens of a budget that every layer has, for `pyramid`."""
+        """Tokens of a budget that every layer has in addition, for `pyramid`."""
         return getattr(self.policy, "window", 0)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
@@ -76,26 +76,26 @@ def recompress(
     budget: int | float | None = None,
     prompt: Literal["compress", "keep"] = "compress",
 ) -> Recompress:
-    """Compress by a prompt's scores again and again while decoding: `recompress(SnapKV(budget=512), every=128)`.
+    """Compress by a prompt's scores repeatedly while decoding: `recompress(SnapKV(budget=512), every=128)`.
 
-    Whenever `every` tokens have come, all that a head holds is scored as a prompt is, and the budget is left of it, new tokens among
-    it; so a head never holds more than the budget and `every` tokens. The prompt's tokens count, so that one of `every` tokens or more is
-    cut when it has been read. Scores are those of the policy: what its window's queries, which are kept, rotated to their positions,
-    attend to of what is left; or keys alone. A policy that evicts while decoding by itself does so in rounds instead, and by
-    scores of the moment.
+    Whenever `every` tokens have come, a round scores all cached tokens of a head as a prompt is scored, and cuts them
+    to the budget. A head never has more than the budget plus `every` tokens. The prompt's tokens count, so a prompt of
+    `every` tokens or more is cut after prefill. Scores are the policy's: attention from the queries of its window,
+    which are kept with their original rotation, or scores from keys alone. A policy that evicts while decoding then
+    does so in rounds, by its current scores.
 
-    As kvpress's `DecodingPress` (interval 512) with a press for the prompt; it decodes with the window's queries at their own positions,
-    where `DecodingPress` has them all at the current one.
+    This resembles kvpress' `DecodingPress` (interval 512) with a press for the prompt. kvjax uses the window's queries
+    at their own positions, and `DecodingPress` uses all of them at the current position.
 
     Args:
-        policy: scores by the last queries or keys alone: snapkv, pyramidkv, chunkkv, knorm, keydiff, random, tova, or h2o with
-            `observers="last"`.
-        every: tokens from round to round. As many as the policy's window at least, but for those it always keeps.
-        budget: the policy's budget, if it is to be another.
-        prompt: "compress" or "keep": whether a prompt is cut at once, or, as `DecodingPress` alone does, kept until `every` new tokens
-            have come, in as much memory. Then it is not read in blocks.
+        policy: scores by the last queries or by keys alone: snapkv, pyramidkv, chunkkv, knorm, keydiff, random, tova,
+            or h2o with `observers="last"`.
+        every: tokens from round to round: at least the policy's window minus the last tokens that it always keeps.
+        budget: replaces the policy's budget if given.
+        prompt: "compress" cuts a prompt at once. "keep" waits for `every` new tokens, as `DecodingPress` alone does,
+            and needs memory for the whole prompt. Chunked prefill is then not supported.
 
     Raises:
-        PolicyError: a number is out of range, or the policy does not score by the latest queries alone.
+        PolicyError: a number is out of range, or the policy needs more than the latest queries.
     """
     return Recompress(policy if budget is None else policy.with_budget(budget), every, prompt)

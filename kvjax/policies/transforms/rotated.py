@@ -1,4 +1,4 @@
-"""A cache of rotated vectors in few bits, every one of which is coded when it comes: TurboQuant's scheme of `quantized`."""
+"""TurboQuant's scheme of `quantized`: a low-bit cache of rotated vectors, each coded when it comes."""
 
 import dataclasses
 import math
@@ -21,17 +21,17 @@ from ..base import Carry, check_reads_blocks
 from .low_bit import LowBitLayer
 
 Values = Literal["levels", "rotated"]
-"""How values are kept: evenly spaced levels of a group of channels, or as keys are."""
+"""How values are stored: evenly spaced entries per group of channels, or as keys are."""
 
 
 @flax.struct.dataclass
 class RotatedCache:
-    """A cache in few bits, keys rotated a second time. B rows, K KV heads, C slots, H head dim.
+    """A low-bit cache of rotated vectors. B rows, K KV heads, C slots, H head dim.
 
     Attributes:
-        k: keys, rotated to their positions and then by the matrix that makes their coordinates alike.
-        v: values, likewise (`Coded`) or in groups of channels (`packing.Packed`).
-        pos, next, seen, sharded: as in `LayerCache`; slots below `next` are filled.
+        k: keys, rotated to their positions, and then by the matrix that equalises their coordinates.
+        v: values, as keys are (`Coded`), or in groups of channels (`packing.Packed`).
+        pos, next, seen, slot_shards: as in `LayerCache`. Slots below `next` are filled.
     """
 
     k: Coded
@@ -43,23 +43,23 @@ class RotatedCache:
 
     @property
     def cache(self) -> Self:
-        """Itself, as of a `LayerCache`."""
+        """The state itself, for code that reads the `cache` of a state."""
         return self
 
     @property
     def slot_axes(self) -> tuple[Any, Any]:
-        """Along which axis each array of keys and values has slots, or what several of them have together."""
+        """Slot axis of each array of keys and values."""
         return self.k.slot_axes, self.v.slot_axes
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
-        """Which slots hold something."""
+        """Slots that contain a token."""
         return jnp.arange(self.pos.shape[-1], dtype=jnp.int32) < self.next[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
 class RotatedLayer(LowBitLayer[Any]):
-    """One layer whose keys and values are coded as they come. A token's own step, and a block's own attention, have them exact.
+    """A layer that codes keys and values when they come. A token's own step and a block's attention are exact.
 
     Attributes:
         bits, group, values, signs: see `TurboQuant`.
@@ -109,7 +109,7 @@ class RotatedLayer(LowBitLayer[Any]):
         self, state: RotatedCache, token: Token, carry: Carry
     ) -> tuple[Float[Array, "B N H"], RotatedCache, Carry]:
         spec, slots = self.spec, jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
-        visible = slots < state.next[..., None] - 1  # the token's own is exact
+        visible = slots < state.next[..., None] - 1  # the newest token is read exactly instead
         if spec.window is not None:
             visible &= state.pos > token.position[:, None, None] - spec.window
         own = token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype)
@@ -129,7 +129,7 @@ class RotatedLayer(LowBitLayer[Any]):
         return cache.attend_block(self.spec, held, block), self._with(state, block), carry
 
     def _with(self, state: RotatedCache, block: TokenBlock) -> RotatedCache:
-        """The state with the tokens of a block."""
+        """Return the state with the tokens of a block appended."""
         start, stop = state.next, state.next + block.count[:, None]
         width = -(-(block.size + self._count - 1) // self._count) * self._count
         slot = (start // self._count * self._count)[..., None] + jnp.arange(width, dtype=jnp.int32)
@@ -152,7 +152,7 @@ class RotatedLayer(LowBitLayer[Any]):
         )
 
     def view(self, state: RotatedCache) -> LayerCache:
-        """All slots as vectors."""
+        """All slots, decoded."""
 
         def vectors(x: Any, *, rotated: bool) -> Float[Array, "B K C H"]:
             if rotated:
@@ -165,7 +165,7 @@ class RotatedLayer(LowBitLayer[Any]):
         return LayerCache(k, v, state.pos, state.live.astype(jnp.float32), state.next, state.seen)
 
     def _coded(self, filled: LayerCache) -> RotatedCache:
-        """A cache whose slots are filled from the left, coded."""
+        """Code a cache whose slots are filled from the left."""
         padding = [(0, 0), (0, 0), (0, self.capacity - filled.pos.shape[-1])]
         live = jnp.arange(self.capacity, dtype=jnp.int32) < filled.next[..., None]
         k, v = (
@@ -185,12 +185,12 @@ class RotatedLayer(LowBitLayer[Any]):
 
     @property
     def _rotated(self) -> bool:
-        """Whether values are kept as keys are."""
+        """Whether values are stored as keys are."""
         return self.values == "rotated"
 
     @property
     def _matrix(self) -> np.ndarray:
-        """Π."""
+        """Π, the rotation of this layer."""
         signs = None if self.signs is None else self.signs + self.spec.layer
         return codebook.rotation(self.spec.head_dim, signs)
 
@@ -201,7 +201,7 @@ class RotatedLayer(LowBitLayer[Any]):
 
     @property
     def _count(self) -> int:
-        """Slots that share a byte."""
+        """Number of slots that share a byte."""
         return 8 // self.bits
 
 
@@ -218,20 +218,22 @@ def coded_attention(
     rotated: bool,
     counts: Bool[Array, "B K"] | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """Softmax attention over a coded cache, of which a block of slots at a time is decoded, and a token's own key and value.
+    """Softmax attention over a coded cache, which is decoded block by block, and over one exact token.
 
-    The query is rotated once, and of rotated values the sum; no key is rotated back.
+    The query is rotated once, and so is the sum of rotated values. No key is rotated back.
 
     Args:
-        q, k, v: the token's own, with rotated query and key.
-        visible: slots that count.
+        q, k, v: the exact token, with rotated query and key.
+        state: the cache.
+        visible: slots to attend to.
         matrix: Π.
+        bits: bits per code.
         scale: factor on the logits.
-        rotated: whether values are.
-        counts: where the token's own count; None for everywhere.
+        rotated: whether values are rotated.
+        counts: heads that attend to the exact token. None for all.
 
     Returns:
-        The attended values, and the logarithms of the sums of exponentials, -inf where nothing counts.
+        The attention output, and the logsumexp of the logits, -inf where nothing is attended to.
     """
     _, kv_heads, size = visible.shape
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""A threshold in place of a number of tokens: what scores too little goes for good once it is no longer among the latest."""
+"""`thresholded`: a score threshold. Tokens below it are evicted once they leave the window of latest tokens."""
 
 import dataclasses
 from typing import Any, ClassVar, cast
@@ -20,12 +20,12 @@ from .wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class Thresholded(Wrapper):
-    """A scorer of single tokens that drops what scores below a threshold; made by `thresholded`.
+    """A scorer of single tokens that evicts scores below a threshold, made by `thresholded`.
 
     Attributes:
-        policy: what a token scores.
-        threshold: the least score with which a token stays.
-        window: latest tokens, which stay in any case.
+        policy: scores the tokens.
+        threshold: minimum score of a token that stays.
+        window: latest tokens, always kept.
     """
 
     transform: ClassVar[str] = "thresholded"
@@ -36,12 +36,12 @@ class Thresholded(Wrapper):
     def __post_init__(self) -> None:
         if not getattr(self.policy, "scores_alone", False):
             raise PolicyError(
-                f"thresholded: {self.policy.info.name!r} scores a token by what is around it, so no threshold serves for all texts; give a "
-                "policy that scores each token alone, such as knorm"
+                f"thresholded: scores of {self.policy.info.name!r} depend on other tokens, so a threshold has no fixed meaning. Use a "
+                "policy that scores each token alone, such as knorm."
             )
         check_fields(self, window=0)
         if cast(ScoreEviction, self.policy).round_size > 1:
-            raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds; give it every=1")
+            raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds. Give it every=1.")
 
     @property
     def info(self) -> PolicyInfo:
@@ -52,13 +52,13 @@ class Thresholded(Wrapper):
         scorer = cast(ScoreEviction, self.policy)
         first, _ = scorer.always_kept(0)
         others = f", and {first} first ones" if first else ""
-        needs = f"but the latest {self.window} tokens are always kept{others}; raise budget, or lower window"
+        needs = f"but the latest {self.window} tokens are always kept{others}. Raise budget, or lower window."
         super().validate(tokens)
         check_least(self.info.name, scorer.budget, tokens, self.least_slots, needs)
 
     @property
     def least_slots(self) -> int:
-        """Slots that it needs whatever a sequence's length."""
+        """Slots that the policy needs at any sequence length."""
         scorer = cast(ScoreEviction, self.policy)
         return max(scorer.always_kept(0)[0] + self.window, scorer.least_slots)
 
@@ -73,7 +73,7 @@ class Thresholded(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
-    """One layer of `Thresholded`: a layer of its scorer that evicts sooner."""
+    """One layer of `Thresholded`: a layer of its scorer that also evicts by threshold."""
 
     threshold: float = dataclasses.field(kw_only=True)
     window: int = dataclasses.field(kw_only=True)
@@ -105,38 +105,39 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
         held = state.cache
         first, _ = self.policy.always_kept(state.budget)
         old = held.live & self._old(held.pos, held.seen, first)
-        low = old & ~(state.score >= self.threshold)  # of one token at most: the one that has just left the window
+        low = old & ~(state.score >= self.threshold)  # at most one token, which has just left the window
         drop = jnp.any(low, axis=-1)
         over = held.count > state.budget[:, None]
         slot = jnp.where(drop, jnp.argmax(low, axis=-1).astype(jnp.int32), lowest(state, old))
         return dataclasses.replace(state, cache=cache.seek_free(cache.evict(held, slot, drop | over)))
 
     def _old(self, pos: Int[Array, "B #K T"], seen: Int[Array, " B"], first: Int[Array, " B"]) -> Bool[Array, "B #K T"]:
-        """Which tokens are neither among the first that always stay, nor among the latest."""
+        """Tokens that are neither among the always kept first tokens nor among the latest."""
         return (pos >= first[:, None, None]) & (pos < seen[:, None, None] - self.window)
 
 
 def thresholded(
     policy: Policy, threshold: int | float, window: int = 128, budget: int | float | None = None
 ) -> Thresholded:
-    """Keep what scores at least so much: `thresholded(KNorm(budget=1024), threshold=-12)`.
+    """Keep tokens whose score reaches a threshold: `thresholded(KNorm(budget=1024), threshold=-12)`.
 
-    A token is scored once, when it comes. As soon as it is not among the latest `window` tokens any more, it goes for good from every head
-    in which it scores below the threshold; of a prompt, once that is read. So each head holds as much as its texts need, within the
-    policy's budget: where more would stay, what scores lowest goes. Slots are there for the budget, of which a fraction of 1.0 is
-    room for everything.
+    A token is scored once, when it comes. When it leaves the latest `window` tokens, it is evicted from every head in
+    which its score is below the threshold. For a prompt, this happens after prefill. The text therefore determines how
+    much each head keeps, within the policy's budget. If more tokens would stay, the lowest scores are evicted. Slots
+    are allocated for the budget. A fraction of 1.0 has room for everything.
 
-    As kvpress's `DMSPress(decoding=True)`, which masks what it drops and holds it all; its default, that nothing more goes while
-    decoding, is `prompt_only(thresholded(...))`. There is no threshold for all models: look at the scores of some texts.
+    This resembles kvpress' `DMSPress(decoding=True)`, which masks dropped tokens without freeing their memory. Its
+    default, without evictions while decoding, is `prompt_only(thresholded(...))`. No threshold suits all models: look
+    at the scores of some texts.
 
     Args:
-        policy: scores each token alone (`ScoreEviction.scores_alone`): knorm, random, or one of your own. In the first layers, knorm
-            keeps everything.
-        threshold: the least score with which a token stays, by the policy's scores: of knorm, norms of keys times -1.
-        window: latest tokens that stay in any case.
-        budget: the policy's budget, if it is to be another.
+        policy: scores each token alone (`ScoreEviction.scores_alone`): knorm, random, or your own. knorm keeps
+            everything in its first layers.
+        threshold: minimum score of a token that stays, by the policy's scores: for knorm, -1 times the norm of the key.
+        window: latest tokens, always kept.
+        budget: replaces the policy's budget if given.
 
     Raises:
-        PolicyError: a number is out of range, or the policy scores tokens by what is around them.
+        PolicyError: a number is out of range, or the policy's scores depend on other tokens.
     """
     return Thresholded(policy if budget is None else policy.with_budget(budget), threshold, window)

@@ -1,4 +1,4 @@
-"""Policies around another one, whose cache they keep in another place or form."""
+"""Policies around another one, which change where or how its cache is stored or when it compresses."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from ..info import PolicyInfo
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Policy):
-    """Base of wrappers, which have the info and the budget of the policy within. A combination is wrapped part by part.
+    """Base of wrappers. It has the info and the budget of the policy within. A combination is wrapped part by part.
 
     Class attributes:
-        transform: what is done to the policy; the wrapper's name begins with it.
+        transform: name of the transform, with which the wrapper's name begins.
 
     Attributes:
-        policy: what is wrapped.
+        policy: the wrapped policy.
     """
 
     transform: ClassVar[str] = ""
@@ -43,7 +43,7 @@ class Wrapper(Policy):
         return f"{self.transform}({'; '.join([str(self.policy), *settings])})"
 
     def bind(self, config: ModelConfig) -> Policy:
-        """Every part of the policy wrapped by itself, but for those that are already."""
+        """Wrap every part of the bound policy separately, unless it is wrapped already."""
 
         def around(policy: Policy) -> Policy:
             done = policy.info.transform == self.transform
