@@ -36,7 +36,7 @@ def observed(queries, sinks, part, own, values=None, inputs=None, **options) -> 
 
     With `values` of the part's tokens and lengths of the `inputs` that ask, by KVzip+; the output projection changes nothing.
     """
-    options |= {"surroundings": values is not None}
+    options |= {"needs_context": values is not None}
     reading = Repetition(chunk=len(part), sinks=len(sinks), **options)
     queries, keys = np.asarray(queries, np.float32), np.asarray([*sinks, *part], np.float32)
 
